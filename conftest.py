@@ -11,7 +11,7 @@ import pytest
 
 fork_server.install()
 LONG_WITH_MANISKILL = (
-    "test_a_damaged_mesh_cache_is_made_anew",
+    "test_a_damaged_mesh_cache_is_made_again",
     "test_a_full_dev_shm_is_of_no_account",
     "test_a_simulator_that_fails_in_a_reset",
     "test_a_simulator_that_fails_in_a_step",  # the limit of restarts has it crash

@@ -1,8 +1,8 @@
-"""Training with rollouts beside it: environment steps a second, against taking turns.
+"""Training with rollouts beside it: environment steps per second, against taking turns.
 
 Three parts, each in one run: (a) the main job on ManiSkill, which computes on both sides; (b) environments with a
 heavy-tailed step time, a stand-in for slow simulators and real robots, which mostly wait; (c) two pipeline stages
-without any training. The ideal of (a) and (b) is the busier of the two sides, alone; that of (c) is told there.
+without any training. The ideal of (a) and (b) is the busier of the two sides, alone; that of (c) is given there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MODES = (
     ("bounded, 4", ("runner.max_staleness=4", "algorithm.decoupled.enabled=true")),
 )
 MANISKILL = ("env=maniskill", "model=openvla", "env.video.enabled=false")
-# One forward pass an answer and several passes an update: little else than waiting on one side, computing on the other.
+# One forward pass per answer and several passes per update: one side mostly waits, the other computes.
 SLOW = (
     "env=toy",
     "model=openvla_oft",
@@ -81,7 +81,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
 
 
 def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, float]:
-    """Return environment steps a second of ``iterations``, after a warm-up; without ``update``, of rollouts alone.
+    """Return environment steps per second of ``iterations``, after a warm-up; without ``update``, of rollouts alone.
 
     ``rollouts`` are those that were played in that time, in the unit of what an iteration trains on: where they are far
     fewer than the iterations, the run still lives on what was played before.
@@ -145,7 +145,7 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
 
     def configure(*further: str) -> LoadedConfig:
         config = load_config([*overrides, *further]).config
-        # Rollouts go on until the end, as in the middle of a long run.
+        # Rollouts continue until the end, as in the middle of a long run.
         length = warm_up_of(config) + iterations + config.runner.max_staleness + 1
         return load_config([*overrides, *further, f"runner.max_iterations={length}"])
 
@@ -174,7 +174,7 @@ def compare(overrides: tuple[str, ...], iterations: int, env_type: str | None = 
 
 
 def overlap(iterations: int) -> dict[str, float]:
-    """Return seconds a rollout with one and with two stages, and what two stages can reach at best.
+    """Return seconds per rollout with one and with two stages, and what two stages can reach at best.
 
     A stage waits for its simulators and then for the policy, which serves the stages in turn: with E seconds of
     simulation and P of inference, for both stages together, two stages take ``max(E + P / 2, P)``. P is more than that

@@ -47,7 +47,7 @@ def timed(call: Any) -> float:
 
 
 def measure(settings: list[str], extra: list[str]) -> dict[str, Any]:
-    """Return MiB and seconds a process."""
+    """Return MiB and seconds per process."""
     counts = [f"env.train.total_num_envs={NUM_ENVS}", f"env.eval.total_num_envs={NUM_ENVS}", "env.num_processes=2"]
     slow = ["env.start_timeout_s=3000", "env.reset_timeout_s=3000", "env.step_timeout_s=3000"]
     config = load_config([*settings, *counts, *slow, *extra]).config

@@ -105,7 +105,7 @@ class Cell:
         kind: of the process with the fault.
         fault: its name.
         detected_s: from the fault to the first sign of it; None without one.
-        outcome: how the run ended, or went on.
+        outcome: how the run ended or continued.
         exit_code: of the run; None if it had to be killed.
         iterations: that it has logged.
         left: processes that outlived it.

@@ -24,7 +24,7 @@ from embodrl.workers.collector import Collector, SyncCollector
 
 
 class LaggedRollout(SyncCollector):
-    """Takes over weights ``lag`` updates late."""
+    """Uses weights that are ``lag`` updates old."""
 
     lag = 0
 

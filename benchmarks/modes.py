@@ -119,7 +119,7 @@ def main() -> int:
     found = {mode: compare(rows, reference) for mode in MODES if (rows := rows_of(options.runs / mode))}
     for mode, facts in found.items():
         losses = "; ".join(", ".join(f"{loss:.6f}" for loss in pair) for pair in facts["losses"])
-        exact = "to the bit" if facts["same_to_the_bit"] else f"{facts['difference']:.1e}"
+        exact = "bit-exact" if facts["same_to_the_bit"] else f"{facts['difference']:.1e}"
         print(f"{mode:24} {losses}  difference {exact}")
     if options.json is not None:
         result = {"command": ["embodrl", "train", *FIRST, "MODE", *LAST], "modes": MODES, "found": found}

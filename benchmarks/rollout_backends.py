@@ -1,4 +1,4 @@
-"""Actions a second of the rollout backends, native and vLLM, beside plain ``generate`` of transformers.
+"""Actions per second of the rollout backends, native and vLLM, beside plain ``generate`` of transformers.
 
 All sides have the same random weights at tiny size in float32, on one core, and the same images and prompts; each runs
 the policy's own vision and projector, and chooses the actions of evaluation. They take turns within one run and must
@@ -41,7 +41,7 @@ Way = Callable[[Observation], Actions]
 
 
 class OnlyActions(LogitsProcessor):
-    """Makes every token impossible that is no action.
+    """Makes every token impossible that is not an action.
 
     Args:
         first_id: id of the first bin.

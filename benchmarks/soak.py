@@ -8,6 +8,7 @@ last checkpoint.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import secrets
@@ -18,7 +19,8 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import psutil
 from fault_matrix import FAULTS, LEAK, inflict
@@ -37,6 +39,7 @@ SAMPLE_S = 2.0
 SLOW_S = 10.0  # how long a process is slow
 NUM_ENVS, STEPS, CHUNK = 8, 40, 5
 END_S = 300.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRAINING_KILLED = "training: kill"
 WARM_ITERATIONS = 3  # before the time counts, and before the first fault
 SETTINGS = (
@@ -125,13 +128,13 @@ class Soak:
         self._over = threading.Event()  # for processes that are slow
 
     def run(self) -> Record:
-        """Train until the time is over, with faults."""
+        """Train until the time is over, with faults; an error or a signal leaves no process."""
         self.plan.output.mkdir(parents=True, exist_ok=True)
         (self.plan.output / "leak.py").write_text(LEAK)
         own = [f"rollout.own_process={str(self._own_rollout).lower()}", "extensions=[leak]"]
-        self._launch("train", f"runner.output_dir={self.run_dir}", *SETTINGS, *own, *self.plan.settings)
         every = self.plan.kill_training_every_s
         try:
+            self._launch("train", f"runner.output_dir={self.run_dir}", *SETTINGS, *own, *self.plan.settings)
             self._wait_for(WARM_ITERATIONS)
             self._start = time.monotonic()
             end = self._start + 60 * self.plan.minutes
@@ -153,11 +156,20 @@ class Soak:
             self._over.set()
             self._process.terminate()
             self.record.exit_code = self._process.wait(END_S)
+        except BaseException:
+            self._kill_all()
+            raise
         finally:
             self._over.set()
-            self._process.kill()
-            self._process.wait()
         return self.record
+
+    def _kill_all(self) -> None:
+        """Kill what carries the mark, until nothing does: what is killed may have been starting another process."""
+        while left := self.leftovers():
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_S)
 
     def leftovers(self) -> list[int]:
         """Return the processes of the run that are still there; they carry its mark in their environment."""
@@ -263,7 +275,9 @@ class Soak:
         except (psutil.Error, OSError, ValueError):
             return False  # it has just gone
         if fault == "slow":
-            threading.Timer(SLOW_S, over.set).start()
+            timer = threading.Timer(SLOW_S, over.set)
+            timer.daemon = True
+            timer.start()
         self.record.faults.append((round(time.monotonic() - self._start, 1), f"{kind}: {fault}"))
         return True
 
@@ -374,5 +388,14 @@ def plan() -> Plan:
     )
 
 
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End with the usual exit code of a signal, once; further signals do not interrupt the cleaning up."""
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
+    for each in SIGNALS:
+        signal.signal(each, _leave)
     sys.exit(main(plan()))

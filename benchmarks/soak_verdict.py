@@ -18,10 +18,10 @@ class Sample:
 
     Attributes:
         time_s: since the start.
-        driver_mib: memory of the driver's own, which it shares with nobody.
+        driver_mib: memory that only the driver uses (USS).
         workers_mib: the same of each simulator process that is ready, the oldest first.
         driver_fds: open files of the driver.
-        memory_files: shared memories that the owner of the simulators maps, one a simulator process.
+        memory_files: shared memories that the owner of the simulators maps, one per simulator process.
         children: descendants of the driver.
     """
 
@@ -49,7 +49,7 @@ class Check:
 
 
 def growth(values: Sequence[float]) -> float:
-    """Return how much larger the median of the last third is than that of the first, as a part of the first."""
+    """Return how much larger the median of the last third is than that of the first, as a fraction of the first."""
     third = max(1, len(values) // 3)
     first, last = statistics.median(values[:third]), statistics.median(values[-third:])
     return last / first - 1
@@ -81,7 +81,7 @@ def check_memory(samples: Sequence[Sample]) -> list[Check]:
 
 
 def check_leaks(samples: Sequence[Sample], processes: int, children: int) -> list[Check]:
-    """Check that files, shared memories and children do not pile up while the run goes on."""
+    """Check that files, shared memories and children do not pile up during the run."""
     after = warm(samples)
     third = max(1, len(after) // 3)
     fds = [statistics.median(s.driver_fds for s in part) for part in (after[:third], after[-third:])]

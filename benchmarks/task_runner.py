@@ -132,7 +132,7 @@ def main(json_path: Path | None = None) -> int:
     console.print(table)
     console.print(f"ratio of the rates, AsyncTaskRunner / gather: {result['ratio_no_op']}")
     console.print(
-        f"resident memory after each round, as a part of the {result['resident_start_mb']} MB before: "
+        f"resident memory after each round, as a fraction of the {result['resident_start_mb']} MB before: "
         f"{', '.join(map(str, result['resident_after_rounds']))}"
     )
     if json_path is not None:

@@ -4,7 +4,7 @@ SETTINGS are those of one environment each, quoted: "env=metaworld env.python=/p
 
 Rounds take turns within one run: as shipped (deadlines, the process watched for its death, results checked for numbers
 that can't be true), and with all of that taken out: a plain blocking read. The watchdog runs in the driver, so that its
-cost is the driver's processor time a chunk with it less that without, as a part of the time that a chunk takes. The
+cost is the driver's processor time per chunk with it less that without, as a fraction of the time of a chunk. The
 ratio of the rates says the same where nothing else runs; a busy machine disturbs it by more than the watchdog costs.
 """
 
@@ -38,7 +38,7 @@ class Unwatched(Connection):
 
 
 def play(pool: EnvPool, actions: np.ndarray) -> tuple[float, float]:
-    """Return chunks a second of wall time, and milliseconds of the driver's processor time a chunk."""
+    """Return chunks per second of wall time, and milliseconds of the driver's processor time per chunk."""
     count, wall, cpu = 0, time.perf_counter(), time.thread_time()
     while time.perf_counter() - wall < ROUND_S:
         pool.step(actions)
@@ -84,7 +84,7 @@ def main() -> int:
         name = settings[0].removeprefix("env=")
         row = result[name] = measure(settings)
         rates, cpu = row["chunks_per_s"], row["driver_ms_per_chunk"]
-        driver = f"driver {cpu['watched']:.3f} / {cpu['unwatched']:.3f} ms a chunk"
+        driver = f"driver {cpu['watched']:.3f} / {cpu['unwatched']:.3f} ms per chunk"
         print(
             f"{name:<12} cost {row['cost']:.2%}   {driver}   watched {rates['watched']:.1f} chunks/s"
             f"   unwatched {rates['unwatched']:.1f}   ratio {row['median_ratio']:.3f}",

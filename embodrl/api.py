@@ -235,7 +235,7 @@ def follow_weights(
         The version, that is the number of updates that the weights have seen, and its evaluation.
 
     Raises:
-        EmbodrlError: this is no run, or its weights do not fit.
+        EmbodrlError: this is not a run, or its weights do not fit.
     """
     from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of

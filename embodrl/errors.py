@@ -143,7 +143,7 @@ class PipelineProblem:
 
 
 class PipelineError(EmbodrlError):
-    """A pipeline is no sound graph, or one of its nodes failed.
+    """A pipeline's graph is invalid, or one of its nodes failed.
 
     Args:
         message: what went wrong, naming the pipeline.
@@ -166,7 +166,7 @@ class BatchError(EmbodrlError):
 
 
 class BatchKeyError(BatchError):
-    """A batch has not the columns that it should have."""
+    """A batch lacks columns that it should have."""
 
 
 class BatchShapeError(BatchError):
@@ -192,7 +192,7 @@ class CheckpointError(EmbodrlError):
 
 
 class HubError(CheckpointError):
-    """A repository of the hub can't be had: no network, no permission, no such name, or other content than stated."""
+    """A repository of the hub can't be fetched: no network, no permission, no such name, or a wrong checksum."""
 
 
 class StatisticsMissingError(CheckpointError):
@@ -216,7 +216,7 @@ class EnvWorkerDied(EnvError):
 
 
 class EnvProtocolError(EnvWorkerDied):
-    """A simulator process sent something that is no valid answer, and was killed."""
+    """A simulator process sent an invalid answer, and was killed."""
 
 
 class EnvTimeout(EnvError):
@@ -314,11 +314,23 @@ class EpisodeTimeout(EmbodrlError):
 
 
 class RewardError(EmbodrlError):
-    """A reward function failed, took too long, or returned what is no reward."""
+    """A reward function failed, took too long, or returned an invalid reward."""
 
 
 class MessageError(EmbodrlError):
     """A value can't be sent between processes."""
+
+
+class WireError(EmbodrlError):
+    """A message of a client or server of policies is malformed, too large, or lacks something."""
+
+
+class RemotePolicyError(EmbodrlError):
+    """A policy server can't be reached, refuses an observation, or answers what does not fit."""
+
+
+class ServingError(EmbodrlError):
+    """A policy server can't start, or can't answer."""
 
 
 class ChannelError(EmbodrlError):

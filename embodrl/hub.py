@@ -1,4 +1,4 @@
-"""Checkpoints and data sets of the Hugging Face hub: their names, what its cache holds, and fetching them.
+"""Checkpoints and datasets of the Hugging Face hub: their names, what its cache holds, and fetching them.
 
 Everything goes through huggingface_hub: its cache, its login, and HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE and HF_TOKEN.
 """
@@ -123,7 +123,7 @@ def fetch(name: HubName, patterns: Sequence[str], to: Path | None = None, verify
     """Return the directory of a repository's files, after fetching those that are missing.
 
     What is fetched is compared with the hub's checksums: SHA-256, or git's SHA-1 of small files. A file that differs
-    is removed. A download that breaks off continues where it was; what is complete is not fetched again.
+    is removed. An interrupted download is resumed; what is complete is not fetched again.
 
     Args:
         name: of the repository.

@@ -1,7 +1,7 @@
 """What actions and observations mean, on the side of an environment and on that of a policy. Imports nothing heavy.
 
 Both may leave things out: what one of them does not state is not compared. Environments state theirs in their spec,
-families in theirs for checkpoints whose data set they know, and policies that embodrl writes in ``embodrl.json``.
+families in theirs for checkpoints whose dataset they know, and policies that embodrl writes in ``embodrl.json``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Interface:
         state: parts of the state in order.
         cameras: in order.
         pictures: ``upright``, or ``rotated_180``.
-        control_hz: actions a second.
+        control_hz: actions per second.
     """
 
     action: str | None = None

@@ -96,7 +96,7 @@ def import_workflow(path: str) -> Any:
     found = import_function(path)
     if not inspect.isclass(found) or not inspect.iscoroutinefunction(getattr(found, "run_episode", None)):
         raise EmbodrlError(
-            f"'{path}' is no class with `async def run_episode(self, engine, env, task)`",
+            f"'{path}' is not a class with `async def run_episode(self, engine, env, task)`",
             "name a subclass of embodrl.RolloutWorkflow",
             code="workflow-class",
         )

@@ -109,7 +109,7 @@ class SimulatorSpec(Spec):
         simulates: there is something to act in; False of mere data, on which only `embodrl sft` runs.
         fill: from all given settings to the key that further ones follow from, and those (dotted key -> value); they
             are set where the user has not.
-        robots: names of its robots in data sets; None: not checked.
+        robots: names of its robots in datasets; None: not checked.
         control_hz: actions per second; None: not known before it is started.
         action_dim: numbers of an action; None if the configuration says it.
         batched_by: setting and value with which one process simulates all environments.
@@ -181,7 +181,7 @@ class SimulatorSpec(Spec):
                 near = nearest(name, list(READABLE))
                 own = "declare a setting of your own in a class derived from EnvConfig, and register settings=ThatClass"
                 raise EmbodrlError(
-                    f"'{name}' is no common setting that '{self.name}' could read; there are {', '.join(READABLE)}",
+                    f"'{name}' is not a common setting that '{self.name}' could read; there are {', '.join(READABLE)}",
                     f"did you mean '{near}'? Or {own}" if near else own,
                     code="spec-fact-invalid",
                 )
@@ -406,6 +406,7 @@ MODELS = Registry(
         "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "lerobot": "embodrl.models.lerobot.spec:SPEC",
+        "remote": "embodrl.models.remote.spec:SPEC",
     },
 )
 

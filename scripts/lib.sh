@@ -72,6 +72,6 @@ install_cpu_torch() {
         $venv_python -m uv pip install --python $venv_python --torch-backend=cpu "torch==$torch_version" && return
     printf '\n' >&2
     tail -n 3 "$log" >&2
-    die "there is no CPU build of torch $torch_version for $($venv_python --version) to be had" \
+    die "there is no CPU build of torch $torch_version available for $($venv_python --version)" \
         "let this machine reach PyTorch's CPU package index, or put the wheel into a directory and set PIP_FIND_LINKS to it; EMBODRL_TORCH=cuda takes the much larger CUDA build instead"
 }

@@ -64,7 +64,7 @@ env:
 - **Unknown keys** are errors, and so is a key given twice in one mapping.
 - **References** `${section.key}` take the value of another key. Resolvers such as `${oc.env:HOME}` are refused, so
   that a configuration means the same on every machine.
-- **No code** is run from a configuration: YAML tags, `_target_` and its kin are errors. The exceptions are deliberate:
+- **No code** is run from a configuration: YAML tags, `_target_` and the like are errors. The exceptions are deliberate:
   `extensions` names modules to import, which may register models and environments, and `algorithm.adv_type`,
   `algorithm.loss_type`, `algorithm.srpo.encoder`, `reward.fn` and `pipeline.fn` may name custom functions as
   `module:function`.

@@ -42,7 +42,7 @@ main() {
     fi
     "install_${kind}_torch" .venv
     say "installing embodrl and its dependencies"
-    $venv_python -m pip install -q -c constraints.txt -e '.[maniskill,datasets,wandb,lora,dev]'
+    $venv_python -m pip install -q -c constraints.txt -e '.[maniskill,datasets,wandb,lora,serve,dev]'
     $venv_python scripts/check_install.py "$kind"
     printf '%s\n' "$key" >"$stamp"
     say "done; activate it with 'source .venv/bin/activate', or run .venv/bin/embodrl"

@@ -1,6 +1,6 @@
 """Advantages and returns of a rollout.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, K values a chunk (1 or C),
+Legend: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C),
 S reward steps (T at chunk level, T*C at action level).
 """
 
@@ -87,7 +87,7 @@ def gae(
         bootstrap_type: ``none`` treats a truncation as a termination.
 
     Raises:
-        EmbodrlError: the number of values a chunk does not fit ``reward_type``.
+        EmbodrlError: the number of values per chunk does not fit ``reward_type``.
     """
     num_steps, num_envs, chunk = rewards.shape
     expected = 1 if reward_type == "chunk_level" else chunk
@@ -320,7 +320,7 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
         if tuple(tensor.shape) not in shapes or tensor.shape != estimate.valid.shape:
             raise EmbodrlError(
                 f"adv_type '{name}' returned {field} of shape {list(tensor.shape)}",
-                f"return {list(shapes[0])}, a value a chunk, or {list(shapes[1])}, a value an action",
+                f"return {list(shapes[0])}, a value per chunk, or {list(shapes[1])}, a value per action",
                 code="advantage-result",
             )
     for field, tensor in (("advantages", estimate.advantages), ("returns", estimate.returns)):

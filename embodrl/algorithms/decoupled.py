@@ -1,4 +1,4 @@
-"""Decoupled PPO: the policy is clipped against a recent one, whoever acted.
+"""Decoupled PPO: the policy is clipped against a recent one, whichever policy acted.
 
 Hilton et al. 2021, arXiv 2110.00641, eq. 4, and AReaL, arXiv 2505.24298, sec. 5.2. With the policy that acted b, the
 proximal policy prox (the weights when the update began) and the present one theta, the loss is

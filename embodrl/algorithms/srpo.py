@@ -210,13 +210,13 @@ class SrpoRewards:
             task_id: ``int64[E]``.
 
         Raises:
-            EmbodrlError: an embedding is not finite, or not one vector an episode.
+            EmbodrlError: an embedding is not finite, or not one vector per episode.
         """
         if embeddings.ndim != 2 or len(embeddings) != len(success) or not bool(embeddings.isfinite().all()):
             raise EmbodrlError(
                 f"the encoder '{self.config.encoder}' returned {list(embeddings.shape)} for {len(success)} episodes,"
                 " or what is not finite",
-                "return one finite vector an episode, float[E, D]",
+                "return one finite vector per episode, float[E, D]",
                 code="srpo-embeddings",
             )
         rewards = success.float()

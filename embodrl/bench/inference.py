@@ -1,4 +1,4 @@
-"""Actions a second of each model family, against the plain way of the public reference implementations.
+"""Actions per second of each model family, against the plain way of the public reference implementations.
 
 The plain way takes one observation at a time. Token families call transformers' Llama with its growing key-value cache
 and the logits of the whole vocabulary for every position. Flow families run images and prompt again at every denoising

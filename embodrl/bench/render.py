@@ -114,7 +114,10 @@ class Ours:
 
     def step(self, action: NDArray[np.float32]) -> None:
         """Execute ``action float32[7]`` with its reward, without a picture."""
-        self.sim.step(action[None])
+        from embodrl.envs.maniskill.sim import evaluate
+
+        self.sim.advance(action[None])
+        evaluate([self.sim], action[None])
 
     def render(self) -> NDArray[np.uint8]:
         """Return the picture ``uint8[H,W,3]``."""

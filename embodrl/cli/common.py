@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from embodrl.config.rules.verbs import Verb
     from embodrl.config.schema import Config
 
-# Of exceptions that the loader, numpy, torch and the interpreter raise where memory or threads can't be had.
+# Of exceptions that the loader, numpy, torch and the interpreter raise where memory or threads are not available.
 _OUT_OF_MEMORY = ("MemoryError", "annot allocate memory", "an't allocate memory", "failed to map", "start new thread")
 EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
 

@@ -17,17 +17,19 @@ def fetch(
     revision: Annotated[
         str | None, typer.Option(metavar="NAME", help="branch, tag or commit; main by default", show_default=False)
     ] = None,
-    dataset: Annotated[bool, typer.Option("--dataset", help="a data set, and no model", show_default=False)] = False,
+    dataset: Annotated[
+        bool, typer.Option("--dataset", help="the repository is a dataset, not a model", show_default=False)
+    ] = False,
     to: Annotated[
         Path | None,
         typer.Option("--to", metavar="DIR", help="a directory; by default the hub's cache", show_default=False),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Fetch a checkpoint or a data set from the Hugging Face hub, and compare every file with its checksum.
+    """Fetch a checkpoint or a dataset from the Hugging Face hub, and compare every file with its checksum.
 
-    Run again, it goes on where it was broken off, and checks what is there. Login, cache and mirror are those of the
-    hub's own tools: `hf auth login` or HF_TOKEN, HF_HOME, HF_ENDPOINT.
+    Running it again resumes an interrupted download and checks the files already there. Login, cache and mirror are
+    those of the hub's own tools: `hf auth login` or HF_TOKEN, HF_HOME, HF_ENDPOINT.
 
     \b
     Examples:
@@ -51,9 +53,9 @@ def fetch(
             raise UsageError(f"'{repository}' names no repository of the hub", hint, code="hub-name")
         chosen = name if revision is None else parse(f"{name}@{revision}")
         if chosen is None:
-            raise UsageError(f"'{revision}' is no revision", "give a branch, tag or commit", code="hub-name")
+            raise UsageError(f"'{revision}' is not a revision", "give a branch, tag or commit", code="hub-name")
         if to is not None and to.exists() and not is_own_copy(to):
-            problem = f"{to} exists, and is no directory that a fetch was writing"
+            problem = f"{to} exists, and is not a directory that a fetch was writing"
             raise OutputError(problem, "give a new directory", code="output-exists")
         place = run(chosen, DATASET_FILES if dataset else MODEL_FILES, to, verify_all=True)
         commit = replace(chosen, revision=place.name) if to is None else place

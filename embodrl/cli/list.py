@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import BaseModel
 
 from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import ConfigFile, Debug, JsonOutput, Trust, execute
-from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.errors import ConfigError, ConfigProblem
-from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
-
-MODEL_FACTS = {
-    "sizes": "parameters",
-    "actions": "actions",
-    "rl": "RL",
-    "trainable": "trainable",
-    "checkpoint": "checkpoint",
-}
-"""Facts of a spec that are listed, with their labels."""
-INSTALL = "to install"
-SETTINGS = "settings"
-ENV_FACTS = {"actions": "actions", "camera_list": "cameras", "experts": "experts", "verified": "verified"}
 
 
 class Kind(StrEnum):
@@ -40,22 +23,6 @@ class Kind(StrEnum):
     pipelines = "pipelines"
     protocols = "protocols"
     presets = "presets"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A name that may be chosen, and what is known about it: labels and texts; several tasks have the same label."""
-
-    name: str
-    description: str
-    facts: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-
-    def as_json(self) -> dict[str, object]:
-        """Return it for JSON; the texts of a label are a list."""
-        facts: dict[str, list[str]] = {}
-        for label, text in self.facts:
-            facts.setdefault(label, []).append(text)
-        return {"name": self.name, "description": self.description, **facts}
 
 
 def list_names(
@@ -93,9 +60,11 @@ def list_names(
 
     def action() -> None:
         first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
+        from embodrl.cli.listing import SECTIONS, as_text
+
         load_extensions([*rest, *(settings or [])], config, trust)
         kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
-        found = {one.value: SECTIONS[one]() for one in kinds}
+        found = {one.value: SECTIONS[one.value]() for one in kinds}
         if json_output:
             print(
                 json.dumps({name: [entry.as_json() for entry in entries] for name, entries in found.items()}, indent=2)
@@ -120,7 +89,7 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
     problems = [
         ConfigProblem(
             argument.key,
-            "is no setting of `embodrl list`",
+            "is not a setting of `embodrl list`",
             str(argument.origin),
             "extensions",
             hint="give extensions=[MODULE,...], or no setting",
@@ -135,121 +104,3 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
         problems = composition.problems + import_extensions(composition.tree)[0]
     if problems:
         raise ConfigError(problems)
-
-
-def as_text(entries: list[Entry]) -> str:
-    """Return names and descriptions in two columns, and facts below the descriptions."""
-    name_width = max(len(entry.name) for entry in entries)
-    label_width = max((len(label) for entry in entries for label, _ in entry.facts), default=0)
-    lines: list[str] = []
-    for entry in entries:
-        lines.append(f"  {entry.name:<{name_width}}  {entry.description}")
-        lines += [f"  {'':<{name_width}}  {label:<{label_width}}  {text}" for label, text in entry.facts]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def facts_of(spec: Spec, labels: dict[str, str]) -> list[tuple[str, str]]:
-    """Return the facts of a spec that are known, with their labels."""
-    found: list[tuple[str, str]] = []
-    for key, label in labels.items():
-        fact: str | tuple[str, ...] | None = getattr(spec, key)
-        if fact:
-            found.append((label, fact if isinstance(fact, str) else ", ".join(fact)))
-    return found
-
-
-def settings_of(own: type[BaseModel], common: type[BaseModel], section: str) -> list[tuple[str, str]]:
-    """Return as a fact the settings that a class adds to those of all."""
-    names = [f"{section}.{name}" for name in own.model_fields if name not in common.model_fields]
-    return [(SETTINGS, ", ".join(names))] if names else []
-
-
-def models() -> list[Entry]:
-    """Return the registered models, each with what is known about it."""
-    return [
-        Entry(
-            spec.name,
-            spec.description,
-            [*facts_of(spec, MODEL_FACTS), *settings_of(model_settings(spec.name), ModelConfig, "model")],
-        )
-        for spec in MODELS.all()
-    ]
-
-
-def envs() -> list[Entry]:
-    """Return the registered environments, each with what is known about it, and its tasks with their instructions."""
-    found: list[Entry] = []
-    for spec in ENVS.all():
-        facts = [*facts_of(spec, ENV_FACTS), *settings_of(env_settings(spec.name), EnvConfig, "env")]
-        if spec.isolated:
-            facts.append((INSTALL, f"embodrl env install {spec.name}"))
-        elif spec.extra:
-            facts.append((INSTALL, f"pip install 'embodrl[{spec.extra}]'"))
-        found.append(Entry(spec.name, spec.description, facts + labelled_tasks(spec)))
-    return found
-
-
-def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
-    """Return the tasks of an environment with their instructions, below the suites where there are any."""
-    tasks = {task: task + f": {text}" * bool(text) for task, text in spec.instructions().items()}
-    result: list[tuple[str, str]] = []
-    for name, suite in spec.suites.items():
-        result.append(("suite", f"env.suite={name}, {len(suite.tasks)} tasks"))
-        result += [("task", tasks.pop(task)) for task in suite.tasks]
-    return result + [("task", text) for text in tasks.values()]
-
-
-def algorithms() -> list[Entry]:
-    """Return the advantage estimators and losses."""
-    return [
-        Entry(f"{key}={name}", registry.entry(name).description)
-        for key, registry in (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
-        for name in registry
-    ]
-
-
-def pipelines() -> list[Entry]:
-    """Return the built-in pipelines."""
-    return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
-
-
-def protocols() -> list[Entry]:
-    """Return the evaluation protocols, each with what it sets and where that is written down."""
-    found: list[Entry] = []
-    for spec in PROTOCOLS.all():
-        facts = [("", _assignments(spec.settings))]
-        facts += [(name, _assignments(settings)) for name, settings in spec.models.items()]
-        for name, limits in spec.step_limits.items():
-            steps = ", ".join(f"{suite} {steps}" for suite, steps in limits.items())
-            facts.append((f"steps, {name}" if name else "steps", steps))
-        facts.append(
-            ("episodes", f"{spec.episodes_per_task} a task, cameras of {spec.camera_px} x {spec.camera_px} pixels")
-        )
-        facts += [("differs", spec.differs)] if spec.differs else []
-        found.append(Entry(spec.name, spec.description, [*facts, ("source", spec.source)]))
-    return found
-
-
-def _assignments(settings: Mapping[str, object]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in settings.items())
-
-
-def presets() -> list[Entry]:
-    """Return the presets of every group with the first line of their comment."""
-    from embodrl.config import compose
-
-    return [
-        Entry(f"{group}={name}", compose.describe(group, name))
-        for group in compose.groups()
-        for name in compose.presets(group)
-    ]
-
-
-SECTIONS = {
-    Kind.models: models,
-    Kind.envs: envs,
-    Kind.algorithms: algorithms,
-    Kind.pipelines: pipelines,
-    Kind.protocols: protocols,
-    Kind.presets: presets,
-}

@@ -10,6 +10,7 @@ from embodrl.cli import config, data, env, model, pipeline, plan
 from embodrl.cli.app import add, make_app, summary
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
+from embodrl.cli.compare import compare
 from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
@@ -18,7 +19,9 @@ from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.resume import resume
+from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
+from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
 
 SIGNALLED = 128
@@ -69,9 +72,11 @@ def about(
 
 add(app, train)
 add(app, evaluate, "eval")
+add(app, serve)
 add(app, collect)
 add(app, convert)
 add(app, sft)
+add(app, sweep)
 add(app, resume)
 add(app, fetch)
 add(app, export)
@@ -79,6 +84,7 @@ for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
+add(app, compare)
 add(app, list_names, "list")
 add(app, doctor)
 add(app, bench)

@@ -15,7 +15,6 @@ import typer
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, execute
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import import_object, nearest
-from embodrl.specs import MODELS
 
 if TYPE_CHECKING:
     from embodrl.models.common.parity import Comparison
@@ -128,6 +127,8 @@ def family_of(directory: Path, family: str | None = None) -> str:
     Raises:
         UsageError: no such family, or one without a comparison; lists those that have one, and the nearest.
     """
+    from embodrl.specs import MODELS
+
     known = [spec.name for spec in MODELS.all() if spec.parity]
     words = re.sub(r"[^a-z0-9]+", "_", directory.name.lower())
     named = [name for name in known if f"_{name}_" in f"_{words}_"]
@@ -144,6 +145,8 @@ def family_of(directory: Path, family: str | None = None) -> str:
 
 def run(directory: Path, family: str, debug: bool = False) -> Outcome:
     """Run a fixture; one that is damaged or does not fit is an outcome, not an exception."""
+    from embodrl.specs import MODELS
+
     try:
         comparisons = import_object(MODELS.entry(family).parity)(directory)
     except EmbodrlError as error:

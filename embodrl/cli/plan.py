@@ -118,7 +118,7 @@ def _show_processes(plan: Plan, console: Console) -> None:
         console.print(f"and {len(groups) - MAX_ROWS} more lines; --json has all")
     loads = sorted(set(per_cpu(plan.deployment).values()))
     if loads:
-        console.print(f"simulators a core that has any: {' or '.join(map(str, loads))}")
+        console.print(f"simulators per core that has any: {' or '.join(map(str, loads))}")
     devices = {key: parts for key, parts in per_device(plan.deployment).items() if parts}
     for key, parts in devices.items():
         console.print(f"GPU {key}: " + ", ".join(f"{count} x {part}" for part, count in parts.items()))

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from embodrl.cli.common import Debug, Overrides, Trust, execute
+from embodrl.cli.sweep import work
+from embodrl.errors import UsageError
 
 
 def resume(
@@ -16,7 +18,7 @@ def resume(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a run from its last good checkpoint.
+    """Continue a run from its last good checkpoint, or a sweep with the runs that are not finished.
 
     \b
     Examples:
@@ -25,8 +27,13 @@ def resume(
     """
 
     def action() -> int | None:
-        from embodrl.runs import sft, train
+        from embodrl.runs import sft, sweep, train
 
+        if sweep.is_sweep(directory):
+            if overrides:
+                message = "a sweep is continued with the settings that it began with"
+                raise UsageError(message, "leave out the settings, or start another sweep", code="sweep-settings")
+            return work(sweep.read_sweep(directory))
         verb = sft if sft.is_sft_run(directory) else train
         return verb.resume(directory, overrides or [], trust)
 

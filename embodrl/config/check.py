@@ -309,7 +309,7 @@ def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem
     elif near and section:
         near = f"{section}.{near}"
     if not near:
-        # A far-off name of another section is no help, so it has to be nearer than one of the same section.
+        # A distant name of another section does not help, so it has to be nearer than one of the same section.
         leaf = nearest(name, sorted({full.rpartition(".")[2] for full in known}), cutoff=0.75)
         near = next((full for full in known if full.rpartition(".")[2] == leaf), "") if leaf else ""
     where = f"the section '{section}'" if section else "the configuration"

@@ -30,7 +30,7 @@ from embodrl.config.trust import is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
 
-OPTIONAL = ("experiment", "pipeline")
+OPTIONAL = ("experiment", "pipeline", "serve")
 """Groups of which none may be chosen."""
 
 

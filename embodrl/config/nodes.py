@@ -397,7 +397,7 @@ def _read_bounded(path: Path) -> bytes:
     """Return at most one byte more than a configuration may have.
 
     Raises:
-        OSError: it can't be read, or is no regular file: a pipe or a device might never end.
+        OSError: it can't be read, or is not a regular file: a pipe or a device might never end.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
     with os.fdopen(descriptor, "rb") as file:

@@ -49,7 +49,7 @@ class Checked:
 
     Attributes:
         demos: with frames of any size, or none.
-        facts: what the data set says about itself.
+        facts: what the dataset says about itself.
         binary: action dimensions that take two values nearly always (grippers) -> these values.
     """
 

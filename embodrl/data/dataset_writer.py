@@ -1,4 +1,4 @@
-"""The life of a data set that is being written: staged, committed now and then, and renamed once it is complete.
+"""The life of a dataset that is being written: staged, committed now and then, and renamed once it is complete.
 
 Episodes are written into ``.NAME.partial``, which ``close`` renames to ``NAME``. ``commit`` syncs what was added and
 lists it in ``.NAME.commit.json``: after a kill or a power failure the next writer continues from the last commit.
@@ -37,7 +37,7 @@ class DatasetWriter(ABC):
     Attributes:
         format: its name.
         directory, staging: the final directory, and the one that is written to.
-        progress: what the last ``commit`` of an interrupted collection was given; None for a new data set.
+        progress: what the last ``commit`` of an interrupted collection was given; None for a new dataset.
         num_frames: of all episodes so far.
 
     Raises:
@@ -84,7 +84,7 @@ class DatasetWriter(ABC):
 
     @abstractmethod
     def _write_meta(self, meta: Mapping[str, object]) -> None:
-        """Write what describes the complete data set; ``meta`` says how it was made."""
+        """Write what describes the complete dataset; ``meta`` says how it was made."""
 
     @abstractmethod
     def _stop(self) -> None:

@@ -19,7 +19,7 @@ LARGEST_SIDE = 256
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """Facts of a data set.
+    """Facts of a dataset.
 
     Attributes:
         cameras: name -> height and width in pixels.
@@ -46,7 +46,7 @@ class DatasetFacts:
 
 
 def data_directory(data_dir: str) -> Path:
-    """Return the directory that ``sft.data_dir`` means: a path, or a data set's in the hub's cache. Fetches nothing."""
+    """Return the directory that ``sft.data_dir`` means: a path, or a dataset's in the hub's cache. Fetches nothing."""
     name = parse_dataset(data_dir)
     found = None if name is None else cached(name, DATASET_FACTS)
     return Path(data_dir).expanduser() if found is None else found
@@ -63,7 +63,7 @@ def missing(directory: Path) -> EmbodrlError:
 
 
 def read_facts(directory: Path) -> DatasetFacts:
-    """Return the facts of a LeRobot data set or of the format ``raw``.
+    """Return the facts of a LeRobot dataset or of the format ``raw``.
 
     Raises:
         EmbodrlError: there is none, it is damaged, or of an unsupported version.
@@ -84,7 +84,7 @@ def read_facts(directory: Path) -> DatasetFacts:
 
 
 def check_shard(path: Path) -> None:
-    """Refuse a file that the index of a ``raw`` data set names and that is not there.
+    """Refuse a file that the index of a ``raw`` dataset names and that is not there.
 
     Raises:
         FileDamagedError: names both: either may be what was changed.

@@ -1,7 +1,7 @@
 """The LeRobot dataset format, v3.0: names, paths and what both its writer and its reader need.
 
 Facts of the format from the public documentation of the `lerobot` package (huggingface.co/docs/lerobot, "LeRobotDataset
-v3.0"). A data set is a directory: ``meta/info.json`` (features, path templates), ``meta/stats.json``,
+v3.0"). A dataset is a directory: ``meta/info.json`` (features, path templates), ``meta/stats.json``,
 ``meta/tasks.parquet``, ``meta/episodes/``, ``data/`` (one row per frame, many episodes per file), ``videos/<feature>/``
 (many episodes per file).
 """
@@ -64,7 +64,7 @@ def require(*packages: str) -> tuple[Any, ...]:
         except ImportError as error:
             package = name.partition(".")[0].replace("_", "-")
             raise MissingDependencyError(
-                f"the package {package} is not installed, which LeRobot data sets and grids of videos need",
+                f"the package {package} is not installed, which LeRobot datasets and grids of videos need",
                 "pip install 'embodrl[datasets]'",
                 code="video-packages-missing",
             ) from error
@@ -90,7 +90,7 @@ def check_template(template: str, names: Collection[str], source: Path) -> str:
 
 
 def within(directory: Path, relative: str) -> Path:
-    """Return a path inside a data set.
+    """Return a path inside a dataset.
 
     Raises:
         EmbodrlError: the path, which its info.json gives, leads elsewhere.
@@ -98,8 +98,8 @@ def within(directory: Path, relative: str) -> Path:
     path = directory / relative
     if not is_inside(path, directory):
         raise EmbodrlError(
-            f"{directory / INFO} leads out of the data set, to {os.path.realpath(path)}",
-            "use a data set that you trust",
+            f"{directory / INFO} leads out of the dataset, to {os.path.realpath(path)}",
+            "use a dataset that you trust",
             code="dataset-path",
         )
     return path

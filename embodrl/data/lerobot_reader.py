@@ -1,4 +1,4 @@
-"""Reading LeRobot data sets, v3.0 and v2.x, of any origin: everything that is read is bounded and checked.
+"""Reading LeRobot datasets, v3.0 and v2.x, of any origin: everything that is read is bounded and checked.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -34,19 +34,19 @@ MAX_JSONL_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Feature:
-    """A column of the data set: its dtype ("video" and "image" are pictures) and shape."""
+    """A column of the dataset: its dtype ("video" and "image" are pictures) and shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many numbers a frame has."""
+        """The number of values in a frame."""
         return int(np.prod(self.shape))
 
     @property
     def picture_size(self) -> tuple[int, int]:
-        """Height and width; some data sets give the channels first."""
+        """Height and width; some datasets give the channels first."""
         first = self.shape[0] == 3 and self.shape[-1] != 3
         return (self.shape[1], self.shape[2]) if first else (self.shape[0], self.shape[1])
 
@@ -78,7 +78,7 @@ class Info:
 
     @property
     def cameras(self) -> list[str]:
-        """The features that are pictures, in the order of the data set."""
+        """The features that are pictures, in the order of the dataset."""
         return [name for name, feature in self.features.items() if feature.dtype in ("video", "image")]
 
 
@@ -91,8 +91,8 @@ class Located:
         length: frames.
         data: the parquet file with its rows.
         videos: file and first frame there, by camera feature; without those stored as pictures in ``data``.
-        task: name of the task, None where the data set has only instructions.
-        outcome: reset seed and success, None where the data set does not tell.
+        task: name of the task, None where the dataset has only instructions.
+        outcome: reset seed and success, None where the dataset does not tell.
     """
 
     number: int
@@ -174,7 +174,7 @@ def load_lerobot(
     cameras: Sequence[str] | None = None,
     size: tuple[int, int] | None = None,
 ) -> Demos:
-    """Load a data set; arguments and errors are those of ``load_demos``."""
+    """Load a dataset; arguments and errors are those of ``load_demos``."""
     episode_files = [path.relative_to(directory).as_posix() for path in (directory / "meta/episodes").glob("*/*")]
     checked = check_checksums(directory, [layout.INFO, layout.STATS, layout.TASKS, *episode_files], complete=True)
     info = read_info(directory)
@@ -182,7 +182,7 @@ def load_lerobot(
     if layout.ACTION not in info.features:
         raise EmbodrlError(
             f"{directory} has no feature '{layout.ACTION}'",
-            "use a data set with the actions of a robot",
+            "use a dataset with the actions of a robot",
             code="dataset-no-actions",
         )
     every = (_locate if info.version == layout.VERSION else _locate_v2)(directory, info, keys)
@@ -292,11 +292,11 @@ class _Loading:
     """Reads the frames of some episodes into one array per column.
 
     Args:
-        directory: of the data set.
+        directory: of the dataset.
         info: its meta/info.json.
         episodes: in their order.
         keys: features of the cameras.
-        size: height and width that pictures are resized to; None keeps those of the data set.
+        size: height and width that pictures are resized to; None keeps those of the dataset.
 
     Raises:
         EmbodrlError: the cameras differ in size, or the pictures do not fit in memory.
@@ -424,7 +424,7 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
 
 
 def _warn_outside(path: Path, columns: dict[str, NDArray[np.float32]]) -> None:
-    """Warn of columns with values outside the range that the data set states: it was changed, or is damaged."""
+    """Warn of columns with values outside the range that the dataset states: it was changed, or is damaged."""
     if not path.is_file():
         return
     stats = read_fields(path, FileDamagedError, HINT)
@@ -437,7 +437,7 @@ def _warn_outside(path: Path, columns: dict[str, NDArray[np.float32]]) -> None:
         if len(outside):
             frame, dimension = outside[0]
             logger.warning(
-                "%s of %d frames is outside the range in %s, first: frame %d, %s[%d] is %g; check the data set",
+                "%s of %d frames is outside the range in %s, first: frame %d, %s[%d] is %g; check the dataset",
                 name, len(np.unique(outside[:, 0])), path, frame, name, dimension, values[frame, dimension],
             )  # fmt: skip
 

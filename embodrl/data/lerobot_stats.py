@@ -1,4 +1,4 @@
-"""Statistics of a LeRobot data set: exact, of all frames.
+"""Statistics of a LeRobot dataset: exact, of all frames.
 
 Shapes: N values, D dimensions. Quantiles interpolate linearly between order statistics, as ``numpy.quantile``.
 """

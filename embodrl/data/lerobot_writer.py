@@ -1,4 +1,4 @@
-"""Writing a LeRobot data set, v3.0.
+"""Writing a LeRobot dataset, v3.0.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions.
 """
@@ -27,7 +27,7 @@ Row = dict[str, object]
 
 
 class LeRobotWriter(DatasetWriter):
-    """Writes a LeRobot data set.
+    """Writes a LeRobot dataset.
 
     Args:
         directory, resume: as of ``DatasetWriter``.
@@ -124,7 +124,7 @@ class LeRobotWriter(DatasetWriter):
             self._finish_file()
 
     def _columns(self, episode: Episode, number: int) -> dict[str, Array]:
-        """Return one array a feature that is no picture, ``[N]`` or ``[N,D]``."""
+        """Return one array per feature other than pictures, ``[N]`` or ``[N,D]``."""
         length = len(episode.actions)
         frames = np.arange(length)
         task = self._tasks.setdefault(episode.instruction, len(self._tasks))

@@ -182,7 +182,7 @@ class _Demo:
         dataset = self._file[f"{self._name}/{name}"]
         name = f"{self._name}/{name}"
         if not isinstance(dataset, self._h5py.Dataset):
-            raise ValueError(f"{name} is not a data set")
+            raise ValueError(f"{name} is not a dataset")
         if dataset.file.filename != str(self._path) or dataset.external or dataset.is_virtual:
             raise ValueError(f"{name} is stored in another file")
         found = tuple(dataset.shape)

@@ -16,13 +16,13 @@ def load_demos(
     cameras: Sequence[str] | None = None,
     size: tuple[int, int] | None = None,
 ) -> Demos:
-    """Load a LeRobot data set, or what ``collect.format=raw`` wrote.
+    """Load a LeRobot dataset, or what ``collect.format=raw`` wrote.
 
     Args:
-        directory: of the data set.
+        directory: of the dataset.
         max_episodes: only the first ones.
-        cameras: which cameras of a LeRobot data set, in that order; None takes all, in the order of the data set.
-        size: height and width that pictures of a LeRobot data set are brought to; None leaves them.
+        cameras: which cameras of a LeRobot dataset, in that order; None takes all, in the order of the dataset.
+        size: height and width that pictures of a LeRobot dataset are brought to; None leaves them.
 
     Raises:
         EmbodrlError: there are none, a file is missing or damaged, or a camera is not there.
@@ -36,12 +36,12 @@ def load_demos(
 
 
 def is_lerobot(directory: Path) -> bool:
-    """Return whether a directory is a LeRobot data set, which may be damaged."""
+    """Return whether a directory is a LeRobot dataset, which may be damaged."""
     return (directory / INFO).parent.is_dir()
 
 
 def camera_names(directory: Path) -> list[str] | None:
-    """Return the names of a LeRobot data set's cameras, in its order; None for another format, which has no names."""
+    """Return the names of a LeRobot dataset's cameras, in its order; None for another format, which has no names."""
     if not is_lerobot(directory):
         return None
     from embodrl.data.lerobot_reader import read_info

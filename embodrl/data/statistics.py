@@ -32,7 +32,7 @@ class RobotStatistics:
     """Statistics of one robot.
 
     Attributes:
-        name: of the robot or data set.
+        name: of the robot or dataset.
         action: of each action dimension, in the policy's gripper convention.
         state: of each state dimension; None without.
         gripper: ``model.gripper`` that actions were converted with.

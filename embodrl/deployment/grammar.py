@@ -21,7 +21,7 @@ Mode = Literal["co-located", "disaggregated", "hybrid"]
 
 
 class PlacementError(ValueError):
-    """A placement can't be read, or can't be had.
+    """A placement can't be read, or is impossible.
 
     Args:
         message: what is wrong, with the arithmetic.

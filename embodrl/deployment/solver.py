@@ -121,7 +121,7 @@ class Solution:
         """The deployment of a valid configuration.
 
         Raises:
-            EmbodrlError: it can't be had.
+            EmbodrlError: it is impossible.
         """
         if self.found is not None:
             return self.found

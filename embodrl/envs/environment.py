@@ -120,7 +120,7 @@ class Environment(ABC):
 
         Raises:
             EnvError: there is no such tool, its arguments are wrong, no episode is in progress, or the simulator is
-                beyond repair. A fault that only costs the episode is no error: see ``ToolResult.lost``.
+                beyond repair. A fault that only costs the episode is not an error: see ``ToolResult.lost``.
         """
 
     @abstractmethod

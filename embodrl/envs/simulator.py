@@ -46,7 +46,7 @@ class Simulator(ABC):
         action_low, action_high: bounds of an action, A numbers each: -1 and 1, which ``step`` maps to its own.
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
         instruction: for the policy, in words.
-        control_hz: actions per second of the robot's time; videos and data sets state it.
+        control_hz: actions per second of the robot's time; videos and datasets state it.
     """
 
     action_low: tuple[float, ...]
@@ -80,7 +80,7 @@ class Simulator(ABC):
         return self.images()[0]
 
     def get_state(self) -> object:
-        """Return the state as plain values and arrays; by default there is none to be had (see ``Replayed``)."""
+        """Return the state as plain values and arrays; by default it can't be saved (see ``Replayed``)."""
         raise EnvError(
             f"{type(self).__name__} can't tell its state, so a run can't save a checkpoint nor offload it",
             "give it get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed",
@@ -170,7 +170,7 @@ class Replayed(Simulator):
             self.step(action)
         if self._checksum != expected:
             raise EnvError(
-                f"'{self.instruction}': {len(actions)} actions from seed {seed} led elsewhere than before, so the"
+                f"'{self.instruction}': {len(actions)} actions from seed {seed} led to another state, so the"
                 " environment is not a function of its seed and actions and can't be restored",
                 "seed all of its random generators in reset, or give its Simulator get_state and set_state",
                 code="env-not-deterministic",

@@ -19,7 +19,7 @@ from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import OffloadReport
 
 Counters = dict[str, int]
-"""The part of an engine's state that is no tensor: ``version`` and ``nonfinite_in_row``."""
+"""The part of an engine's state that is not a tensor: ``version`` and ``nonfinite_in_row``."""
 FileFacts = dict[str, dict[str, int | str]]
 """By path inside a checkpoint: ``num_bytes`` and ``sha256``."""
 

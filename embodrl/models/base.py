@@ -37,7 +37,7 @@ class LoadReport:
         aliased: checkpoint name -> model name, renamed on purpose.
         ignored: checkpoint name -> why it is not used.
         initialized: model name -> why it is not in the checkpoint (e.g. a new value head).
-        conventions: what prompts and actions follow -> which, and which file, data set or setting says so.
+        conventions: what prompts and actions follow -> which, and which file, dataset or setting says so.
         has_checksums: the files were compared with the list that embodrl writes; False if there is no list.
         adapters: of ``model.lora_path``.
     """

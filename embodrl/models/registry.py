@@ -33,6 +33,7 @@ class SupportedModel(RegisteredName):
     GR00T_N1_7: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
     LEROBOT: ClassVar[SupportedModel]
+    REMOTE: ClassVar[SupportedModel]
 
     @classmethod
     def register(cls, name: str, builder: Any, description: str = "", **facts: Any) -> SupportedModel:

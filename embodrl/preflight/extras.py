@@ -32,12 +32,13 @@ class Extra:
 
 
 EXTRAS = (
-    Extra("datasets", ("pyarrow.parquet", "imageio_ffmpeg", "PIL.Image"), "pyarrow", "LeRobot data sets"),
+    Extra("datasets", ("pyarrow.parquet", "imageio_ffmpeg", "PIL.Image"), "pyarrow", "LeRobot datasets"),
     Extra("libero-demos", ("h5py",), "h5py", "`embodrl convert libero`"),
     Extra("ray", ("ray",), "ray", "cluster.launcher=ray"),
     Extra("vllm", ("vllm",), "vllm", "rollout=vllm"),
     Extra("megatron", ("megatron.core",), "megatron-core", "actor=megatron"),
     Extra("lora", ("peft",), "peft", "adapters in PEFT's layout"),
+    Extra("serve", ("aiohttp", "msgpack", "zmq", "PIL.Image"), "aiohttp", "`embodrl serve` and model=remote"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),
 )
 
@@ -49,7 +50,7 @@ def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_T
 
 
 def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> Finding:
-    """Look at one extra; its absence is no problem, as extras are optional."""
+    """Look at one extra; its absence is not a problem, as extras are optional."""
     name, hint = f"extra {extra.name}", f"pip install 'embodrl[{extra.name}]'"
     absent = [module for module in extra.modules if not _is_there(module)]
     if len(absent) == len(extra.modules):

@@ -25,10 +25,10 @@ class Batches:
         chunks_per_environment: of an iteration.
         chunks: of an iteration, over all environments.
         environment_steps: of an iteration, at most.
-        global_batch: chunks an optimizer step, over all actor processes.
+        global_batch: chunks per optimizer step, over all actor processes.
         batch_per_actor: of it, for one actor process.
         micro_batch: chunks a forward and backward pass.
-        gradient_accumulation: passes an optimizer step, of one actor process.
+        gradient_accumulation: passes per optimizer step, of one actor process.
         optimizer_steps: of an iteration.
     """
 

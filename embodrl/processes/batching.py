@@ -60,6 +60,9 @@ class BatchPump(ABC, Generic[Content, Answer]):
         It may settle some itself, which are then left out.
         """
 
+    async def gather(self, waiting: Sequence[Request[Content, Answer]]) -> None:
+        """Wait for further requests to join the next batch; by default for none."""
+
     @abstractmethod
     def compute(self, batch: list[Content]) -> Sequence[Answer]:
         """Return one answer per request. Runs in the thread; an error reaches all of the batch."""
@@ -78,6 +81,7 @@ class BatchPump(ABC, Generic[Content, Answer]):
         """Answer until no request waits. A task starts in the next cycle of the loop, so all of this one join."""
         try:
             while self._waiting:
+                await self.gather(self._waiting)
                 alive = [request for request in self._waiting if not request.answer.done()]
                 batch = self.choose(alive) if alive else []
                 taken = set(map(id, batch))

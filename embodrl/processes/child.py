@@ -233,7 +233,7 @@ class ChildProcess:
         """End the process, and what it started, at once; close everything.
 
         Raises:
-            EmbodrlError: ``stuck_error``, it did not end; everything on this side is closed all the same.
+            EmbodrlError: ``stuck_error``, it did not end; everything on this side is closed anyway.
         """
         try:
             self.end_group()

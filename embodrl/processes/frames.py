@@ -92,7 +92,7 @@ def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]
 
     Args:
         descriptors: of files or sockets, with the poll events wanted.
-        deadline: None waits for ever.
+        deadline: None waits forever.
     """
     poller = select.poll()
     for descriptor, events in descriptors.items():
@@ -204,7 +204,7 @@ def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -
         codec: of the value.
 
     Raises:
-        MessageError: it is no valid frame.
+        MessageError: it is not a valid frame.
     """
     if len(data) < _HEADER.size:
         raise _invalid(f"it has {len(data)} bytes, its header alone {_HEADER.size}")
@@ -236,7 +236,7 @@ def _map(memory: int, length: int, num_bytes: int) -> memoryview:
     try:
         seals, found = fcntl.fcntl(memory, fcntl.F_GET_SEALS), os.fstat(memory)
     except OSError as error:
-        raise _invalid(f"its descriptor is no memory file ({error.strerror})") from error
+        raise _invalid(f"its descriptor is not a memory file ({error.strerror})") from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise _invalid("its memory file is not sealed")
     if found.st_size != num_bytes or found.st_blocks * _BLOCK_BYTES < num_bytes:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import html
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
 from embodrl.reporting.provenance import read_provenance
+from embodrl.reporting.rows import elapsed_s, is_number, lookup, points, setting_text, task_names
 from embodrl.storage.json_file import write_text_file
 
 Rows = list[dict[str, Any]]
@@ -87,9 +86,9 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _subtitle(config: Mapping[str, Any], records: list[dict[str, Any]]) -> str:
-    facts = [_lookup(config, key) for key in ("env.env_type", "env.tasks", "model.model_type", "algorithm.adv_type")]
+    facts = [lookup(config, key) for key in ("env.env_type", "env.tasks", "model.model_type", "algorithm.adv_type")]
     date = records[0]["started"] if records else time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    return " · ".join([*(_text(fact) for fact in facts if fact), _readable(date)])
+    return " · ".join([*(setting_text(fact) for fact in facts if fact), _readable(date)])
 
 
 def _readable(stamp: str) -> str:
@@ -100,7 +99,7 @@ def _readable(stamp: str) -> str:
 
 
 def _figures(rows: Rows) -> list[tuple[str, str]]:
-    evaluated = [row for row in rows if _is_number(row.get("eval/success_rate"))]
+    evaluated = [row for row in rows if is_number(row.get("eval/success_rate"))]
     found: list[tuple[str, str]] = []
     if evaluated:
         first, last = evaluated[0], evaluated[-1]
@@ -113,7 +112,7 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
             found.append(
                 (f"{100 * best['eval/success_rate']:.1f} %", f"best evaluation, iteration {best['iteration']}")
             )
-    seconds = _elapsed_s(rows)[-1]
+    seconds = elapsed_s(rows)[-1]
     steps = rows[-1].get("env_steps") or 0
     found += [(f"{seconds / 60:.1f} min", "wall time"), (f"{rows[-1]['iteration']}", "iterations")]
     found.append((f"{steps:,}", "environment steps"))
@@ -133,20 +132,20 @@ def _warnings(rows: Rows) -> str:
 
 
 def _success(rows: Rows, config: Mapping[str, object]) -> str:
-    evaluated = [row for row in rows if _is_number(row.get("eval/success_rate"))]
+    evaluated = [row for row in rows if is_number(row.get("eval/success_rate"))]
     intervals = [eval_interval(row) for row in evaluated]
-    minutes = {row["iteration"]: seconds / 60 for row, seconds in zip(rows, _elapsed_s(rows), strict=True)}
+    minutes = {row["iteration"]: seconds / 60 for row, seconds in zip(rows, elapsed_s(rows), strict=True)}
     tips = [
         f"iteration {row['iteration']}: {100 * row['eval/success_rate']:.1f} %, {minutes[row['iteration']]:.1f} min,"
         f" {row.get('env_steps') or 0:,} steps"
         for row in evaluated
     ]
     series = [
-        Series("training, of ended episodes", _points(rows, "rollout/success_rate"), "grey"),
-        Series("training, of started episodes", _points(rows, "rollout/success_rate_started"), "grey", dashed=True),
+        Series("training, of ended episodes", points(rows, "rollout/success_rate"), "grey"),
+        Series("training, of started episodes", points(rows, "rollout/success_rate_started"), "grey", dashed=True),
         Series(
             f"evaluation on fixed seeds, {CONFIDENCE_TEXT} interval",
-            _points(evaluated, "eval/success_rate"),
+            points(evaluated, "eval/success_rate"),
             "c0",
             [pair for pair in intervals if pair] if all(intervals) else [],
             tips,
@@ -165,25 +164,19 @@ def _success(rows: Rows, config: Mapping[str, object]) -> str:
 
 
 def _per_task(rows: Rows, prefix: str, title: str) -> str:
-    names = dict.fromkeys(
-        key.removeprefix(f"{prefix}/").removesuffix("/success_rate")
-        for row in rows
-        for key in row
-        if key.startswith(f"{prefix}/") and key.endswith("/success_rate") and key.count("/") > 1
-    )
     series = [
-        Series(name, _points(rows, f"{prefix}/{name}/success_rate"), f"c{i % 6}", dashed=i >= 6, dots=prefix == "eval")
-        for i, name in enumerate(names)
+        Series(name, points(rows, f"{prefix}/{name}/success_rate"), f"c{i % 6}", dashed=i >= 6, dots=prefix == "eval")
+        for i, name in enumerate(task_names(rows, prefix))
     ]
     return line_chart(f"{title} success by task", series, percent=True, y_range=(0.0, 1.0))
 
 
 def _curves(rows: Rows) -> str:
     charts = [
-        line_chart(title, [Series(title, _points(rows, name), colour)], percent=name in PERCENT)
+        line_chart(title, [Series(title, points(rows, name), colour)], percent=name in PERCENT)
         for title, name, colour in CURVES
     ]
-    present = [time for time in TIMES if any(_is_number(row.get(time[1])) for row in rows)]
+    present = [time for time in TIMES if any(is_number(row.get(time[1])) for row in rows)]
     columns = {int(row["iteration"]): [float(row.get(name) or 0.0) for _, name, _ in present] for row in rows}
     if present:
         charts.append(stacked_chart("Seconds per iteration", [t[0] for t in present], [t[2] for t in present], columns))
@@ -208,7 +201,7 @@ def _videos(run_dir: Path) -> str:
 
 
 def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: Path) -> str:
-    seeds = ", ".join(f"{name}: {_lookup(config, key)}" for name, key in SEEDS if _lookup(config, key) is not None)
+    seeds = ", ".join(f"{name}: {lookup(config, key)}" for name, key in SEEDS if lookup(config, key) is not None)
     rows: list[tuple[str, object]] = []
     for record in records:
         when = f"{_readable(record['started'])}, from iteration {record['from_iteration'] + 1}"
@@ -234,9 +227,9 @@ def _differences(config: Mapping[str, object], text: str) -> str:
         return ""
     defaults = _defaults()
     rows = [
-        (key, _text(value), _text(_lookup(defaults, key)))
+        (key, setting_text(value), setting_text(lookup(defaults, key)))
         for key in leaf_keys(config)
-        if (value := _lookup(config, key)) != _lookup(defaults, key) and key not in ("runner.output_dir",)
+        if (value := lookup(config, key)) != lookup(defaults, key) and key not in ("runner.output_dir",)
     ]
     changed = table(("setting", "this run", "default"), rows, (0, 1, 2)) if rows else "<p>Nothing.</p>"
     whole = f"<details><summary>All settings</summary><pre>{html.escape(text)}</pre></details>"
@@ -259,37 +252,3 @@ def _files(run_dir: Path) -> str:
         f'<a href="{relative(path, run_dir)}">{html.escape(path.relative_to(run_dir).as_posix())}</a>' for path in paths
     )
     return f'<h2>Files of the run</h2>\n<p class="sub">Beside this page: {links}</p>' if links else ""
-
-
-def _points(rows: Rows, name: str) -> list[tuple[float, float]]:
-    return [(row["iteration"], float(row[name])) for row in rows if _is_number(row.get(name))]
-
-
-def _elapsed_s(rows: Rows) -> list[float]:
-    """Return the wall seconds since the start, at the end of each iteration."""
-    if all(_is_number(row.get("time/elapsed_s")) for row in rows):
-        return [float(row["time/elapsed_s"]) for row in rows]
-    return list(accumulate(float(row.get("time/total_s") or 0.0) for row in rows))
-
-
-def _lookup(config: Mapping[str, Any], key: str) -> Any:
-    node: Any = config
-    for part in key.split("."):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, Mapping) and part in node:
-            node = node[part]
-        else:
-            return None
-    return node
-
-
-def _text(value: object) -> str:
-    render: Callable[[object], str] = str
-    if value is None:
-        return "null"
-    return ", ".join(map(render, value)) if isinstance(value, list) else render(value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

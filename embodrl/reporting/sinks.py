@@ -125,7 +125,7 @@ class WandbTracker:
         """Finish uploading.
 
         Raises:
-            TimeoutError: it takes too long: without a network, it would try for ever.
+            TimeoutError: it takes too long: without a network, it would try forever.
         """
         errors: list[Exception] = []
 
@@ -197,7 +197,7 @@ class MetricsLogger:
             foreign = self.path.is_symlink() or (self.path.exists() and not self.path.is_file())
             hint = "set runner.output_dir to a writable directory"
             if foreign:
-                hint = f"move {self.path} away: it is no file of embodrl's; `embodrl resume` restores its rows"
+                hint = f"move {self.path} away: it is not a file of embodrl's; `embodrl resume` restores its rows"
             raise OutputError(f"{self.path} can't be written: {error}", hint) from error
         if trackers is None:
             trackers = self._build_trackers(config, resume_iteration, run_config or {})

@@ -20,6 +20,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
+from embodrl.runs.files import WEIGHT_SYNC_DIR
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
@@ -160,7 +161,7 @@ def build(
             kind,
             sender,
             list(channels_of(channels, "answers").values()),
-            run_dir.resolve() / "weight_sync",
+            run_dir.resolve() / WEIGHT_SYNC_DIR,
             "cuda" if uses_nccl(deployment) and sent_from.type == "cuda" else "cpu",
         )
         closing.callback(weights.close)

@@ -193,7 +193,7 @@ class Collector:
             )
 
     def close(self) -> None:
-        """Complete the data set, with the success rate of the expert over all episodes that it completed."""
+        """Complete the dataset, with the success rate of the expert over all episodes that it completed."""
         meta: dict[str, object] = {"robot_type": self._settings["env"], "collect": self.settings.model_dump()}
         meta |= {"expert_success_rate": self.success_rate()}
         self.writer.close(meta | {"stopped_early": not self.finished})
@@ -205,7 +205,7 @@ class Collector:
 
 
 def frame_rate(config: Config, spec: EnvSpec) -> int:
-    """Return the frames per second of a data set: one per action, at the simulator's control rate by default."""
+    """Return the frames per second of a dataset: one per action, at the simulator's control rate by default."""
     return config.collect.fps or round(spec.control_hz)
 
 
@@ -214,7 +214,7 @@ class CollectResult:
     """What was collected.
 
     Attributes:
-        output_dir: the data set, which ``sft.data_dir`` takes.
+        output_dir: the dataset, which ``sft.data_dir`` takes.
         num_episodes: demonstrations that were kept.
         num_frames: of these.
         success_rate: of the expert, by task, over all episodes that it completed; None where it completed none.
@@ -231,7 +231,7 @@ class CollectResult:
 def collect(config: Config) -> CollectResult:
     """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
 
-    SIGINT and SIGTERM end it early: the data set is complete with the episodes so far.
+    SIGINT and SIGTERM end it early: the dataset is complete with the episodes so far.
 
     Raises:
         EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.

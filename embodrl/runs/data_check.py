@@ -97,14 +97,14 @@ def check_data(
     """Look over demonstrations.
 
     Args:
-        directory: of the data set.
+        directory: of the dataset.
         config: of the simulator to replay them in; None replays nothing.
         policy_dir: of a policy or run to compare with; None for none.
         episodes: that are replayed, at most.
         overrides: for the policy's configuration.
 
     Raises:
-        EmbodrlError: there are no demonstrations, or simulator or policy can't be had.
+        EmbodrlError: there are no demonstrations, or simulator or policy are not available.
     """
     facts = read_facts(directory)
     try:
@@ -160,7 +160,7 @@ def _replay(
 
 
 def camera_findings(recorded: list[str], wanted: list[str]) -> list[DataFinding]:
-    """Compare the cameras of a data set with those of an environment, by name and order; a single one needs no name."""
+    """Compare the cameras of a dataset with those of an environment, by name and order; a single one needs no name."""
     missing = [name for name in wanted if name not in recorded]
     if missing and not len(recorded) == len(wanted) == 1:
         message = f"the environment's cameras are {', '.join(wanted)}; the data have {', '.join(recorded) or 'none'}"

@@ -39,7 +39,7 @@ class EvalOutput:
 
     Attributes:
         directory: where everything goes.
-        simulator: versions and driver of a simulator process, as it has told.
+        simulator: versions and driver that a simulator process has reported.
         video_dir: where simulators put their videos; None without.
 
     Raises:

@@ -44,9 +44,9 @@ def export_checkpoint(
         the checkpoint, and the configuration of the run.
 
     Raises:
-        CheckpointError: this is no run, or it has no intact checkpoint.
+        CheckpointError: this is not a run, or it has no intact checkpoint.
         OutputError: the directory exists or can't be written.
-        EmbodrlError: adapters are to be written apart, and there are none, or their base is not to be had.
+        EmbodrlError: adapters are to be written apart, and there are none, or their base is not available.
     """
     is_step = STEP.fullmatch(source.name) is not None and source.parent.name == "checkpoints"
     run_dir = source.parent.parent if is_step else source

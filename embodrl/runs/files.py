@@ -17,13 +17,20 @@ from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import EmbodrlError, OutputError
+from embodrl.hybrid_engines.weight_sync.buckets import num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.lora import rounds_when_merged, save_adapters
+from embodrl.models.common.lora import (
+    OWN_HEADS,
+    adapter_factors,
+    merged_state_dict,
+    rounds_when_merged,
+    save_adapters,
+)
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.storage.atomic import atomic_directory, read_regular_file
-from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
 
@@ -32,8 +39,10 @@ logger = logging.getLogger(__name__)
 LOG_FILE = "logs/embodrl.log"
 POLICY_DIR = "policy"
 ADAPTERS_DIR = "adapters"
-"""In a policy: its adapters, apart from the weights that they are over."""
+"""In a policy: its adapters, separate from their base model's weights."""
 BEST_POLICY_DIR = "policy_best"
+PUBLISHED_DIR = "weights"
+WEIGHT_SYNC_DIR = "weight_sync"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
 MAX_REPORT_BYTES = 2**30
@@ -90,20 +99,60 @@ def has_results(run_dir: Path) -> bool:
     return listed
 
 
-def num_bytes_on_disk(config: Config, deployment: Deployment, policy: VLAPolicy, state_num_bytes: int) -> int:
-    """Return what a run writes: its checkpoints, the best, one more while it is written, and weights sent by disk."""
-    total = (config.runner.keep_last_n + 1 + config.runner.keep_best) * state_num_bytes
-    if deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk":
-        weights = sum(t.numel() * t.element_size() for t in policy.state_dict().values())
-        total += (VERSIONS_KEPT + 1) * weights
+def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) -> int:
+    """Return how many bytes of weights a run has on disk for other processes: a whole version, and trained weights."""
+    by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
+    weights = policy.state_dict()
+    trained = sum(num_bytes(weights[name]) for name in trained_names(policy))
+    return (by_disk + config.rollout.publish_weights) * (
+        sum(map(num_bytes, weights.values())) + (VERSIONS_KEPT + 1) * trained
+    )
+
+
+def exported_num_bytes(policy: VLAPolicy) -> int:
+    """Return the size of the tensors that ``export_policy`` writes: merged in float32, twice those of a bf16 policy."""
+    merged = merged_state_dict(policy, deferred=True)
+    total = sum(map(num_bytes, merged.values()))
+    if rounds_when_merged(policy):
+        pairs = (adapter_factors(layer) for layer in policy.modules())
+        total += sum(num_bytes(factor) for pair in pairs if pair is not None for factor in pair)
+        total += sum(num_bytes(merged[name]) for name in merged if name.partition(".")[0] in OWN_HEADS)
     return total
+
+
+def check_disk_space(
+    run_dir: Path, config: Config, policy: VLAPolicy, state_num_bytes: int, *, keep_best: bool, sent: int = 0
+) -> None:
+    """Check that a run has space for its checkpoints, one more while it is written, its policies and sent weights.
+
+    What a resumed run has written already counts as part of that; a policy that exists is replaced by one that is
+    written beside it.
+
+    Args:
+        run_dir: of the run.
+        config: of the run.
+        policy: that it exports.
+        state_num_bytes: of a checkpoint.
+        keep_best: it keeps the best checkpoint and policy, too.
+        sent: bytes of the weights that it keeps on disk for other processes.
+
+    Raises:
+        OutputError: the directory can't be written, or has too little free space.
+    """
+    exported = exported_num_bytes(policy)
+    total = (config.runner.keep_last_n + 1 + keep_best) * state_num_bytes + (1 + keep_best) * exported + sent
+    outputs = (
+        run_dir / name for name in (CHECKPOINTS_DIR, POLICY_DIR, BEST_POLICY_DIR, PUBLISHED_DIR, WEIGHT_SYNC_DIR)
+    )
+    written = sum(path.stat().st_size for output in outputs for path in output.rglob("*") if path.is_file())
+    preflight(run_dir, max(total - written, state_num_bytes, exported))
 
 
 def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
     """Write the policy in its public layout, what it was trained for (``embodrl.json``) and checksums, atomically.
 
-    Adapters are merged. Those over weights in half precision are written apart, too (``adapters``): only so they act
-    as they were trained, since even a merged weight in float32 is rounded where it is multiplied.
+    Adapters are merged. Those over weights in half precision are also written separately (``adapters``): merged, even
+    in float32, they are rounded where they are multiplied, and would not act as they were trained.
 
     Args:
         policy: with the weights to write.
@@ -133,7 +182,7 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
 
 
 def base_of(config: Config) -> str | None:
-    """Return the model that the adapters of a run are over; None where its weights are nowhere to be had again."""
+    """Return the base model of a run's adapters; None where its weights can't be loaded again."""
     model = config.model
     return None if model.lora_path is not None else model.model_path or model.warm_start
 

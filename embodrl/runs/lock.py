@@ -106,7 +106,7 @@ class RunLock:
         try:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"{os.getpid()}\n".encode())
-        except OSError as error:  # a full disk; the lock holds all the same
+        except OSError as error:  # a full disk; the lock holds anyway
             logger.warning("the process id could not be written to %s: %s", self.directory / LOCK_FILE, error)
 
     def _taken(self) -> OutputError:

@@ -45,7 +45,7 @@ class PolicySource:
     run_dir: Path | None
 
     def load_config(
-        self, overrides: list[str], trust: bool = False, verb: Literal["eval", "sft"] = "eval"
+        self, overrides: list[str], trust: bool = False, verb: Literal["eval", "sft", "serve"] = "eval"
     ) -> LoadedConfig:
         """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
 

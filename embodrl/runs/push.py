@@ -23,7 +23,7 @@ from embodrl.storage.checkpoint import Checkpoint
 CARD, CONFIG, METRICS = "README.md", "training/config.yaml", "training/metrics.jsonl"
 MAX_METRICS_BYTES = 2**26
 MAX_VIDEOS, MAX_VIDEO_BYTES = 12, 2**26
-PUBLIC_HINT = "add --public if everybody may read it, or push to another name"
+PUBLIC_HINT = "add --public to publish it, or push to another name"
 
 
 def check_push(repository: str, public: bool) -> HubName:
@@ -31,7 +31,7 @@ def check_push(repository: str, public: bool) -> HubName:
 
     Raises:
         UsageError: this is no ``OWNER/NAME``.
-        HubError: nobody is logged in, the hub can't be reached, or the repository is public and ``public`` is not set.
+        HubError: there is no login, the hub can't be reached, or the repository is public and ``public`` is not set.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError

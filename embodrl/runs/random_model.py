@@ -24,7 +24,6 @@ from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
 from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
-from embodrl.models.gr00t.config_n1_7 import public_config as gr00t_later
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import load_chat_tokenizer
@@ -154,9 +153,9 @@ def _enlarge(policy: VLAPolicy, own_tokenizer: bool) -> None:
     elif isinstance(policy, Gr00tPolicy):
         tiny = policy.model.config
         if isinstance(tiny, Gr00tN16Config):
-            policy.model = Gr00tN16Model(gr00t_later(Gr00tN16Config, policy.action_dim))
+            policy.model = Gr00tN16Model(Gr00tN16Config.public(policy.action_dim))
         elif isinstance(tiny, Gr00tN17Config):
-            policy.model = Gr00tN17Model(gr00t_later(Gr00tN17Config, policy.action_dim))
+            policy.model = Gr00tN17Model(Gr00tN17Config.public(policy.action_dim))
         else:
             policy.model = Gr00tModel(replace(GR00T, metadata=tiny.metadata, keys=tiny.keys))
     elif isinstance(policy, TokenPolicy):
@@ -197,7 +196,7 @@ class _Weights:
     Args:
         seed: of the content.
         is_pi: Gemma's norms scale by 1 + weight.
-        advance: told the bytes written so far.
+        advance: called with the number of bytes written so far.
     """
 
     def __init__(self, seed: int, is_pi: bool, advance: Callable[[int], None]) -> None:

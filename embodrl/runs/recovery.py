@@ -1,4 +1,4 @@
-"""A run whose training processes died or hung goes on from its newest checkpoint, as `embodrl resume` would."""
+"""A run whose training processes died or hung continues from its newest checkpoint, as `embodrl resume` would."""
 
 from __future__ import annotations
 

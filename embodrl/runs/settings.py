@@ -294,7 +294,7 @@ def _is_list(value: object) -> TypeGuard[list[object]]:
 
 
 def _values(text: str) -> dict[str, object] | None:
-    """Return the values of a configuration; None if it is no YAML mapping, or empty."""
+    """Return the values of a configuration; None if it is not a YAML mapping, or empty."""
     tree, problems = parse_yaml(text, CONFIG_FILE)
     values = tree.plain()
     return values if _is_section(values) and values and not problems else None

@@ -6,8 +6,8 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ from embodrl.runs.files import (
     LOG_FILE,
     METRICS_BLOB,
     POLICY_DIR,
+    check_disk_space,
     export_policy,
     how_to_go_on,
     removed_if_empty,
@@ -115,16 +116,24 @@ def sft(loaded: LoadedConfig) -> int:
                 f"`embodrl resume {directory}` continues it; otherwise choose another sft.output_dir",
                 code="sft-output-exists",
             )
-    try:
+    with _another_directory():
         preflight(directory, LEAST_FREE_BYTES)
-    except OutputError as error:
-        raise OutputError(error.message, "set sft.output_dir to a writable directory with free space") from error
     with (
         removed_if_empty(directory, (LOCK_FILE, LOG_FILE, STATISTICS_FILE)),
         run_lock(directory) as lock,
         RunLog(directory / LOG_FILE),
     ):
         return _run(loaded, directory, lock, None, None)
+
+
+@contextmanager
+def _another_directory() -> Iterator[None]:
+    """Name this command's setting of the output directory in errors of the block."""
+    try:
+        yield
+    except OutputError as error:
+        hint = "set sft.output_dir to a writable directory with free space"
+        raise OutputError(error.message, hint, code=error.code) from error
 
 
 def with_model(config: Config, **changes: object) -> Config:
@@ -141,7 +150,7 @@ def policy_with_statistics(
         config: the run.
         demos: that statistics are computed from.
         path: of the file that they are written to, unless they are the checkpoint's.
-        tell: is told which they are.
+        tell: called with a line that says which they are.
 
     Raises:
         CheckpointError: see the family's builder.
@@ -201,7 +210,7 @@ def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:
         low, high = demos.actions.min(), demos.actions.max()
         raise EmbodrlError(
             f"actions in {settings.data_dir} ({low:g} to {high:g}) are out of the policy's range: {', '.join(wrong)}",
-            "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains all the same",
+            "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains anyway",
             code="sft-actions-out-of-range",
         )
 
@@ -312,6 +321,8 @@ def _train(
             closing.callback(launcher.close)
         engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
         closing.callback(engine.close)
+        with _another_directory():
+            check_disk_space(directory, config, policy, engine.state_num_bytes(), keep_best=False)
         stop.arm()
         batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
         # One that begins again drops all rows.

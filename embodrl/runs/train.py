@@ -39,12 +39,14 @@ from embodrl.runs.files import (
     LOG_FILE,
     METRICS_BLOB,
     POLICY_DIR,
+    PUBLISHED_DIR,
+    check_disk_space,
     export_policy,
     has_results,
     how_to_go_on,
-    num_bytes_on_disk,
     run_directory,
     saved_metrics,
+    sent_num_bytes,
     summary_lines,
     what_is_left,
     without_lost_warm_start,
@@ -71,7 +73,6 @@ from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_DIR = "weights"
 # What others read from every row: null before the first rollout, and where nothing was trained.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
@@ -147,7 +148,7 @@ class Runner:
         self._settings = settings
         self.stop.graceful = True
         if self.config.rollout.publish_weights:
-            self.publisher = WeightPublisher(self.run_dir / WEIGHTS_DIR, self.policy, self.engine.version)
+            self.publisher = WeightPublisher(self.run_dir / PUBLISHED_DIR, self.policy, self.engine.version)
         self._publish()
         with self._saved_on_error():
             try:
@@ -456,7 +457,7 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
         the exit code.
 
     Raises:
-        CheckpointError: this is no run, all its checkpoints are damaged, or its settings are lost.
+        CheckpointError: this is not a run, all its checkpoints are damaged, or its settings are lost.
         ConfigError: its settings were edited, or are invalid.
     """
     if not is_run(directory):
@@ -557,7 +558,9 @@ def _execute(
                 console.restore(read_metrics(metrics.path))
                 graph = graph_of(loaded)
                 runner = Runner(config, graph, deployment, run_dir, parts, metrics, console, stop, lock)
-                preflight(run_dir, num_bytes_on_disk(config, deployment, parts.policy, parts.engine.state_num_bytes()))
+                num_bytes, best = parts.engine.state_num_bytes(), config.runner.keep_best
+                sent = sent_num_bytes(config, deployment, parts.policy)
+                check_disk_space(run_dir, config, parts.policy, num_bytes, keep_best=best, sent=sent)
                 if checkpoint is not None:
                     console.message(f"resuming from {checkpoint.path}")
                     runner.restore(checkpoint)

@@ -135,7 +135,7 @@ class SharedChannel(Channel):
 
 
 class LocalChannel(Channel):
-    """A channel within one process, where waiting would be for ever: full and empty are errors at once."""
+    """A channel within one process, where waiting would be forever: full and empty are errors at once."""
 
     def __init__(self, name: str, capacity: int = 2) -> None:
         super().__init__(name, capacity)

@@ -157,7 +157,7 @@ class WorkerGroup:
 
         Raises:
             WorkerError: one failed; none is left running.
-            EmbodrlError: they can't be brought up.
+            EmbodrlError: they can't be started.
         """
         if self._workers:
             raise EmbodrlError(f"group '{self.name}' is running already", "close it first", code="group-order")
@@ -272,7 +272,7 @@ class WorkerGroup:
         if len(shares) != self.world_size:
             raise EmbodrlError(
                 f"the dispatch of {method} gave {len(shares)} shares for {self.world_size} workers",
-                "return one share a rank, None for those that are not called",
+                "return one share per rank, None for those that are not called",
                 code="dispatch-rows",
             )
         return self._begin(method, shares, marked.collect)

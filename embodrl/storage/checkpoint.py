@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
+CHECKPOINTS_DIR = "checkpoints"
 BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
@@ -102,7 +103,7 @@ class CheckpointManager:
     """
 
     def __init__(self, directory: Path, keep_last_n: int) -> None:
-        self.root = Path(directory) / "checkpoints"
+        self.root = Path(directory) / CHECKPOINTS_DIR
         self.keep_last_n = keep_last_n
         self._known_bad: set[str] = set()
         link = self.root / BEST
@@ -126,7 +127,7 @@ class CheckpointManager:
                 partial.replace(link)
             else:
                 link.unlink(missing_ok=True)
-        except OSError as error:  # a file system without links: the checkpoint is kept all the same
+        except OSError as error:  # a file system without links: the checkpoint is kept anyway
             logger.warning("%s could not be linked to %s: %s", link, self._best, error)
 
     def save(
@@ -288,7 +289,7 @@ def preflight(directory: Path, bytes_needed: int) -> None:
     if free < bytes_needed:
         raise OutputError(
             f"output directory {directory} has {format_size(free)} free;"
-            f" checkpoints need about {format_size(bytes_needed)}",
+            f" checkpoints and policies need about {format_size(bytes_needed)}",
             f"free disk space, lower runner.keep_last_n, or {ELSEWHERE}",
             code="disk-space",
         )
@@ -300,7 +301,7 @@ def _parts(
     """Return what each file consists of, as functions, so that only one tensor at a time is copied off the device."""
     for name in (*tensors, *blobs):
         assert _PART_NAME.fullmatch(name) and f"{name}.json" not in (STATE, MANIFEST), name
-    # Encoded here, so that a state that is no JSON fails before anything is written.
+    # Encoded here, so that a state that JSON can't hold fails before anything is written.
     encoded_state = json.dumps(state).encode()
     parts: dict[str, Callable[[], Iterator[bytes | memoryview]]] = {STATE: lambda: iter([encoded_state])}
     for name, group in tensors.items():

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # How long a signal may wait until it is looked at.
 _POLL_S = 0.1
-# How long threads may take to end once a signal has come, as a part of runner.stop_timeout_s.
+# How long threads may take to end once a signal has come, as a fraction of runner.stop_timeout_s.
 _JOIN = 0.5
 # Simulators keep a journal, from which synchronous runs are resumed bit-exactly; here it only grows.
 _SHARDS_A_JOURNAL = 64
@@ -209,7 +209,7 @@ class AsyncCollector:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Break off what is under way and end the threads; those that hang are left alone if the run is to end soon."""
+        """Interrupt shards in progress and end the threads; those that hang are left alone if the run ends soon."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -269,7 +269,7 @@ class AsyncCollector:
         return None
 
     def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
-        """Return a shard; None if it was broken off."""
+        """Return a shard; None if it was interrupted."""
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.players))
         seeds, task_ids = self.schedule.draw(iteration, epoch)

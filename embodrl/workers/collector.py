@@ -340,7 +340,7 @@ def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
 
 @dataclass(frozen=True)
 class EpisodeSchedule:
-    """Which episodes an iteration begins with.
+    """The episodes at the start of an iteration.
 
     Args:
         config: the run.

@@ -238,7 +238,7 @@ class Evaluator:
     def _solved_at_end(self, step: EnvStep, ended: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return ``float64[B]``: whether an episode ended solved; NaN where the environment does not tell.
 
-        Only one that went on after a success needs to be asked about.
+        Only an episode that continued after a success needs a query.
         """
         at_end = step.success.astype(np.float64)
         asked = ended[step.success[ended] & ~step.terminated[ended].any(axis=1)]

@@ -1,6 +1,6 @@
 """A group of environments that is run in lockstep, chunk by chunk.
 
-Legend: T policy steps (chunks), B environments of the stage, K values a chunk, H x W image.
+Legend: T policy steps (chunks), B environments of the stage, K values per chunk, H x W image.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class EpisodeStats:
 
         Args:
             step: what the chunk led to.
-            acted: ``bool[B]``, environments whose episodes went on before it.
+            acted: ``bool[B]``, environments whose episodes were running before it.
             tasks: B of them, of these episodes.
         """
         done = step.done & acted

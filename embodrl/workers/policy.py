@@ -137,8 +137,8 @@ def configure_torch(config: Config, place: ProcessPlace | None = None, threads: 
 def keep_freed_memory() -> None:
     """Let glibc keep what torch frees, up to 2 GiB, instead of giving it back to the system.
 
-    Every micro-batch takes and frees the same tensors of some megabytes; each would be mapped anew, page by page, which
-    costs about a tenth of an update.
+    Every micro-batch allocates and frees the same tensors of some megabytes. Mapping their pages again each time costs
+    about a tenth of an update.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library

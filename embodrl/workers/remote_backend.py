@@ -48,7 +48,7 @@ _PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
 _PATIENCE = 0.4
-"""What a process may take to answer once a signal has come, as a part of ``runner.stop_timeout_s``."""
+"""What a process may take to answer once a signal has come, as a fraction of ``runner.stop_timeout_s``."""
 
 
 def sends_weights(config: Config, deployment: Deployment) -> bool:
@@ -198,7 +198,7 @@ class RemoteBackend(RolloutBackend):
             if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
                 self._join_all()
                 return
-            if hurry.is_set():  # nobody will act with them
+            if hurry.is_set():  # the run is ending: no rollout will use them
                 return
             try:
                 self.link.send(self._weights(), version, self._check)

@@ -36,7 +36,7 @@ class Episode:
     """What a reward function gets.
 
     Attributes:
-        rewards: ``float32[n]``, those of the environment, one an action.
+        rewards: ``float32[n]``, those of the environment, one per action.
         success: the task has been solved.
         finished: the episode has ended, and not just the rollout.
         task: name of the task.
@@ -193,7 +193,7 @@ def call_all(
     and its result ignored.
 
     Args:
-        function: from an episode to a number, or to one number an action.
+        function: from an episode to a number, or to one number per action.
         episodes: E of them.
         settings: section ``reward``.
 

@@ -55,7 +55,7 @@ class StalenessGate:
         self.waiting[shard] = self.running.pop(shard)
 
     def abandon(self, shard: int) -> None:
-        """Note that a running shard was broken off; it may start again."""
+        """Note that a running shard was interrupted; it may start again."""
         del self.running[shard]
 
     def drop_too_old(self) -> list[int]:

@@ -87,7 +87,7 @@ class _Entry:
 def _or_fail(
     callback: Callable[Concatenate[AsyncTaskRunner, P], None],
 ) -> Callable[Concatenate[AsyncTaskRunner, P], None]:
-    """End the runner if its own callback raises: a loop only logs that, and its users would wait for ever."""
+    """End the runner if its own callback raises: a loop only logs that, and its users would wait forever."""
 
     @functools.wraps(callback)
     def guarded(runner: AsyncTaskRunner, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -104,7 +104,7 @@ class AsyncTaskRunner:
 
     Every method may be called from any thread; a task may call them too, where they need not wait. A task that can't
     start since ``max_results`` are undelivered waits in the queue, and ``submit`` waits while the queue is full. So
-    nothing grows without bound, and whoever waits for results sets everything going again.
+    nothing grows without bound, and a caller that takes results resumes everything.
 
     Args:
         max_in_flight: tasks on the loop at the same time.

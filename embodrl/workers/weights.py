@@ -335,7 +335,7 @@ class RemoteSender:
             answer = handle.result()
         except WorkerError as error:
             cause = error if handle is None else cause_of(handle, error)
-            self.group.kill()  # without one of them the others would wait for ever
+            self.group.kill()  # without one of them the others would wait forever
             raise WorkerError(cause.message, cause.hint, cause.rank) from cause
         if failure is not None:
             raise failure

@@ -51,7 +51,7 @@ def spo_loss(
     ``A * r - |A| / (2 * eps) * (r - 1)^2``, with a ratio r per token.
 
     Args:
-        logprobs: ``float32[N,C,D]`` under the present policy: N chunks, D tokens an action.
+        logprobs: ``float32[N,C,D]`` under the present policy: N chunks, D tokens per action.
         old_logprobs: ``float32[N,C,D]`` under the policy that acted.
         advantages: ``float32[N,1]``.
         valid: ``bool[N,C]``.

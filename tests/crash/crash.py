@@ -78,7 +78,7 @@ class Series:
 
 
 def distinct(tree: Tree) -> object:
-    """Return the key by which directories are told apart."""
+    """Return the key that distinguishes directories."""
     return frozenset((path, bool(data) if ONLY_WRITTEN.match(path) else data) for path, data in tree.items())
 
 
@@ -157,7 +157,7 @@ class Harness:
         return self._tried(scenario, Series(scenario.name, len(ops), trials), self.reference(scenario, directory))
 
     def damages(self, name: str) -> Series:
-        """Recover a run, a policy or a data set whose files were changed, one place at a time."""
+        """Recover a run, a policy or a dataset whose files were changed, one place at a time."""
         made = DAMAGED[name]
         source, reference = made.make(self.bench, self.place / "intact" / made.name.replace(" ", "_"))
         trials = [Trial(what, tree, [path, Path(path).name]) for what, path, tree in damaged_trees(read_tree(source))]

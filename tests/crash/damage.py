@@ -1,4 +1,4 @@
-"""Files of a run, a policy or a data set with one place changed: head, middle, end, and each value of a JSON file."""
+"""Files of a run, a policy or a dataset with one place changed: head, middle, end, and each value of a JSON file."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ DAMAGED = {
             [("export", "{base}/interrupted", "{dir}/policy")],
             _using("eval", "eval", "{dir}/policy", *EVALUATE[1:], result=evaluated),
         ),
-        Damaged("data set", [COLLECT], _using("sft", *_ON_SET, result=trained_on)),
-        Damaged("data set lerobot", [(*COLLECT, "collect.format=lerobot")], _using("sft", *_ON_SET, result=trained_on)),
+        Damaged("dataset", [COLLECT], _using("sft", *_ON_SET, result=trained_on)),
+        Damaged("dataset lerobot", [(*COLLECT, "collect.format=lerobot")], _using("sft", *_ON_SET, result=trained_on)),
     )
 }
 

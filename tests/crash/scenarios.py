@@ -85,7 +85,7 @@ def sft_result(directory: Path, _out: Path) -> Result:
 
 
 def trained_on(_directory: Path, out: Path) -> Result:
-    """Return what fine-tuning on a data set has led to."""
+    """Return what fine-tuning on a dataset has led to."""
     return sft_result(out / "sft", out)
 
 
@@ -167,7 +167,7 @@ class Bench:
         self._ready: set[str] = set()
 
     def prepare(self, name: str) -> None:
-        """Make an input: ``interrupted``, a run that SIGTERM has ended after an iteration; ``raw``, a data set."""
+        """Make an input: ``interrupted``, a run that SIGTERM has ended after an iteration; ``raw``, a dataset."""
         if name in self._ready:
             return
         target = self.base / name

@@ -58,13 +58,13 @@ BEFORE = {
     **{f"sends {name}": ("chunk_step", lambda _, send=send: send()) for name, (send, _) in GARBAGE.items()},
 }
 AFTER = {
-    "reward is no number": ("chunk_step", spoil_reward(np.nan)),
+    "reward is not a number": ("chunk_step", spoil_reward(np.nan)),
     "reward is infinite": ("chunk_step", spoil_reward(np.inf)),
     "reward out of bounds": ("chunk_step", spoil_reward(-1e30)),
-    "state is no number": ("chunk_step", spoil_state(np.nan)),
+    "state is not a number": ("chunk_step", spoil_state(np.nan)),
     "state out of bounds": ("chunk_step", spoil_state(1e30)),
-    "state is no number in reset": ("reset", spoil_state(np.nan)),
-    "picture is no picture": ("chunk_step", draw_floats),
+    "state is not a number in reset": ("reset", spoil_state(np.nan)),
+    "picture is not a picture": ("chunk_step", draw_floats),
 }
 
 

@@ -1,4 +1,4 @@
-"""A training process that dies: told with its rank before and within calls, and nobody is left."""
+"""A training process that dies is reported with its rank, before and within calls, and no process is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from embodrl.workers.policy import build_policy, configure_torch
 SOON_S = 120.0
 
 
-def test_a_dead_training_process_ends_all_and_is_told() -> None:
+def test_a_dead_training_process_ends_all_and_is_reported() -> None:
     config = training_config(actor={"training_backend": "fsdp"})
     configure_torch(config)
     policy = build_policy(config)
@@ -29,7 +29,7 @@ def test_a_dead_training_process_ends_all_and_is_told() -> None:
         os.kill(pids[1], signal.SIGKILL)
         batch = tiny_rollout("openvla", policy, config, 0)
         advantages = compute_advantages(batch, config.algorithm)
-        # Rank 0 would wait for rank 1 for ever.
+        # Rank 0 would wait for rank 1 forever.
         with raises_code("worker-died", WorkerDied, "actor[1]", "SIGKILL") as caught:
             engine.update(batch, advantages, config.algorithm, torch.Generator().manual_seed(0))
         assert caught.value.rank == 1

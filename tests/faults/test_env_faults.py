@@ -250,7 +250,7 @@ def test_a_request_within_an_episode_does_not_hide_that_it_is_lost(tmp_path):
         assert pool.faults.restarts == 0
 
 
-def test_a_process_started_anew_is_told_what_was_asked_of_the_one_before(tmp_path):
+def test_a_restarted_process_gets_the_requests_of_the_one_before(tmp_path):
     with faulty_pool("kill", tmp_path / "fired", max_episode_steps=6) as pool:
         pool.reset(np.arange(4), np.zeros(4, np.int32))
         pool.call("set_auto_reset", {"value": False})
@@ -427,7 +427,7 @@ def test_seeds_stay_where_episodes_are_not_followed_by_others(tmp_path):
         assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
         assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
         os.kill(pool.managers[0].pid, signal.SIGKILL)
-        pool.reset(np.arange(4), np.zeros(4, np.int32))  # a process that is started anew is told again
+        pool.reset(np.arange(4), np.zeros(4, np.int32))  # a restarted process is reported again
         assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
         assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
 

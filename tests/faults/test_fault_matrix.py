@@ -1,7 +1,7 @@
 """Every fault in every simulator; tests/helpers/env_cases.py says which are skipped.
 
 Two processes with two environments each. The fault is in the second, whose episodes end and are counted; the first
-goes on as if nothing had happened.
+continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LOSSES = {
     "stop": "hangs",
     "hang in step": "hangs",
     "raise in step": "raises",
-    "picture is no picture": "raises",
-    "reward is no number": "cannot be true",
+    "picture is not a picture": "raises",
+    "reward is not a number": "cannot be true",
     "state out of bounds": "cannot be true",
     "slow start": "starts slowly",
 }
@@ -54,22 +54,22 @@ COMBINATIONS = (  # in the first process, in the second
     ("kill", "none"),
     ("none", "stop"),
     ("raise in step", "none"),
-    ("none", "reward is no number"),
+    ("none", "reward is not a number"),
     ("slow start", "none"),
     ("crash", "hang in step"),
-    ("picture is no picture", "kill"),
+    ("picture is not a picture", "kill"),
     ("kill during", "state out of bounds"),
     ("slow start", "crash"),
     ("stop", "raise in step"),
-    ("reward is no number", "stop"),
+    ("reward is not a number", "stop"),
     ("hang in step", "slow start"),
     ("raise in step", "state out of bounds"),
-    ("slow start", "picture is no picture"),
+    ("slow start", "picture is not a picture"),
     ("state out of bounds", "slow start"),
     ("kill", "kill during"),
     ("stop", "hang in step"),
-    ("raise in step", "picture is no picture"),
-    ("state out of bounds", "reward is no number"),
+    ("raise in step", "picture is not a picture"),
+    ("state out of bounds", "reward is not a number"),
     ("slow start", "slow start"),
 )
 
@@ -196,7 +196,7 @@ def test_a_start_that_takes_too_long_after_a_death(pool: EnvPool, folder: Path) 
 
 @pytest.mark.parametrize(
     "fault",
-    ["raise in step", "crash", "hang in step", "picture is no picture", "sends noise", "sends memory that shrinks"],
+    ["raise in step", "crash", "hang in step", "picture is not a picture", "sends noise", "sends memory that shrinks"],
 )
 def test_a_simulator_that_fails_in_a_step(pool: EnvPool, fault: str) -> None:
     before = pool.faults.restarts
@@ -206,7 +206,9 @@ def test_a_simulator_that_fails_in_a_step(pool: EnvPool, fault: str) -> None:
     check_lost(pool, pool.step(actions(pool), copy=True), before + 1)
 
 
-@pytest.mark.parametrize("fault", ["raise in reset", "crash in reset", "hang in reset", "state is no number in reset"])
+@pytest.mark.parametrize(
+    "fault", ["raise in reset", "crash in reset", "hang in reset", "state is not a number in reset"]
+)
 def test_a_simulator_that_fails_in_a_reset(shared: EnvPool, fault: str) -> None:
     first = shared.reset(SEEDS, TASKS, copy=True)
     before, lost = shared.faults.restarts, shared.faults.lost_episodes
@@ -223,10 +225,10 @@ def test_a_simulator_that_fails_in_a_reset(shared: EnvPool, fault: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        "reward is no number",
+        "reward is not a number",
         "reward is infinite",
         "reward out of bounds",
-        "state is no number",
+        "state is not a number",
         "state out of bounds",
         "diverges",
     ],
@@ -343,7 +345,7 @@ def test_a_full_dev_shm_is_of_no_account(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_MESHES)
-def test_a_damaged_mesh_cache_is_made_anew(name: str, tmp_path: Path) -> None:
+def test_a_damaged_mesh_cache_is_made_again(name: str, tmp_path: Path) -> None:
     case, environ = CASES[name], {"XDG_CACHE_HOME": str(tmp_path)}
 
     def pictures() -> np.ndarray:
@@ -362,7 +364,7 @@ def test_a_damaged_mesh_cache_is_made_anew(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(pictures(), fresh)  # read, not computed
 
 
-def test_the_memory_of_a_process_that_cannot_be_had_is_told(tmp_path: Path) -> None:
+def test_the_memory_of_a_process_that_cannot_be_had_is_reported(tmp_path: Path) -> None:
     extension = tmp_path / "little_memory.py"
     extension.write_text(
         "import resource, signal\n"

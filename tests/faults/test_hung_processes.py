@@ -203,7 +203,7 @@ def test_a_signal_ends_a_run_that_waits_for_a_stopped_process(config: Path, tmp_
     [
         ("runner.max_staleness=0", "SIGSTOP:rank_0"),
         ("runner.max_staleness=1", "SIGSTOP:rank_0"),
-        # It lives, beats, and waits for ever: for the end of a simulator that is only stopped.
+        # It lives, beats, and waits forever: for the end of a simulator that is only stopped.
         ("runner.max_staleness=0", "SIGSTOP:simulator"),
         ("runner.max_staleness=1", "SIGSTOP:simulator"),
     ],

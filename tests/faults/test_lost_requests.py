@@ -62,7 +62,7 @@ def mortal(**kwargs: object) -> Mortal:
 
 
 @pytest.mark.parametrize(("name", "number"), [("expert_actions", 5), ("expert_reset", 1), ("expert_reset", 3)])
-def test_a_collection_begins_its_attempts_anew(name: str, number: int, tmp_path: Path) -> None:
+def test_a_collection_restarts_its_attempts(name: str, number: int, tmp_path: Path) -> None:
     config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
     with mortal(auto_reset=False) as pool:
         pool.doom(name, number)
@@ -121,7 +121,7 @@ def test_an_evaluation_plays_again_what_it_lost(name: str, number: int, tmp_path
 
 
 def test_an_evaluation_ends_though_one_environment_breaks_off_what_is_played_again(tmp_path: Path) -> None:
-    """Chosen because they broke off, they do so in a row, which tells nothing of the environment."""
+    """Chosen because they were lost, they are lost in a row, which says nothing about the environment."""
     config = load_config([*SETTINGS, "env.eval.num_episodes=16"]).config
     with mortal() as pool:
         pool.doom("", 0)

@@ -1,4 +1,4 @@
-"""Simulators that send what is no valid answer: each is named and restarted, and the run continues."""
+"""Simulators that send invalid answers: each is named and restarted, and the run continues."""
 
 from __future__ import annotations
 

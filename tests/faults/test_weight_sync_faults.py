@@ -48,7 +48,7 @@ def test_a_sender_that_is_killed_midway_leaves_the_old_version(tmp_path, groups,
         assert ("stopped after" if kind == "memory" else "was lost at") in answer["message"]
     assert actor.state().result(CALL_S) == [(0, Net().become(0).sums())]
     trainer.restart(0, START_S)
-    connect("second", receiver=kind == "collective")  # a broken group is made anew, the others go on
+    connect("second", receiver=kind == "collective")  # a broken group is rebuilt, the others are kept
     sent = trainer.send(2)
     if kind == "disk":
         sent.result(CALL_S)

@@ -1,4 +1,4 @@
-"""Workers that die, raise or hang, and drivers that are killed: told within seconds, and nobody is left."""
+"""Workers that die, raise or hang, and killed drivers: reported within seconds, and no process is left."""
 
 import os
 import select
@@ -41,7 +41,7 @@ def watch(pids):
     return [os.pidfd_open(pid) for pid in pids]
 
 
-def test_a_killed_worker_is_told_with_rank_and_last_words(group):
+def test_a_killed_worker_is_reported_with_rank_and_last_words(group):
     handle = group.kill_yourself(1)
     with raises_code("worker-died", WorkerDied, "trouble[1]", "SIGKILL") as caught:
         handle.result(SOON_S)
@@ -64,7 +64,7 @@ def test_a_death_from_outside_fails_calls_of_all_ranks(group):
     os.kill(pids[1], signal.SIGKILL)
     with raises_code("worker-died", WorkerDied, "trouble[1]"):
         handle.result(SOON_S)
-    assert handle.done  # rank 0 lives and waits, but nobody waits for it
+    assert handle.done  # rank 0 lives and waits, but nothing waits for it
 
 
 def test_a_hang_names_the_rank_and_the_line(group):
@@ -147,7 +147,7 @@ def test_no_worker_outlives_a_killed_driver(thread):
     assert all(gone(pidfd) for pidfd in watched)
 
 
-def test_a_dead_ray_actor_is_told_with_rank_and_last_words():
+def test_a_dead_ray_actor_is_reported_with_rank_and_last_words():
     pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
     from embodrl.scheduler.launchers.ray import RayLauncher
 
@@ -165,7 +165,7 @@ def test_a_dead_ray_actor_is_told_with_rank_and_last_words():
         launcher.close()
 
 
-def test_a_ray_actor_that_is_stopped_or_hangs_is_told_and_replaced():
+def test_a_ray_actor_that_is_stopped_or_hangs_is_reported_and_replaced():
     pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
     from embodrl.scheduler.launchers.ray import RayLauncher
 

@@ -498,13 +498,13 @@ RULES = [
     ),
     Wrong("beta of 1", "actor.optim.betas.1", "config-range", ("actor.optim.betas=[0.9,1.0]",)),
     Wrong(
-        "critic's warm-up for ever",
+        "critic's warm-up forever",
         "actor.optim.critic_warmup_iterations",
         "chosen-warm-ups-end",
         ("actor.optim.critic_warmup_iterations=60",),
     ),
     Wrong(
-        "warm-up for ever",
+        "warm-up forever",
         "actor.optim.lr_warmup_iterations",
         "chosen-warm-ups-end",
         ("actor.optim.lr_warmup_iterations=59",),

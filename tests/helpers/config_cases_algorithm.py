@@ -22,7 +22,7 @@ ALGORITHMS = [
         names="module:attribute",
     ),
     Wrong(
-        "loss that is no function", "algorithm.loss_type", "parts-are-registered", ("algorithm.loss_type='math:pi'",)
+        "loss that is not a function", "algorithm.loss_type", "parts-are-registered", ("algorithm.loss_type='math:pi'",)
     ),
     Wrong(
         "loss of another kind",
@@ -149,7 +149,7 @@ ALGORITHMS = [
         ("reward.fn='no_such_module:f'",),
         names="no_such_module",
     ),
-    Wrong("reward that is no function", "reward.fn", "reward-function-exists", ("reward.fn='math:pi'",)),
+    Wrong("reward that is not a function", "reward.fn", "reward-function-exists", ("reward.fn='math:pi'",)),
     Wrong("two rewards", "reward.fn", "one-reward", ("reward.fn='math:fsum'", "algorithm.srpo.enabled=true")),
     Wrong(
         "encoder without weights",
@@ -175,7 +175,7 @@ ALGORITHMS = [
         ("pipeline.fn='no_such_module:f'",),
         names="no_such_module",
     ),
-    Wrong("pipeline that is no function", "pipeline.fn", "function-not-callable", ("pipeline.fn='math:pi'",)),
+    Wrong("pipeline that is not a function", "pipeline.fn", "function-not-callable", ("pipeline.fn='math:pi'",)),
     Wrong("pipeline that is none", "pipeline.fn", "pipeline-fn-type", ("pipeline.fn='builtins:repr'",)),
     Wrong("pipeline that fails", "pipeline.fn", "pipeline-fn-raised", ("pipeline.fn='math:fsum'",)),
     Wrong("another algorithm's pipeline", "pipeline.name", "name-fits-the-algorithm", ("pipeline.name=rloo",)),

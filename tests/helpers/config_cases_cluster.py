@@ -77,7 +77,7 @@ CLUSTER = [
         ("rollout.weight_sync=shared", "rollout.own_process=true"),
     ),
     Wrong(
-        "weights sent to nobody",
+        "weights without a receiver",
         "rollout.weight_sync",
         "weights-get-there",
         ("rollout.weight_sync=disk",),
@@ -116,7 +116,7 @@ CLUSTER = [
         ("cluster.component_placement={actor:0,rollout:0,env:{node_group:quick,placement:0}}",),
     ),
     Wrong(
-        "processes that do not go on",
+        "processes that do not continue",
         "cluster.component_placement",
         "places-exist",
         ("cluster.component_placement={actor:0,rollout:0,env:'0:0,1:3-4'}",),

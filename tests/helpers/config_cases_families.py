@@ -97,7 +97,7 @@ FAMILIES = [
         ("model.action_head=l1", "model=openvla_oft"),
     ),
     Wrong(
-        "weights that nobody ships",
+        "weights that are not shipped",
         "model.warm_start",
         "family-has-shipped-weights",
         ("model.warm_start=builtin", "model=gr00t"),

@@ -32,4 +32,4 @@ class Corners(ToyVectorEnv):
         images[rows] = COLOURS[corner][:, None, None, None]
 
 
-ENVS.add("corners", Corners, "four corners, told apart by colour", tasks=("reach-red",), action_dim=7)
+ENVS.add("corners", Corners, "four corners of different colours", tasks=("reach-red",), action_dim=7)

@@ -39,12 +39,12 @@ class Case:
     Attributes:
         env_type: as registered.
         kwargs: beside those of all.
-        ending: kwargs with which an episode that goes on is terminated early by random actions, or by the expert.
+        ending: kwargs with which an episode that is not over is terminated early by random actions, or by the expert.
         expert: it is the expert that succeeds, within so many steps; 0 for random actions.
         modules: that must be importable.
         extensions: modules that register it.
         isolated: it has an interpreter of its own.
-        control_hz: actions a second.
+        control_hz: actions per second.
         ends_early: random actions or the expert can end an episode.
     """
 

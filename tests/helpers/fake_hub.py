@@ -40,7 +40,7 @@ class FakeHub(ThreadingHTTPServer):
     """The server.
 
     Attributes:
-        models: and data sets, by ``OWNER/NAME``.
+        models: and datasets, by ``OWNER/NAME``.
         requests: method and path of each.
         break_after: path of a file -> bytes after which the connection of its next download is closed.
         altered: path of a file -> content that is sent in its place.
@@ -71,7 +71,7 @@ class FakeHub(ThreadingHTTPServer):
         return self.models.setdefault(name, Repository()).commit(files, ref)
 
     def dataset(self, name: str, files: dict[str, bytes], ref: str = "main") -> str:
-        """Add a commit to a data set, and return it."""
+        """Add a commit to a dataset, and return it."""
         return self.datasets.setdefault(name, Repository()).commit(files, ref)
 
 

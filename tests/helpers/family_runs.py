@@ -126,7 +126,7 @@ def weights(directory: Path) -> dict[str, object]:
 
 
 def corners_and_ppo(family: str, directory: Path, demos: Path) -> dict[str, object]:
-    """Imitate on the environment of corners, and go on with PPO on the toy; return what was measured."""
+    """Imitate on the environment of corners, and continue with PPO on the toy; return what was measured."""
     spec = MODELS.entry(family)
     model = settings_of(family)
     corners = [*CORNERS, *model]

@@ -98,7 +98,7 @@ class Comparer(Worker):
 
     @dispatch("one_to_all")
     def go_on(self, config: Config, other: Config) -> dict[str, float]:
-        """Return how far apart runs end that go on from a state of ``config``: itself, ``other`` and one process."""
+        """Return how far apart runs end that continue from a state of ``config``: itself, ``other`` and one process."""
         native, batches = self._native("openvla", config, 3)
         engine = self._cut(config)
         update_all(engine, batches[:2], config)
@@ -139,7 +139,7 @@ class Comparer(Worker):
             self._pass_on(cut, back, directory / f"from {name}")
             self._pass_on(native, from_native, directory / f"native to {name}")
             found[name] = max(apart(engine, e) for e in (cut, back, from_native))
-            found[f"{name} goes on"] = difference(
+            found[f"{name} continued"] = difference(
                 update_all(back, batches[2:], config), update_all(engine, batches[2:], config)
             )
             native.load_state_dict(engine.state_dict())

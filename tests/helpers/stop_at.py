@@ -3,7 +3,7 @@
 ``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
 commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead; with
 ``fsdp_step:6:SIGKILL:rank_1`` only the process of that rank takes the signal, with ``rank_1_once`` not the one that is
-brought up in its place, with ``parent_of_1`` the main process takes it, and with ``worker`` its youngest worker. The
+started in its place, with ``parent_of_1`` the main process takes it, and with ``worker`` its youngest worker. The
 process ids of the children at that moment go to the file ``STOP_AT_CHILDREN``.
 """
 

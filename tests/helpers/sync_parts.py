@@ -190,7 +190,7 @@ class Actor(Worker):
 
     @dispatch()
     def connect(self, kind: str, meeting: str, other_model: int = -1, stall_timeout_s: float = 60.0) -> None:
-        """Begin anew; the rank ``other_model`` expects another model."""
+        """Begin again; the rank ``other_model`` expects another model."""
         self.target = Target()
         layout = layout_of(Net(8) if self.rank == other_model else self.target.net)
         if kind == "memory":

@@ -120,7 +120,7 @@ def tiny_sizes(family: str) -> dict[str, object]:
 
 
 def tiny_config(family: str, method: str | None = None, **changes: object) -> ModelConfig:
-    """Return a valid section ``model`` of two actions a chunk."""
+    """Return a valid section ``model`` of two actions per chunk."""
     values = {"model_type": family, "warm_start": None, "num_action_chunks": 2, **tiny_sizes(family), **changes}
     values["value_head"] = {"hidden_sizes": (16,), **values.get("value_head", {})}
     if method is not None:

@@ -1,7 +1,7 @@
-"""Run by an interpreter that has the package lerobot (0.4): reads our data set and writes one of its own.
+"""Run by an interpreter that has the package lerobot (0.4): reads our dataset and writes one of its own.
 
 lerobot_check.py read DIRECTORY FILE.npz     what LeRobotDataset gives, frame by frame
-lerobot_check.py write DIRECTORY FILE.npz    a data set made by LeRobotDataset, and what went into it
+lerobot_check.py write DIRECTORY FILE.npz    a dataset made by LeRobotDataset, and what went into it
 """
 
 import sys

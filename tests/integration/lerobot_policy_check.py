@@ -2,8 +2,8 @@
 
 lerobot_policy_check.py DIRECTORY INPUT.npz OUTPUT.npz
 
-lerobot has the public sizes alone, so they are replaced by those of the policy; nothing else is. Its
-``from_pretrained`` goes on with random weights where it can't load them, so every tensor is compared afterwards.
+lerobot supports only the public sizes, so the policy's sizes are patched in; the rest of its code is unchanged. Its
+``from_pretrained`` continues with random weights if loading fails; every tensor is therefore compared with the file.
 """
 
 import json

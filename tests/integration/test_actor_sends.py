@@ -89,7 +89,7 @@ def test_the_run_is_the_same_by_every_kind_whoever_dies(
 
 @long
 @pytest.mark.parametrize("form", ["sharded", "full"])
-def test_an_interrupted_run_is_resumed_to_the_bit(config: Path, whole: Path, tmp_path: Path, form: str) -> None:
+def test_an_interrupted_run_is_resumed_bit_exactly(config: Path, whole: Path, tmp_path: Path, form: str) -> None:
     """The policy of the main process is fetched for checkpoints in one piece, and at the end."""
     run_dir = tmp_path / "run"
     order = (*APART, "rollout.weight_sync=memory", f"runner.checkpoint_format={form}")

@@ -1,5 +1,6 @@
 """The public API in whole runs: the verbs as functions, the quick start and the examples that need no simulator."""
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import torch
 import yaml
 from expect import raises_code
 from runs import TINY, TINY_POLICY, script
+from safetensors.torch import load_file
 
 import embodrl
+from embodrl.runs import files
+from embodrl.runs.train import resume
+from embodrl.storage import checkpoint
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -66,6 +71,44 @@ def test_training_evaluation_and_loading_from_a_script(tmp_path: Path) -> None:
     assert evaluated.report is not None and evaluated.report.is_file() and evaluated.report.is_relative_to(tmp_path)
     again = embodrl.evaluate(tiny(), policy=result.policy, output_dir=tmp_path / "again")
     assert again.success_rate == final and again.output_dir == tmp_path / "again"
+
+
+def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, demos, tuned = (tmp_path / name for name in ("run", "demos", "tuned"))
+    many = [f"runner.output_dir={run}", "runner.keep_last_n=9", "runner.keep_best=false"]
+    needed: list[int] = []
+
+    def preflight(directory: Path, num_bytes: int) -> None:
+        needed.append(num_bytes)
+        checkpoint.preflight(directory, num_bytes)
+
+    monkeypatch.setattr(files, "preflight", preflight)
+    embodrl.collect(tiny(), [f"collect.output_dir={demos}"])
+    embodrl.train(tiny(), many)
+    state, policy = tensor_bytes(run / "checkpoints/step_1"), tensor_bytes(run / "policy")
+    assert needed[0] == pytest.approx(10 * state + policy, rel=1e-3)  # without the optimizer's counts of steps
+    written = [path for name in ("checkpoints/step_1", "policy") for path in (run / name).rglob("*") if path.is_file()]
+    rest = needed[0] - sum(path.stat().st_size for path in written)
+    assert resume(run, ["runner.max_iterations=2"]) == 0
+    assert needed[1] == rest, "what the first process has written is there already"
+
+    # Enough for what is asked before the policy is built, and not for the run.
+    shutil.rmtree(run)
+    usage = shutil.disk_usage(tmp_path)._replace(free=files.LEAST_FREE_BYTES)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    with raises_code("disk-space"):
+        embodrl.train(tiny(), [*many, "runner.keep_last_n=1000"])
+    assert not (run / "config.yaml").exists() and not (run / "metrics.jsonl").read_text()
+    paths = [f"sft.data_dir={demos}", f"sft.output_dir={tuned}", "runner.keep_last_n=1000"]
+    with raises_code("disk-space"):
+        embodrl.sft(tiny(), ["sft.max_steps=2", "sft.lr_warmup_steps=1", "sft.batch_size=4", *paths])
+    assert not tuned.exists()
+
+
+def tensor_bytes(directory: Path) -> int:
+    return sum(tensor.nbytes for path in directory.glob("*.safetensors") for tensor in load_file(path).values())
 
 
 def test_training_works_outside_the_main_thread(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def check_ledger(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_a_run_killed_at_random_moments_goes_on_without_losing_or_repeating_a_rollout(
+def test_a_run_killed_at_random_moments_continues_without_losing_or_repeating_a_rollout(
     staleness: int, config: Path, tmp_path: Path
 ) -> None:
     rng = random.Random(staleness)
@@ -117,5 +117,5 @@ def test_dynamic_sampling_takes_further_rollouts(config: Path, tmp_path: Path) -
     )
     assert outcome.code == 0, outcome.stderr
     rows = metrics(run_dir)[1:]
-    # Told when the second update takes its rollouts: those that the first one took beyond its own.
+    # Counted when the second update takes its rollouts: those that the first one took beyond its own.
     assert rows[0]["rollout/resamples"] == rows[-1]["staleness/rejected_shards"] > 0

@@ -64,7 +64,7 @@ def same(left: EnvStep, right: EnvStep) -> None:
     np.testing.assert_array_equal(left.final_mask, right.final_mask)
 
 
-def test_the_rate_of_control_is_told(case: Case, env: EnvManager) -> None:
+def test_the_rate_of_control_is_reported(case: Case, env: EnvManager) -> None:
     assert env.spec.control_hz == case.control_hz
 
 
@@ -173,7 +173,7 @@ def test_what_terminates_an_episode(case: Case, ignore: bool) -> None:
         assert success.any() or case.kwargs.get("id") == "Hopper-v5"  # which can only fall
 
 
-def test_a_state_goes_on_in_another_process_to_the_bit(case: Case, env: EnvManager) -> None:
+def test_a_state_continues_in_another_process_bit_exactly(case: Case, env: EnvManager) -> None:
     env.call("rebuild")
     env.reset(seeds_of(21, 22, 23), tasks_of(env))
     for number in range(4):  # beyond an auto-reset
@@ -189,7 +189,7 @@ def test_a_state_goes_on_in_another_process_to_the_bit(case: Case, env: EnvManag
             same(other.step(noise(other, 100 + number)), step)
 
 
-def test_the_state_of_one_row_goes_on_in_any_row_and_disturbs_no_other(env: EnvManager) -> None:
+def test_the_state_of_one_row_continues_in_any_row_and_disturbs_no_other(env: EnvManager) -> None:
     def play(row: int) -> list[tuple[np.ndarray, ...]]:
         """Play what row 1 played; return all that came of it."""
         active, actions, seen = np.arange(3) == row, np.zeros((3, CHUNK, env.spec.action_dim), np.float32), []

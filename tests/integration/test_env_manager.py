@@ -84,7 +84,7 @@ def test_state_moves_to_another_process_bit_exactly():
             assert_same_step(manager.step(actions_of(number)), step)
 
 
-def test_offload_frees_the_process_and_onload_goes_on_bit_exactly():
+def test_offload_frees_the_process_and_onload_continues_bit_exactly():
     with EnvManager("toy", KWARGS) as manager, EnvManager("toy", KWARGS) as twin:
         for each in (manager, twin):
             each.reset(SEEDS, TASKS)
@@ -125,7 +125,7 @@ def test_an_error_of_embodrl_keeps_its_class_hint_and_code_across_processes():
     assert "unknown environment 'no-such-simulator'" in raised.value.message and "File " not in raised.value.message
 
 
-def test_a_planned_error_needs_no_traceback_and_the_process_goes_on():
+def test_a_planned_error_needs_no_traceback_and_the_process_continues():
     with EnvManager("toy", KWARGS, name="train/0", first_env=6) as manager:
         manager.reset(SEEDS, TASKS)
         pid = manager.pid

@@ -1,4 +1,4 @@
-"""Simulators that leave memory and come back to the bit, with their process or without it."""
+"""Offloaded simulators are restored bit-exactly, with their process or without it."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def begin(pool: EnvPool) -> None:
     pool.step(actions_of(0, 4))
 
 
-def test_a_process_that_stays_goes_on_bit_exactly() -> None:
+def test_a_process_that_stays_continues_bit_exactly() -> None:
     with EnvManager("toy", KWARGS) as manager, EnvManager("toy", KWARGS) as twin:
         for each in (manager, twin):
             each.reset(SEEDS, TASKS)
@@ -86,7 +86,7 @@ def test_a_process_that_dies_while_its_simulators_are_away_costs_no_state() -> N
             assert_same_step(pool.step(actions_of(number, 4)), twin.step(actions_of(number, 4)))
 
 
-def test_without_restarts_left_a_death_is_told() -> None:
+def test_without_restarts_left_a_death_is_reported() -> None:
     with EnvPool.create("toy", POOL, total_num_envs=4, num_processes=2, max_restarts=0) as pool:
         begin(pool)
         pool.offload(end_processes=False)

@@ -169,7 +169,7 @@ def test_the_new_model_is_short() -> None:
     assert len((EXAMPLES / "new_model" / "small_vla.py").read_text().splitlines()) < 130
 
 
-def test_a_misspelt_model_of_an_extension_is_told_with_the_nearest() -> None:
+def test_a_misspelt_model_of_an_extension_is_reported_with_the_nearest() -> None:
     outcome = small_vla("train", "model.model_type=smal_vla")
     assert outcome.code == 2
     assert "there is no model 'smal_vla'" in outcome.stderr

@@ -112,15 +112,15 @@ def test_decisions_are_the_same_in_all_processes(two: WorkerGroup) -> None:
             assert one == pytest.approx(other, rel=EQUAL, abs=EQUAL)
 
 
-def test_a_saved_state_goes_on_cut_up_otherwise(two: WorkerGroup) -> None:
-    """To the bit where nothing is changed; as closely as the engines agree elsewhere."""
+def test_a_saved_state_continues_cut_up_otherwise(two: WorkerGroup) -> None:
+    """Bit-exact where nothing is changed; as closely as the engines agree elsewhere."""
     other = fsdp_config(actor={"tensor_parallel_size": 2})
     for found in two.go_on(fsdp_config(), other).result(CALL_S):
         assert found["same"] == found["weights"] == 0
         assert found["other"] < EQUAL and found["native"] < EQUAL
 
 
-def test_float32_copies_of_bf16_weights_go_on_to_the_bit(two: WorkerGroup) -> None:
+def test_float32_copies_of_bf16_weights_continue_bit_exactly(two: WorkerGroup) -> None:
     bf16 = {"param_dtype": "bf16", "precision": "bf16"}
     other = fsdp_config(actor={"tensor_parallel_size": 2} | bf16)
     for found in two.go_on(fsdp_config(actor=bf16), other).result(CALL_S):
@@ -214,7 +214,7 @@ def test_shards_of_two_processes_are_read_by_one_and_its_driver(tmp_path: Path) 
         assert all(largest_difference(loaded.tensors[s], saved.tensors[s]) == 0 for s in saved.tensors)
 
 
-def test_a_native_engine_in_its_own_process_is_the_same_to_the_bit() -> None:
+def test_a_native_engine_in_its_own_process_is_bit_identical() -> None:
     results: list[Any] = []
     for config, ranks in ((training_config(), 0), (training_config(actor={"own_process": True}), 1)):
         with engine_of(config, ranks) as (engine, policy):

@@ -59,7 +59,7 @@ def test_native_in_its_own_process_is_the_same_run(config: Path, tmp_path: Path)
     assert all(left[name].equal(right[name]) for name in left | right)
 
 
-def test_a_run_whose_training_process_was_killed_goes_on_from_its_checkpoint_to_the_same_numbers(
+def test_a_run_whose_training_process_was_killed_continues_from_its_checkpoint_to_the_same_numbers(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:
     before = set(psutil.pids())
@@ -91,7 +91,7 @@ def test_a_process_killed_while_it_writes_a_checkpoint_costs_no_other(
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_other_numbers_of_processes_and_formats(config: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_other_numbers_of_processes_and_formats(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     outcome = train(config, run_dir, *TWO, "runner.max_iterations=2")
     assert outcome.code == 0, outcome.stderr

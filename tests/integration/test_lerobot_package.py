@@ -1,4 +1,4 @@
-"""Our data sets opened by the package lerobot, and the other way round.
+"""Our datasets opened by the package lerobot, and the other way round.
 
 EMBODRL_LEROBOT_PYTHON names an interpreter that has it.
 """

@@ -115,7 +115,7 @@ def test_what_it_offers(manager: EnvManager):
     assert opened[0, 6] - opened[0, 7] > closed[0, 6] - closed[0, 7] + 0.05
 
 
-def test_save_kill_restore_continues_to_the_bit():
+def test_save_kill_restore_continues_bit_exactly():
     first = start()
     moves = actions(13)
     first.reset(np.array([5, 6]), BOTH)

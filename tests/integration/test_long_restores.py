@@ -1,4 +1,4 @@
-"""Episodes saved amid contacts, whose process is then killed: elsewhere they go on to the bit."""
+"""Episodes saved amid contacts, whose process is then killed: another process continues them bit-exactly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_contact(case: Case, steps: Sequence[EnvStep]) -> None:
         pytest.param("maniskill", marks=pytest.mark.long),
     ],
 )
-def test_a_long_episode_goes_on_elsewhere_when_its_process_is_killed(name: str) -> None:
+def test_a_long_episode_continues_elsewhere_when_its_process_is_killed(name: str) -> None:
     case = CASES[name]
     actions, expected = uninterrupted(case)
     check_contact(case, expected)

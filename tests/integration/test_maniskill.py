@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from expect import raises_code
 
+from embodrl.envs.maniskill.tasks import TASKS
+
 # As in a simulator process; read when SAPIEN is loaded.
 os.environ.setdefault("LP_NUM_THREADS", "1")
 os.environ.setdefault("SAPIEN_DISABLE_RAY_TRACING", "1")
@@ -52,7 +54,7 @@ def noise(seed: int, chunk: int, num_envs: int = 2, scale: float = 0.5) -> np.nd
 
 
 def same(a: Any, b: Any) -> None:
-    """Assert that two EnvSteps agree to the bit."""
+    """Assert that two EnvSteps are bit-identical."""
     for name in ("reward", "valid", "terminated", "truncated", "success", "episode_return", "episode_seed"):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
     np.testing.assert_array_equal(a.observation.images, b.observation.images)
@@ -121,6 +123,31 @@ def test_light_meshes_hardly_change_the_picture_and_leave_collisions_alone() -> 
         np.testing.assert_array_equal(step[0], step[1])
     finally:
         light.close()
+        stock.close()
+
+
+def test_the_reflection_table_changes_no_picture(env: Any) -> None:
+    import sapien
+
+    other = make(1, ["PushCube-v1"])
+    table = sapien.render.RenderTexture(np.full((1, 1, 2), 7.5, np.float32), dim=2, format="R32G32Sfloat")
+    try:
+        for sensor in other._fleet.any_sim().env._sensors.values():
+            sensor.camera._render_cameras[0].set_texture("BRDFLUT", table)
+        np.testing.assert_array_equal(start(other, seeds_of(3)).images[0], start(env, seeds_of(3, 4)).images[0])
+    finally:
+        other.close()
+
+
+@pytest.mark.long
+def test_pictures_are_those_with_the_reflection_table_of_sapien(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodrl.envs.maniskill import sim
+
+    monkeypatch.setattr(sim, "omit_reflection_table", lambda *_: None)
+    stock = make(1, ["PushCube-v1"])
+    try:
+        np.testing.assert_array_equal(start(stock, seeds_of(3)).images[0], start(env, seeds_of(3, 4)).images[0])
+    finally:
         stock.close()
 
 
@@ -239,7 +266,7 @@ def test_rewards_of_an_episode_sum_to_progress_plus_bonus(env: Any, mode: str) -
 # -- exact state ------------------------------------------------------------------------------------------------------
 
 
-def test_a_state_from_the_middle_of_an_episode_continues_to_the_bit(env: Any) -> None:
+def test_a_state_from_the_middle_of_an_episode_continues_bit_exactly(env: Any) -> None:
     env.rebuild()
     start(env, seeds_of(1, 2))
     active = np.ones(2, np.bool_)
@@ -373,7 +400,7 @@ def test_drive_targets_and_trajectories_are_those_of_stock_control(mixed: Any) -
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
             for _ in range(stock.env._sim_steps_per_control):
                 stock.env.scene.step()
-            fast.step(action[None])
+            fast.advance(action[None])
         ours, theirs = (sim.env.agent.robot.get_qpos().numpy() for sim in (fast, stock))
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
         start(mixed, np.full(5, 11), ALL_TASKS.index(task))  # the journal knows nothing of this test's steps
@@ -391,6 +418,62 @@ def test_the_quick_grasp_check_agrees_with_stock(mixed: Any) -> None:
         assert answers[-1] == bool(stock[0])
     assert True in answers
     assert False in answers
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_scenes_evaluated_as_one_batch_give_what_each_gives_alone(task: str) -> None:
+    from embodrl.envs.maniskill.sim import evaluate
+
+    env = make(3, [task], max_episode_steps=200)
+    try:
+        start(env, seeds_of(1, 2, 3))
+        sims, rng = [env._fleet._sim(row) for row in range(3)], np.random.default_rng(0)
+        if task in ALL_TASKS:
+            env.expert_reset([0, 1, 2])
+        for step in range(40 if task in ALL_TASKS else 10):
+            actions = rng.uniform(-1, 1, (3, 7)).astype(np.float32)
+            actions[1:] = env.expert_actions()[1:] if task in ALL_TASKS else actions[1:]
+            for sim, action in zip(sims, actions, strict=True):
+                sim.advance(action[None])
+            if step % 5 == 4:
+                alone = [evaluate([sim], action[None]) for sim, action in zip(sims, actions, strict=True)]
+                for found, expected in zip(evaluate(sims, actions), zip(*alone, strict=True), strict=True):
+                    np.testing.assert_array_equal(found, np.concatenate(expected))
+    finally:
+        env.close()
+
+
+def test_a_scene_without_a_true_state_is_the_only_one_with_no_reward(env: Any) -> None:
+    import sapien
+
+    from embodrl.envs.maniskill.sim import evaluate
+
+    start(env, seeds_of(1, 2))
+    sims = [env._fleet._sim(row) for row in range(2)]
+    before = evaluate(sims)[0]
+    sims[1].env.goal_region.set_pose(sapien.Pose([float("nan"), 0, 0]))
+    found = evaluate(sims)[0]
+    assert found[0] == before[0] and np.isnan(found[1]) and not np.isnan(before[1])
+
+
+def test_a_reward_that_depends_on_earlier_ones_keeps_its_state() -> None:
+    import sapien
+
+    from embodrl.envs.maniskill.sim import evaluate
+
+    env = make(2, ["RollBall-v1"])
+    try:
+        start(env, seeds_of(1, 2))
+        sims = [env._fleet._sim(row) for row in range(2)]
+        assert not any(sim.env.reached_status.any() for sim in sims)
+        for sim in sims:  # the ball to where the tool stands behind it, seen from the goal
+            tool, goal = (body.pose.p[0].numpy() for body in (sim.env.agent.tcp, sim.env.goal_region))
+            towards = (goal - tool) / np.linalg.norm(goal - tool)
+            sim.env.ball.set_pose(sapien.Pose(tool + towards * (sim.env.ball_radius + 0.05)))
+        evaluate(sims)
+        assert all(sim.env.reached_status.all() for sim in sims)
+    finally:
+        env.close()
 
 
 def test_an_action_that_is_not_a_number_is_refused(env: Any) -> None:

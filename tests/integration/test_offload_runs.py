@@ -82,7 +82,7 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("level", "signal"), [("process", "SIGKILL"), ("simulator", "SIGINT")])
-def test_an_interrupted_run_with_offload_resumes_to_the_bit(
+def test_an_interrupted_run_with_offload_resumes_bit_exactly(
     config: Path, whole: Path, tmp_path: Path, level: str, signal: str
 ) -> None:
     settings = (*INSIDE, f"env.offload_level={level}")

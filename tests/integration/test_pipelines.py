@@ -125,7 +125,7 @@ def silent(context: Context) -> Any:
 
 
 def build_silent(config: Config) -> Pipeline:
-    """A pipeline whose steps nobody counts."""
+    """A pipeline whose steps are not counted."""
     pipeline = Pipeline("silent").add_node("rollout", silent, role="rollout")
     pipeline.add_node("advantage", f"{NODES}:advantage", ("rollout",), "advantage")
     pipeline.add_node("train", f"{NODES}:train", ("rollout", "advantage"), "train")

@@ -1,4 +1,4 @@
-"""Every algorithm preset trains on the toy environment, and resumes to the bit with all that it keeps."""
+"""Every algorithm preset trains on the toy environment, and resumes bit-exactly with all of its state."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_simulators_go_without_where_another_job_holds_the_cpus(
     try:
         mine = RayLauncher(places(0, 1), None, 30.0, {0: 1, 1: 4})
         assert reserved() == [[{"CPU": 6.0}], [{"CPU": 1.0}, {"CPU": 1.0}]]
-        assert "Ray has not got a CPU for each simulator" in caplog.text
+        assert "Ray has no CPU for each simulator" in caplog.text
         assert f"machine 1 ({cluster.head_node.node_ip_address}) 5 CPU" in caplog.text
         mine.close()
     finally:

@@ -95,7 +95,7 @@ def test_on_two_machines_with_deaths(
     assert [row.get("rollout/restarts") for row in rows] == [None, 0, 1, 1, 1]
     assert [row.get("env/restarts") for row in rows] == [None, 0, 0, 1, 2]
     assert rows[3]["rollout/lost_episodes"] == 2
-    # Until a simulator is killed: the rollout process that died played again to the bit.
+    # Until a simulator is killed: the restarted rollout process repeats its episodes bit-exactly.
     assert [without(row) for row in rows[:3]] == [without(row) for row in plain[:3]]
     log = (run_dir / "logs" / "embodrl.log").read_text()
     (other,) = two_machines.worker_nodes

@@ -81,7 +81,7 @@ def test_a_feature_gives_the_same_run(config: Path, tmp_path: Path, name: str) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_process_that_dies_in_a_further_rollout_goes_on_with_the_update(
+def test_a_process_that_dies_in_a_further_rollout_continues_with_the_update(
     config: Path, tmp_path: Path, interrupted: bool
 ) -> None:
     """What it had counted, and the random numbers before the update, are those of the one that has gone."""

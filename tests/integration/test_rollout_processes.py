@@ -93,7 +93,7 @@ def test_a_rollout_process_that_dies_again_and_again_ends_the_run(config: Path, 
 
 
 @pytest.mark.long
-def test_an_interrupted_rollout_is_undone_and_resumed_to_the_bit(config: Path, plain: list, tmp_path: Path) -> None:
+def test_an_interrupted_rollout_is_undone_and_resumed_bit_exactly(config: Path, plain: list, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     order = (f"runner.output_dir={run_dir}", TWO, "rollout.weight_sync=collective")
     done = embodrl("train", "--config", config, *order, stop_at="act:11:SIGINT:parent_of_1")
@@ -130,7 +130,7 @@ def test_ahead_of_training(config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_ahead_of_training_is_interrupted_and_goes_on(config: Path, tmp_path: Path) -> None:
+def test_a_run_ahead_of_training_is_interrupted_and_continues(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ahead = ("runner.max_staleness=1", "runner.max_iterations=6", "algorithm.decoupled.enabled=true")
     order = (f"runner.output_dir={run_dir}", TWO, *ahead)

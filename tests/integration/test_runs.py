@@ -141,7 +141,7 @@ def test_a_run_killed_anywhere_is_resumed_bit_exactly(
     assert_same_run(run_dir, whole[0])
 
 
-def test_a_run_goes_on_without_its_warm_start_and_from_another_directory(
+def test_a_run_continues_without_its_warm_start_and_from_another_directory(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy(whole[0] / "policy", tmp_path / "warm")
@@ -159,7 +159,7 @@ def test_a_run_goes_on_without_its_warm_start_and_from_another_directory(
     assert_same_run(tmp_path / "run", tmp_path / "left")
 
 
-def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) -> None:
+def test_a_stop_that_could_not_be_saved_is_reported(config: Path, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at="act:6:SIGINT")
     assert outcome.code == 1
@@ -172,7 +172,7 @@ def test_a_stop_that_could_not_be_saved_is_told(config: Path, tmp_path: Path) ->
     [
         _long("optimizer_step:3:SIGKILL:simulator"),  # in an update
         "write_file:4:SIGKILL:simulator",  # while a checkpoint is written
-        "log:3:SIGKILL:simulator",  # before the scenes are built anew and their states are asked for
+        "log:3:SIGKILL:simulator",  # before the scenes are rebuilt and their states are requested
     ],
 )
 def test_a_simulator_that_dies_while_it_has_nothing_to_do_costs_a_restart(
@@ -186,7 +186,7 @@ def test_a_simulator_that_dies_while_it_has_nothing_to_do_costs_a_restart(
     assert "restart 1 of 10" in outcome.stderr
 
 
-def test_a_screen_that_nobody_reads_any_more_costs_the_screen_only(config: Path, tmp_path: Path) -> None:
+def test_a_closed_terminal_costs_the_screen_only(config: Path, tmp_path: Path) -> None:
     process = start("train", "--config", config, f"runner.output_dir={tmp_path}")
     assert process.stdout is not None and process.stderr is not None
     process.stdout.readline()
@@ -223,7 +223,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         ("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
     ],
 )
-def test_a_signal_saves_and_the_run_goes_on_from_there(
+def test_a_signal_saves_and_the_run_continues_from_there(
     stop_at: str, code: int, checkpoint: str, whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
     run_dir, children = tmp_path / "run", tmp_path / "children"
@@ -279,7 +279,7 @@ def test_a_signal_from_outside_ends_every_process(config: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped"])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     damage: str, whole: tuple[Path, Outcome], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -312,7 +312,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused_and_left_alone(
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_finished_run_is_left_alone_and_goes_on_when_asked(whole: tuple[Path, Outcome], tmp_path: Path) -> None:
+def test_a_finished_run_is_left_alone_and_continues_when_asked(whole: tuple[Path, Outcome], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     copy(whole[0], run_dir)
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.parent.name != "logs"}

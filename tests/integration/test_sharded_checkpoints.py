@@ -27,24 +27,24 @@ def two() -> Iterator[WorkerGroup]:
         yield group
 
 
-def test_shards_of_two_processes_are_read_by_others_to_the_bit(two: WorkerGroup, tmp_path: Path) -> None:
+def test_shards_of_two_processes_are_read_by_others_bit_exactly(two: WorkerGroup, tmp_path: Path) -> None:
     others = {"same": config_of(), "tp": config_of(tensor_parallel_size=2)}
     for found in two.reshard(config_of(), others, str(tmp_path)).result(CALL_S):
         assert found["native"] == found["same"] == found["tp"] == 0
-        assert found["same goes on"] == found["tp goes on"] == 0
+        assert found["same continued"] == found["tp continued"] == 0
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_shards_of_four_processes_are_read_by_others_to_the_bit(tmp_path: Path) -> None:
+def test_shards_of_four_processes_are_read_by_others_bit_exactly(tmp_path: Path) -> None:
     others = {"fsdp": config_of(micro_batch_size=1)}
     both = config_of(tensor_parallel_size=2, micro_batch_size=1)
     with WorkerGroup(Comparer, "comparer").launch(4, timeout_s=START_S) as four:
         for found in four.reshard(both, others, str(tmp_path)).result(CALL_S):
-            assert found["native"] == found["fsdp"] == found["fsdp goes on"] == 0
+            assert found["native"] == found["fsdp"] == found["fsdp continued"] == 0
 
 
-def test_a_full_disk_of_one_process_and_another_policy_are_told_by_all(two: WorkerGroup, tmp_path: Path) -> None:
+def test_a_full_disk_of_one_process_and_another_policy_are_reported_by_all(two: WorkerGroup, tmp_path: Path) -> None:
     for full, other in two.fail(config_of(), str(tmp_path)).result(CALL_S):
         assert full.startswith("OSError") and "No space left" in full
         assert other.startswith("CheckpointError") and "layers.1" in other and "is unknown" in other

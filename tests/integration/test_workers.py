@@ -129,7 +129,7 @@ def test_an_exception_comes_with_rank_and_traceback(adders):
     assert caught.value.rank == 1
     assert "raise KeyError" in caught.value.traceback
     assert isinstance(handle.error, WorkerRaised)
-    assert adders.first(1).result(CALL_S) == 1  # it goes on
+    assert adders.first(1).result(CALL_S) == 1  # it continues
 
 
 def test_what_can_not_be_sent_is_refused_and_named(adders):
@@ -168,7 +168,7 @@ def test_workers_pass_values_through_a_bounded_channel(launcher):
         WorkerGroup(Talker, "source").launch(places, launcher, {"numbers": channel}, timeout_s=START_S) as source,
         WorkerGroup(Talker, "sink").launch(places, launcher, {"numbers": channel}, timeout_s=START_S) as sink,
     ):
-        if is_inline(launcher):  # nobody takes while one puts
+        if is_inline(launcher):  # there is no reader while it writes
             with raises_code("channel-timeout", WorkerRaised, "3"):
                 source.produce(4).result()
             assert sink.consume(3).result() == [[0, 1, 2]]

@@ -107,7 +107,7 @@ def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> Non
 
 
 async def state_round_trip(pool: Any) -> None:
-    """One scene goes on to the bit, in its own row and in another one, beside an episode that is not disturbed."""
+    """One scene continues bit-exactly, in its own row and in another one, beside an episode that is not disturbed."""
     environments = AsyncPool(pool)
     env, beside, other = environments.environments()[:3]
     await asyncio.gather(*(one.initialize("PushCube-v1", 3) for one in (env, beside)))

@@ -1,4 +1,4 @@
-"""Functions in several processes that talk over gloo; forked, so that nothing is imported anew."""
+"""Functions in several processes that communicate over gloo; forked, so that nothing is imported again."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def _child(rank: int, size: int, directory: Path, function: Callable[..., Any], 
         dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=size)
         torch.save(function(*args), directory / f"{rank}.pt")
         dist.barrier()
-    except BaseException:  # noqa: BLE001 - it is told in the parent
+    except BaseException:  # noqa: BLE001 - the parent raises it
         (directory / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise SystemExit(1) from None

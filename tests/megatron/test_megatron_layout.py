@@ -89,7 +89,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 
 @needs_megatron
-def test_weights_come_back_to_the_bit(native: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+def test_weights_come_back_bit_exactly(native: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["weights"].keys() == native["weights"].keys()
         assert all(torch.equal(found["weights"][name], tensor) for name, tensor in native["weights"].items())

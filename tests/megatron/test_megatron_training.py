@@ -60,7 +60,7 @@ def equal(a: EngineState, b: EngineState) -> bool:
 
 
 def train(size: int, distributed: bool, saved: EngineState) -> dict[str, Any]:
-    """Train as ``train_natively``, then go on from a native state."""
+    """Train as ``train_natively``, then continue from a native state."""
     if distributed:
         cuda_names.install()
     engine = megatron_engine(CONFIG, size, distributed)
@@ -83,7 +83,7 @@ def test_updates_and_resumed_ones_are_those_of_one_process(
     for found in on_ranks(ranks, train, size, distributed, native[0][1]):
         assert_same(found["first"], native[0])
         assert found["differ"] == []
-        assert found["same"], "a native checkpoint is taken over to the bit"
+        assert found["same"], "a native checkpoint is loaded bit-exactly"
         assert_same(found["next"], native[1])
 
 
@@ -94,7 +94,7 @@ def go_on_natively(saved: EngineState) -> Result:
     return updates(engine, CONFIG, range(3, 4)), copied(engine)
 
 
-def test_a_native_run_goes_on_from_its_state(native: tuple[Result, Result]) -> None:
+def test_a_native_run_continues_from_its_state(native: tuple[Result, Result]) -> None:
     saved = on_ranks(2, train, 2, False, native[0][1])[0]["first"][1]
     assert_same(on_ranks(1, go_on_natively, saved)[0], native[1])
 

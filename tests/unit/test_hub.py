@@ -102,7 +102,7 @@ def test_revisions(server: FakeHub) -> None:
     assert code_of(HubName("org/name", "v2")) == "hub-missing"
 
 
-def test_a_download_that_breaks_off_goes_on_where_it_was(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_that_is_interrupted_is_resumed(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 2**16)  # 10 MB: what is lost at most
     server.model("org/name", MODEL)

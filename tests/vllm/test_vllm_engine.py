@@ -110,7 +110,7 @@ def test_training_computes_the_same_logprobs_again(policy, served):
 def test_threads_temperature_and_top_k_are_those_of_the_native_engine(policy, served, setting):
     native, found = (engine_of(kind, policy, **setting) for kind in (NativeRolloutEngine, VllmRolloutEngine))
     assert_equal_outputs(found.act(observation_of(), True), native.act(observation_of(), True))
-    again = served.act_greedily(observation_of())  # another engine of the process goes on as before
+    again = served.act_greedily(observation_of())  # another engine of the process works as before
     assert_equal_outputs(again, engine_of(NativeRolloutEngine, policy).act_greedily(observation_of()))
 
 
@@ -245,7 +245,7 @@ def test_what_a_cpu_can_not_do_is_refused(policy, monkeypatch):
         engine_of(VllmRolloutEngine, policy)
 
 
-def test_a_fault_in_vllm_is_told_and_its_leftovers_are_not_decoded_later(policy, monkeypatch):
+def test_a_fault_in_vllm_is_reported_and_its_leftovers_are_not_decoded_later(policy, monkeypatch):
     found = engine_of(VllmRolloutEngine, policy)
     runner = found.decoder._runner
 
@@ -262,7 +262,7 @@ def test_a_fault_in_vllm_is_told_and_its_leftovers_are_not_decoded_later(policy,
     assert found.version == 0
 
 
-def test_weights_that_vllm_can_not_take_are_told(policy):
+def test_weights_that_vllm_can_not_take_are_reported(policy):
     found = engine_of(VllmRolloutEngine, policy)
     with raises_code("rollout-engine", RolloutEngineError):
         found.decoder.load_weights([("model.layers.0.mlp.down_proj.weight", torch.zeros(3, 3))])

@@ -57,7 +57,7 @@ def test_a_run_learns_the_same_as_with_the_native_engine(config: Path, served: P
 
 
 @pytest.mark.timeout(3600)
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(served: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_exactly(served: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(served, copy)
     shutil.rmtree(copy / "checkpoints" / "step_4")

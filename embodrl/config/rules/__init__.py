@@ -20,6 +20,7 @@ from embodrl.config.rules import (
     rollout,
     rollout_processes,
     runner,
+    serve,
     simulators,
     sizes,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "rollout_processes",
     "run_rules",
     "runner",
+    "serve",
     "shipped_rules",
     "simulators",
     "sizes",

@@ -1,4 +1,4 @@
-"""PPO and its kin: estimators, levels, critic, groups, clipping, batches, schedule."""
+"""PPO and related algorithms: estimators, levels, critic, groups, clipping, batches, schedule."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def levels_fit(context: Context) -> Iterator[Finding]:
         if value == "chunk_level":
             yield Finding(
                 f"algorithm.{key}",
-                "with reward_type 'action_level' each action has its own advantage; one number a chunk can't match",
+                "with reward_type 'action_level' each action has its own advantage; one number per chunk can't match",
                 f"set algorithm.{key}=action_level, or algorithm.reward_type=chunk_level",
                 "token_level, action_level",
                 others=("algorithm.reward_type",),

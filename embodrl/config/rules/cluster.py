@@ -107,7 +107,7 @@ def native_is_one_process(context: Context) -> Iterator[Finding]:
         devices = {(p.node, device) for p in processes for device in (p.devices or (-1,))}
         if name == "rollout" and any(len(process.devices) > 1 for process in processes):
             message = f"a process of rollout gets several devices, and {key} '{backend}' acts on one"
-            yield Finding(KEY, message, "write a process a device, e.g. rollout: 0-3", "a process a device")
+            yield Finding(KEY, message, "write a process per device, e.g. rollout: 0-3", "a process per device")
         if name == "actor" and is_single(config, name) and (len(processes) > 1 or len(devices) > 1):
             message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
             message += f" '{backend}' is 1 process on 1 device"
@@ -223,7 +223,7 @@ def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
         message = f"is bf16, and megatron has no float32 copy of weights on a CPU, {lost}"
         if on_gpu:
             message = "is bf16: megatron's float32 copies of the weights are not in checkpoints, so that a resumed run"
-            message += " goes on from rounded weights"
+            message += " continues from rounded weights"
         hint = "set actor=fsdp, which saves them, or actor.param_dtype=fp32"
         yield Finding("actor.param_dtype", message, hint, others=("actor.training_backend",))
     elif actor.optim.master_weights is False:

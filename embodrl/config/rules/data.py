@@ -38,7 +38,7 @@ def raw_demonstrations_have_no_videos(context: Context) -> Iterator[Finding]:
         return
     for key in ("collect.fps", "collect.video_crf"):
         if context.by_user(key):
-            message = f"{key} belongs to LeRobot data sets, and collect.format is raw"
+            message = f"{key} belongs to LeRobot datasets, and collect.format is raw"
             yield Finding(key, message, "leave it out, or set collect.format=lerobot", others=("collect.format",))
 
 
@@ -54,9 +54,9 @@ def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Fi
 
 @rule("env.env_type", "sft.eval_interval")
 def there_is_a_simulator(context: Context) -> Iterator[Finding]:
-    """Only `embodrl sft` runs on mere data, and only without evaluations."""
+    """Only `embodrl sft` (without evaluations) and `embodrl serve` run on mere data."""
     config, spec = context.config, context.simulator
-    if spec is None or spec.simulates or context.verb is None:
+    if spec is None or spec.simulates or context.verb in (None, "serve"):
         return
     hint = "name a simulator (env=NAME, see `embodrl list envs`)"
     if context.verb != "sft":

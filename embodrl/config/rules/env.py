@@ -202,7 +202,7 @@ def seeds_are_apart(context: Context) -> Iterator[Finding]:
         below = start - (last - first + 1) if blamed == "env.eval.seed" else first - count
         yield Finding(
             blamed,
-            f"up to {MAX_ATTEMPTS_PER_EPISODE} attempts an episode use the seeds {start} to {start + count - 1}, which"
+            f"up to {MAX_ATTEMPTS_PER_EPISODE} attempts per episode use the seeds {start} to {start + count - 1}, which"
             f" overlap the evaluation's, {first} to {last}",
             "keep the two ranges well apart, so that evaluation has initial states of its own",
             f"0 to {below}, or far above" if below >= 0 else "far above",

@@ -111,7 +111,7 @@ def statistics_have_weights(context: Context) -> Iterator[Finding]:
     random = model.model_path is None and model.warm_start is None and model.stats_path is None
     if not random or model.unnorm_key in (None, *BUILT_IN_STATISTICS) or context.resuming:
         return
-    if context.verb in ("train", "eval"):  # `sft` computes them, and a plan needs none
+    if context.verb in ("train", "eval", "serve"):  # `sft` computes them, and a plan needs none
         message = f"the model has random weights, and no statistics '{model.unnorm_key}'"
         hint = "set model.model_path to the checkpoint that they are of, or model.stats_path to a file of them"
         yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.unnorm_key",))
@@ -237,6 +237,16 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
     ):
         message = f"has no effect: {context.config.model.model_type} sees the camera and the instruction only"
         yield Finding("env.include_state", message, "leave it out")
+
+
+@note("model.model_type", "model.model_path", "env.include_state")
+def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
+    """A public checkpoint of a family that reads the robot's state was trained with it."""
+    config, family = context.config, context.family
+    reads = family is not None and family.uses_state is True
+    if config.model.model_path is not None and reads and not config.env.include_state:
+        message = f"{config.model.model_type} reads the robot's state, and gets none: env.include_state is false"
+        yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
 
 
 @note("model.model_type", "model.model_path", "model.warm_start", "model.num_action_chunks", "env")

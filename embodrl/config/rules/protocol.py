@@ -1,4 +1,4 @@
-"""The evaluation protocol: it exists, fits the environment, and what of it does not hold is told."""
+"""The evaluation protocol: it exists, fits the environment, and settings that differ from it are reported."""
 
 from __future__ import annotations
 

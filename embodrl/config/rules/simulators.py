@@ -57,7 +57,7 @@ def action_dims_agree(context: Context) -> Iterator[Finding]:
     if wanted is not None and wanted != config.model.action_dim:
         yield Finding(
             "model.action_dim",
-            f"the policy gives {config.model.action_dim} numbers an action, {config.env.env_type} takes {wanted}",
+            f"the policy gives {config.model.action_dim} numbers per action, {config.env.env_type} takes {wanted}",
             f"set it to {wanted}" + _without_simulator() * (context.verb == "sft"),
             str(wanted),
             others=("env.env_type",),

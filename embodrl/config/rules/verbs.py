@@ -8,7 +8,7 @@ from typing import Literal
 from embodrl.config.nodes import Node, walk
 from embodrl.config.rules.base import Finding
 
-Verb = Literal["train", "eval", "collect", "sft", "plan"]
+Verb = Literal["train", "eval", "collect", "sft", "plan", "serve"]
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
@@ -27,20 +27,20 @@ _TRAINER = (
 _ALGORITHM = ("algorithm", "reward", "pipeline")
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("collect", "sft"),
-    "plan": ("collect", "sft"),
+    "train": ("collect", "sft", "serve"),
+    "plan": ("collect", "sft", "serve"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in _TRAINING_LOOP),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve"),
     ),
     "collect": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed")),
-        *("env.train.auto_reset", "env.train.ignore_terminations", "env.video", "actor", "rollout", "sft"),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.video", "actor", "rollout", "sft", "serve"),
         *("model.model_path", "model.warm_start", "model.value_head", "model.add_value_head", "model.trainable"),
         *("model.lora", "model.freeze_vision", "model.unnorm_key"),
     ),
@@ -51,11 +51,25 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *("actor.optim.lr", "actor.optim.weight_decay"),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "serve"),
+    ),
+    "serve": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *(f"actor.{name}" for name in _TRAINER),
+        *(f"runner.{name}" for name in _TRAINING_LOOP),
+        *(f"env.{name}" for name in ("train", "eval", "video", "reward_mode", "success_bonus", "max_episode_steps")),
+        *(f"env.{name}" for name in ("num_processes", "pin_cpus", "python", "start_timeout_s", "reset_timeout_s")),
+        *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail")),
+        *("runner.name", "protocol", "collect", "sft"),
     ),
 }
 """Sections and keys that a verb ignores."""
-READ: dict[Verb, tuple[str, ...]] = {"eval": ("algorithm.sampling",), "sft": ("algorithm.sampling",)}
+READ: dict[Verb, tuple[str, ...]] = {
+    "eval": ("algorithm.sampling",),
+    "sft": ("algorithm.sampling",),
+    "serve": ("algorithm.sampling",),
+}
 """Exceptions: keys below those of ``UNREAD`` that the verb does read."""
 
 

@@ -28,6 +28,7 @@ from embodrl.config.schema.section import (
     Section,
     Seed,
 )
+from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, ServeProtocol, WireKeysConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "FilterConfig",
     "Fraction",
     "FsdpConfig",
+    "GrootKeysConfig",
     "GroupRanks",
     "HardwareConfig",
     "KlConfig",
@@ -64,11 +66,14 @@ __all__ = [
     "SamplingConfig",
     "Section",
     "Seed",
+    "ServeConfig",
+    "ServeProtocol",
     "SftConfig",
     "SrpoConfig",
     "ValueHeadConfig",
     "VideoConfig",
     "VllmConfig",
+    "WireKeysConfig",
     "config_class",
     "defaults_of",
     "env_settings",

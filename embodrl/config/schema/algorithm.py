@@ -102,14 +102,14 @@ class DecoupledConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """PPO, its kin, and their parts."""
+    """PPO and related algorithms, and their parts."""
 
     adv_type: str = Field(default="gae", description="a name of `embodrl list algorithms`, or a custom module:function")
     loss_type: str = Field(
         default="actor_critic", description="a name of `embodrl list algorithms`, or a custom module:function"
     )
     reward_type: Literal["chunk_level", "action_level"] = Field(
-        default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value a chunk"
+        default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value per chunk"
     )
     logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
         default="token_level", description="level of the importance ratio"

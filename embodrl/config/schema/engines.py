@@ -43,7 +43,7 @@ class OptimConfig(Section):
         description="length of the schedule; null: runner.max_iterations of the start, also if the run is resumed for"
         " longer, which stays at the last learning rate then",
     )
-    min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate as a part of the peak")
+    min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate as a fraction of the peak")
     critic_warmup_iterations: NonNegativeInt = Field(
         default=2, description="iterations in which only the value head trains"
     )
@@ -72,7 +72,7 @@ class ActorConfig(Section):
 
     training_backend: Literal["native", "fsdp", "megatron"] = Field(
         default="native",
-        description="native: one process, CPU or one GPU; fsdp: a process a device, parts of the weights; megatron:"
+        description="native: one process, CPU or one GPU; fsdp: a process per device, parts of the weights; megatron:"
         " likewise, OpenVLA's language model by megatron-core",
     )
     own_process: bool | None = Field(
@@ -84,7 +84,7 @@ class ActorConfig(Section):
         default=1, description="processes that share each layer of the language model; the others take other chunks"
     )
     fsdp: FsdpConfig = Field(default=FsdpConfig(), description="how the backend fsdp holds weights")
-    global_batch_size: PositiveInt = Field(default=160, le=10_000_000, description="chunks an optimizer step")
+    global_batch_size: PositiveInt = Field(default=160, le=10_000_000, description="chunks per optimizer step")
     micro_batch_size: PositiveInt = Field(
         default=80, description="chunks a forward and backward pass; divides global_batch_size"
     )

@@ -55,11 +55,11 @@ class EnvEvalConfig(Section):
         " env.train",
     )
     num_episodes: PositiveInt = Field(
-        default=128, le=10_000_000, description="episodes an evaluation, spread evenly over the tasks"
+        default=128, le=10_000_000, description="episodes per evaluation, spread evenly over the tasks"
     )
     seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
     to_step_limit: bool = Field(
-        default=False, description="go on after a success until the step limit, to see whether it lasts"
+        default=False, description="continue after a success until the step limit, to see whether it lasts"
     )
 
 
@@ -141,7 +141,7 @@ class EnvConfig(Section):
         " one more chunk of an environment that can't be true (see the next two) without a valid one in between",
     )
     max_abs_reward: PositiveFloat = Field(
-        default=1e6, description="a reward beyond it is taken for a fault of the simulator, as one that is no number is"
+        default=1e6, description="a reward beyond it, or NaN, counts as a fault of the simulator"
     )
     max_abs_state: PositiveFloat = Field(
         default=1e6, description="the same of each number of the robot's state; see include_state"

@@ -31,7 +31,7 @@ class ValueHeadConfig(Section):
     )
     detach: bool = Field(default=False, description="the value loss trains the value head only")
     hidden_sizes: tuple[PositiveInt, ...] = Field(default=(512, 128), description="hidden units")
-    output: Literal["chunk", "action"] = Field(default="chunk", description="one value a chunk, or one an action")
+    output: Literal["chunk", "action"] = Field(default="chunk", description="one value per chunk, or one per action")
 
 
 class ModelConfig(Section):

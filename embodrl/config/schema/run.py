@@ -100,18 +100,18 @@ class CollectConfig(Section):
     output_dir: str = Field(default="data/demos", description="directory of the demonstrations, new or empty")
     format: Literal["lerobot", "raw"] = Field(
         default="lerobot",
-        description="lerobot: a LeRobot data set (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
+        description="lerobot: a LeRobot dataset (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
     )
     fps: PositiveInt | None = Field(
         default=None,
-        description="frames per second that a LeRobot data set states; null is the simulator's own rate of control, as"
+        description="frames per second that a LeRobot dataset states; null is the simulator's own rate of control, as"
         " for env.video.fps",
     )
     video_crf: int = Field(
         default=0,
         ge=0,
         le=51,
-        description="of a LeRobot data set's videos: 0 keeps every pixel as it is, 6 is hardly visible, 18 is small",
+        description="of a LeRobot dataset's videos: 0 keeps every pixel as it is, 6 is hardly visible, 18 is small",
     )
     num_episodes: PositiveInt = Field(
         default=400, le=100_000_000, description="episodes to keep over all tasks; successful ones unless keep_failures"
@@ -134,7 +134,7 @@ class SftConfig(Section):
     )
     cameras: tuple[str, ...] | None = Field(
         default=None,
-        description="cameras of a LeRobot data set, in the order of env.cameras; null takes those of the same names",
+        description="cameras of a LeRobot dataset, in the order of env.cameras; null takes those of the same names",
     )
     stats: str = Field(
         default="auto",

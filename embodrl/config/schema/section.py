@@ -12,7 +12,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-"""Of a moving average: 1 would keep its starting value for ever."""
+"""Of a moving average: 1 would keep its starting value forever."""
 Seed = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 

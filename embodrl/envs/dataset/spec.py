@@ -22,7 +22,7 @@ def no_simulator(*_: object, **__: object) -> NoReturn:
 
 
 def fill(given: object) -> tuple[str, dict[str, object]]:
-    """Return the settings that follow from the data set in ``sft.data_dir``, if it can be read.
+    """Return the settings that follow from the dataset in ``sft.data_dir``, if it can be read.
 
     If not, `embodrl sft` says why before it starts anything.
     """

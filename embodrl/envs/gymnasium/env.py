@@ -324,13 +324,13 @@ class GymnasiumVectorEnv(SimulatorVectorEnv):
         super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps)
         if action_dim is not None and action_dim != self.spec.action_dim:
             raise EnvError(
-                f"{id} takes {self.spec.action_dim} numbers an action, the policy gives {action_dim}",
+                f"{id} takes {self.spec.action_dim} numbers per action, the policy gives {action_dim}",
                 f"set model.action_dim={self.spec.action_dim}",
                 code="gymnasium-actions",
             )
         if include_state and not self.spec.state_dim:
             raise EnvError(
-                f"the observation of {id} is no vector to give as state",
+                f"the observation of {id} is not a vector to give as state",
                 "set env.include_state=false",
                 code="gymnasium-state",
             )

@@ -67,7 +67,7 @@ SIMPLEVLA = ProtocolSpec(
 )
 RLINF = ProtocolSpec(
     name="rlinf",
-    description="RLinf: 15 steps of settling, episodes go on after a success",
+    description="RLinf: 15 steps of settling, episodes continue after a success",
     env_type="libero",
     source="github.com/RLinf/RLinf, rlinf/envs/libero/libero_env.py, evaluations/libero, examples/embodiment/config",
     settings=PUBLISHED | {"env.settle_steps": 15, "env.eval.to_step_limit": True},

@@ -183,7 +183,7 @@ class LiberoScene:
         return self._binding.MjData(self.env.sim.model)
 
     def place(self, seed: int, resets: int = 1) -> None:
-        """Reset as LIBERO does; fixtures are placed at random, by the seed, and anew by each of ``resets``."""
+        """Reset as LIBERO does; each of ``resets`` places the fixtures at random, by the seed."""
         np.random.seed(seed % 2**32)
         while resets:
             with contextlib.redirect_stdout(None), contextlib.suppress(self._randomization_error):

@@ -166,7 +166,7 @@ SPEC = SimulatorSpec(
     camera_list="agentview, wrist, frontview, birdview, sideview",
     experts="none; `embodrl convert libero` reads LIBERO's demonstrations",
     expert_tasks=(),
-    demonstrations="`embodrl convert libero` makes a data set of the demonstrations that LIBERO brings",
+    demonstrations="`embodrl convert libero` makes a dataset of the demonstrations that LIBERO brings",
     interface=interface,
     verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )

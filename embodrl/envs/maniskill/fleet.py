@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.experts import Expert, make_expert
-from embodrl.envs.maniskill.sim import ManiSkillSim
+from embodrl.envs.maniskill.sim import ManiSkillSim, evaluate
 from embodrl.envs.maniskill.types import SimOptions
 from embodrl.errors import EnvError
 
@@ -86,7 +86,9 @@ class Journal:
                 journal.reset(int(seed))
             else:
                 action = next(actions)
-                sim.step(action[None])
+                sim.advance(action[None])
+                if sim.task.reward_keeps_state:
+                    evaluate([sim], action[None])
                 journal.step(action)
         return journal
 
@@ -158,19 +160,33 @@ class Fleet:
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Execute ``actions float32[B,A]`` in the running rows; return dense reward and success, 0 elsewhere."""
         if self._batched is not None:
-            return self._batched.step(actions)
-        reward, success = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, np.bool_)
-        for row in np.flatnonzero(running).tolist():
-            dense, solved = self._sim(row).step(actions[row : row + 1])
+            self._batched.advance(actions)
+            return evaluate([self._batched], actions)
+        rows = np.flatnonzero(running)
+        for row in rows.tolist():
+            self._sim(row).advance(actions[row : row + 1])
             self._journal(row).step(actions[row])
-            reward[row], success[row] = dense[0], solved[0]
+        reward, success = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, np.bool_)
+        reward[rows], success[rows] = self._evaluate(rows, actions)
         return reward, success
 
     def dense_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the normalised dense reward ``float32[len(rows)]`` of the present states."""
         if self._batched is not None:
-            return self._batched.dense_reward()[rows]
-        return np.array([self._sim(row).dense_reward()[0] for row in rows.tolist()], np.float32)
+            return evaluate([self._batched])[0][rows]
+        return self._evaluate(rows, None)[0]
+
+    def _evaluate(
+        self, rows: NDArray[np.int64], actions: NDArray[np.float32] | None
+    ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Return dense reward and success of ``rows`` (CPU), whose actions were ``actions[rows] float32[.,A]``."""
+        reward, success = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.bool_)
+        tasks = self.task_id[rows]
+        for task in np.unique(tasks):
+            chosen = tasks == task
+            sims = [self._sim(row) for row in rows[chosen].tolist()]
+            reward[chosen], success[chosen] = evaluate(sims, None if actions is None else actions[rows[chosen]])
+        return reward, success
 
     def render(self, rows: NDArray[np.int64], images: NDArray[np.uint8]) -> None:
         """Write what the cameras see into ``images uint8[B,V,H,W,3]``, in ``rows`` only."""

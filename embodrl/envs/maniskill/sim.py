@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.maniskill.controller import EndEffectorController
+from embodrl.envs.maniskill.evaluation import evaluate as evaluate_as_one
 from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
 from embodrl.envs.maniskill.rendering import (
     accept_pci_devices,
     decimate_robot,
+    omit_reflection_table,
     reduction_of,
     render_device_name,
     simplify_ground,
@@ -85,6 +87,10 @@ class ManiSkillSim:
             reconfiguration_freq=0,
         ).unwrapped
         self._place_cameras(cameras)
+        if device != "cuda":
+            cameras_of_all = (*self.env._sensors.values(), *self.env._human_render_cameras.values())
+            for scene in self.env.scene.sub_scenes:
+                omit_reflection_table(scene.render_system, cameras_of_all)
         if self.task.show_hidden:
             self.env._hidden_objects.clear()
         reduction = reduction_of(render_detail, mesh_decimation, device)
@@ -163,30 +169,13 @@ class ManiSkillSim:
 
         return common.to_tensor(array, device=self.env.device)
 
-    def step(self, actions: NDArray[np.float32]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Execute ``actions float32[N,A]`` for one control step (1/20 s).
-
-        Returns:
-            The normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
-        """
-        env = self.env
-        action = self._execute(actions)
-        env._elapsed_steps += 1
-        info = env.get_info()
-        reward = env.compute_normalized_dense_reward(obs={}, action=action, info=info)
-        return to_numpy(reward).astype(np.float32), to_numpy(info["success"]).astype(np.bool_)
-
-    def _execute(self, actions: NDArray[np.float32]) -> object:
-        """Advance physics by a control step; return the actions as ManiSkill's rewards want them."""
+    def advance(self, actions: NDArray[np.float32]) -> None:
+        """Execute ``actions float32[N,A]`` for one control step (1/20 s)."""
         if self._controller is None:
-            return self.env._step_action(actions)
-        self._controller.step(actions[0])
-        return self._tensor(actions)
-
-    def dense_reward(self) -> NDArray[np.float32]:
-        """Return the normalised dense reward of the present state, ``float32[N]``."""
-        info = self.env.get_info()
-        return to_numpy(self.env.compute_normalized_dense_reward(obs={}, action=None, info=info)).astype(np.float32)
+            self.env._step_action(actions)
+        else:
+            self._controller.step(actions[0])
+        self.env._elapsed_steps += 1
 
     def images(self) -> NDArray[np.uint8]:
         """Render the cameras: ``uint8[N,V,H,W,3]``."""
@@ -233,3 +222,24 @@ class ManiSkillSim:
     def close(self) -> None:
         """Free the scene."""
         self.env.close()
+
+
+def evaluate(
+    sims: Sequence[ManiSkillSim], actions: NDArray[np.float32] | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Evaluate the present states of scenes of one task, N environments together.
+
+    Args:
+        sims: the scenes.
+        actions: ``float32[N,A]``, those executed last; None before the first.
+
+    Returns:
+        The normalised dense reward ``float32[N]`` (ManiSkill's own, 1 at success) and success ``bool[N]``.
+    """
+    if sims[0].task.reward_keeps_state and len(sims) > 1:
+        alone = [evaluate([sim], None if actions is None else actions[[row]]) for row, sim in enumerate(sims)]
+        rewards, successes = zip(*alone, strict=True)
+        return np.concatenate(rewards), np.concatenate(successes)
+    executed = None if actions is None else sims[0]._tensor(actions)
+    reward, success = evaluate_as_one([sim.env for sim in sims], executed)
+    return to_numpy(reward).astype(np.float32), to_numpy(success).astype(np.bool_)

@@ -14,11 +14,13 @@ class Task:
         instruction: for the policy, in words.
         robot: the only one, or the one that its reward is for.
         show_hidden: draw what ManiSkill hides from cameras (the goal of PickCube can't be seen otherwise).
+        reward_keeps_state: the reward depends on earlier evaluations, and is evaluated scene by scene.
     """
 
     name: str
     instruction: str
     show_hidden: bool = False
+    reward_keeps_state: bool = False
     robot: str = "panda"
 
 
@@ -33,7 +35,7 @@ TASKS: dict[str, Task] = {
         Task("PegInsertionSide-v1", "insert the peg into the hole of the box from the side", robot="panda_wristcam"),
         Task("PokeCube-v1", "poke the cube with the peg"),
         Task("PullCubeTool-v1", "pull the cube closer with the tool"),
-        Task("RollBall-v1", "roll the ball into the goal"),
+        Task("RollBall-v1", "roll the ball into the goal", reward_keeps_state=True),
         Task("PlaceSphere-v1", "pick up the ball and put it into the bin"),
     )
 }

@@ -46,6 +46,18 @@ class BatchedEntity(Protocol):
     _objs: Sequence[sapien.Entity]
 
 
+class BatchedCamera(Protocol):
+    """ManiSkill's view of one camera in each scene."""
+
+    _render_cameras: Sequence[sapien.render.RenderCameraComponent]
+
+
+class BatchedSensor(Protocol):
+    """A ManiSkill sensor that takes pictures."""
+
+    camera: BatchedCamera
+
+
 class Agent(Protocol):
     """A ManiSkill agent with a gripper."""
 

@@ -1,7 +1,7 @@
 """The environments of a pool as asynchronous ones, each with an episode of its own.
 
 The calls of episodes that run at the same time share the requests to a simulator process: whenever it is idle, all
-that wait for it go out together, and the other environments are left alone. A thread a process waits for answers, so
+that wait for it go out together, and the other environments are left alone. A thread per process waits for answers, so
 a slow simulator delays only its own episodes. Everything else happens on one event loop, without locks.
 
 Legend: C actions in a chunk, A action dimensions.

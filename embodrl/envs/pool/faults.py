@@ -142,7 +142,7 @@ def forget_frames(error: BaseException) -> None:
 
 
 def _within(values: NDArray[np.float32], bound: float) -> bool:
-    """Return True if no number is beyond the bound or not finite: a comparison with what is no number is False."""
+    """Return True if no number is beyond the bound or not finite: a comparison with NaN is False."""
     return not values.size or (float(values.max()) <= bound and float(values.min()) >= -bound)
 
 

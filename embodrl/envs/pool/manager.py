@@ -564,7 +564,7 @@ class EnvManager:
         return EnvRaised(f"{self}: {kind} during {doing}: {message[:_SHOWN_TEXT]}\n{frames}", hint)
 
     def _invalid(self, error: Exception | str, when: str) -> EnvProtocolError:
-        """Kill a process that has sent what is no valid answer, and return the error that names it."""
+        """Kill a process that has sent an invalid answer, and return the error that names it."""
         problem = error.message if isinstance(error, EmbodrlError) else str(error)
         what = f"process {self._running().pid} sent invalid data {when}: {problem}; killed"
         hint = "look for code of the simulator that writes to file descriptors or memory that are not its own"

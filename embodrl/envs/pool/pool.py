@@ -46,14 +46,14 @@ class EnvPool:
     way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
     good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
     are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many
-    episodes of one environment in a row broke off over numbers that can't be true.
+    consecutive episodes of one environment are lost to values that can't be true.
 
     Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
 
     Args:
         managers: equal but for their number of environments.
         max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
-            environment that broke off so, without one in between that came to its own end.
+            environment that are lost so, without one in between that ends by itself.
         faults: counts to add to.
         bounds: of rewards and states.
         restart_window_s: seconds.

@@ -147,7 +147,7 @@ class VllmRolloutEngine(RolloutEngine):
     def _prompts(self, part: Observation, generator: RandomSource | None) -> _Prompts:
         inputs = self._served.preprocess(part)
         embeddings, mask = self._served.prompt_embeddings(inputs)
-        # Positions count what is no padding, so that leaving it out changes nothing.
+        # Positions don't count padding, so that leaving it out changes nothing.
         rows = list(embeddings) if mask is None else [e[m.bool()] for e, m in zip(embeddings, mask, strict=True)]
         shape = (len(embeddings), self._num_tokens, self._served.bins.num_bins)
         return _Prompts(inputs, rows, None if generator is None else exponential_noise(shape, generator, self.device))

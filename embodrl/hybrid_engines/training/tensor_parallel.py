@@ -66,7 +66,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
     if not layers:
         raise EmbodrlError(
             f"{type(policy).__name__} has no plain decoder layers that tensor parallelism can cut",
-            "set actor.tensor_parallel_size=1; low-rank adapters do not go with it",
+            "set actor.tensor_parallel_size=1; it does not support low-rank adapters",
             code="tensor-parallel-policy",
         )
     partial: list[str] = []

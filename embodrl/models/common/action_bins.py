@@ -35,7 +35,7 @@ class ActionBins:
         return (self.action_vocab_size - k).astype(np.int64)
 
     def decode(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the normalised actions of token ids; an id that is no action takes the nearest end of the range."""
+        """Return the normalised actions of token ids; other ids take the nearest end of the range."""
         index = np.clip(self.action_vocab_size - tokens - 1, 0, self.num_bins - 2)
         return self.centers[index]
 

@@ -180,7 +180,7 @@ def weight_files(directory: Path) -> list[Path]:
                 or ".." in Path(name).parts
                 or not is_inside(directory / name, directory)
             ):
-                weight_map.refuse(f"{name!r} is no safetensors file inside the directory")
+                weight_map.refuse(f"{name!r} is not a safetensors file inside the directory")
         missing = [name for name in names if not (directory / name).is_file()]
         if missing or not names:
             raise CheckpointError(

@@ -101,7 +101,7 @@ def integrate(velocity: Velocity, noise: Tensor, num_steps: int, times: Times = 
         velocity: the network.
         noise: ``float32[B,H,D]``.
         num_steps: K.
-        times: the K + 1 values of tau that the network is told.
+        times: the K + 1 values of tau that the network is given.
     """
     return integrate_with_features(velocity, noise, num_steps, times)[0]
 

@@ -98,14 +98,15 @@ def entropy_is_constant(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.entropy_bonus", message, hint, others=("model.flow.method",))
 
 
-@FLOW.note("model.model_type", "model.model_path", "env.include_state")
-def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
-    """A public flow checkpoint was trained with the robot's state."""
-    config, family = context.config, context.family
-    reads = family is not None and family.uses_state is True
-    if config.model.model_path is not None and reads and not config.env.include_state:
-        message = f"{config.model.model_type} reads the robot's state, and gets zeros: env.include_state is false"
-        yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
+WHOLE_PICTURES = RuleSet()
+
+
+@WHOLE_PICTURES.note("model.model_type", "model.center_crop")
+def pictures_are_not_cropped(context: Context) -> Iterator[Finding]:
+    """openpi and lerobot show whole pictures."""
+    if context.config.model.center_crop:
+        message = f"has no effect: {context.config.model.model_type} sees whole pictures"
+        yield Finding("model.center_crop", message, "leave it out")
 
 
 def libero_interface(context: Context) -> Interface | None:

@@ -1,4 +1,4 @@
-"""The last action dimension, whose meaning differs between data sets and simulators."""
+"""The last action dimension, whose meaning differs between datasets and simulators."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
     Args:
         policy: with adapters.
         directory: a new one.
-        base: the model that they are over, as ``base_model_name_or_path`` is to name it.
+        base: their base model, as ``base_model_name_or_path`` is to name it.
 
     Raises:
         EmbodrlError: the policy has no adapters, or some outside of its public network.
@@ -204,7 +204,7 @@ def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
     adapted = {name: layer for name, layer in policy.named_modules() if adapter_factors(layer) is not None}
     outside = [name for name in adapted if not name.startswith(NETWORK)]
     if outside or not adapted:
-        problem = f"{outside[0]}, with an adapter, is no part of the public network" if outside else "no adapters"
+        problem = f"{outside[0]}, with an adapter, is not part of the public network" if outside else "no adapters"
         raise EmbodrlError(
             problem,
             "export with --adapters merged",

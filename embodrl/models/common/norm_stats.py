@@ -1,4 +1,4 @@
-"""Statistics of a data set: from environment units to what a model learns, and back.
+"""Statistics of a dataset: from environment units to what a model learns, and back.
 
 ``ActionStats`` is OpenVLA's (a mask, and clipping to [-1, 1]); ``MeanStd`` and ``Quantiles`` are openpi's, of actions
 and states alike.
@@ -27,7 +27,7 @@ MAX_STATISTIC = 1e6
 """Environment units are metres, radians, at most encoder ticks; beyond this a file is damaged."""
 
 StatsSets = Mapping[str, Fields]
-"""Statistics by data set or robot, as a checkpoint's files have them."""
+"""Statistics by dataset or robot, as a checkpoint's files have them."""
 
 
 def stats_sets(fields: Fields) -> dict[str, Fields]:
@@ -69,7 +69,7 @@ class ActionStats:
     """Quantiles of each action dimension.
 
     Attributes:
-        key: name of the data set.
+        key: name of the dataset.
         q01, q99: ``float64[A]``, in environment units.
         mask: ``bool[A]``; False passes a dimension through (a gripper, as a rule).
     """
@@ -221,7 +221,7 @@ def given_stats(config: ModelConfig) -> RobotStatistics | None:
     if given.gripper != config.gripper:
         raise CheckpointError(
             f"{given.source}: statistics of actions with model.gripper={given.gripper}, and it is {config.gripper}",
-            f"set model.gripper={given.gripper}, or compute them anew: sft.stats=data",
+            f"set model.gripper={given.gripper}, or recompute them: sft.stats=data",
             code="statistics-gripper",
         )
     return given

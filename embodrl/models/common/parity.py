@@ -1,7 +1,7 @@
 """Comparison of a family's network with outputs recorded from its public reference implementation.
 
 Dimensions of a recorded network follow from the shapes of its tensors. What those leave open (heads, denoising steps,
-the data set whose statistics were used) stands in the section ``embodrl`` of the fixture's config.json.
+the dataset whose statistics were used) stands in the section ``embodrl`` of the fixture's config.json.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class ValueHead(nn.Module):
     Args:
         input_dim: D.
         hidden_sizes: hidden units.
-        output_dim: values a row.
+        output_dim: values per row.
     """
 
     def __init__(self, input_dim: int, hidden_sizes: Sequence[int], output_dim: int) -> None:

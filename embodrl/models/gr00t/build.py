@@ -15,7 +15,7 @@ from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.gr00t.config import METADATA_FILE, NEW_EMBODIMENT, Gr00tConfig
+from embodrl.models.gr00t.config import METADATA_FILE, Gr00tConfig
 from embodrl.models.gr00t.modeling import Gr00tModel
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (
@@ -25,7 +25,7 @@ from embodrl.models.gr00t.processing import (
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
-from embodrl.models.gr00t.robots import Keys, choose_keys, choose_robot, identity_metadata
+from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys, choose_keys, choose_robot, identity_metadata
 from embodrl.models.gr00t.spec import Gr00tModelConfig
 
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"

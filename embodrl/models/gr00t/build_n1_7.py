@@ -32,8 +32,8 @@ from embodrl.models.gr00t.processing import (
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
-from embodrl.models.gr00t.robots import RobotStats
-from embodrl.models.gr00t.sidecars import NEW_EMBODIMENT, PROCESSOR_FILE, with_statistics
+from embodrl.models.gr00t.robots import NEW_EMBODIMENT, RobotStats
+from embodrl.models.gr00t.sidecars import PROCESSOR_FILE, with_statistics
 from embodrl.models.gr00t.spec import Gr00tN17ModelConfig, Gr00tTiledSizes
 
 IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"

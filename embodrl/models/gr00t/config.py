@@ -30,19 +30,19 @@ from embodrl.models.common.config_file import (
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import stats_content, stats_sets
 from embodrl.models.common.siglip import SO400M_224, SiglipSpec
-from embodrl.models.gr00t.robots import Keys
-from embodrl.models.gr00t.spec import Gr00tArchitectureConfig
+from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys
+from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tFeatureBlocks, Gr00tSizes
 
 MODEL_TYPE = "gr00t_n1_5"
 EAGLE_PATH = "NVEagle/eagle_er-qwen3_1_7B-Siglip2_400M_stage1_5_128gpu_er_v7_1mlp_nops"
 METADATA_FILE = Path("experiment_cfg") / "metadata.json"
-NEW_EMBODIMENT = "new_embodiment"
 EMBODIMENT_IDS = {
     **{NEW_EMBODIMENT: 31, "oxe_droid": 17, "agibot_genie1": 26, "genie1_gripper": 26, "gr1": 24},
     **{"libero_franka": 31, "maniskill_widowx": 30, "isaaclab_franka": 31},
 }
 """NVIDIA's robots of N1.5, and RLinf's."""
 SYSTEM_PROMPT = "You are a helpful assistant."
+NO_TRANSFORMER = TransformerSpec(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -148,37 +148,9 @@ class Gr00tConfig:
         raw_head = raw.fields("action_head_cfg", {})
         action_head = {
             **raw_head.content,
+            **head_dict(head, raw_head, cross_attention_dim=head.backbone_dim),
             "action_dim": head.action_dim,
-            "action_horizon": head.action_horizon,
-            "add_pos_embed": True,
-            "backbone_embedding_dim": head.backbone_dim,
-            "diffusion_model_cfg": {
-                **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
-                **raw_head.fields("diffusion_model_cfg", {}).content,
-                **transformer_dict(head.dit),
-                "cross_attention_dim": head.backbone_dim,
-                "interleave_self_attention": True,
-                "norm_type": "ada_norm",
-                "output_dim": head.hidden_size,
-            },
-            "hidden_size": head.hidden_size,
-            "input_embedding_dim": head.dit.width,
-            "max_action_dim": head.action_dim,
-            "max_num_embodiments": head.num_embodiments,
-            "max_seq_len": head.max_seq_len,
-            "max_state_dim": head.max_state_dim,
-            "noise_beta_alpha": head.noise_beta_alpha,
-            "noise_beta_beta": head.noise_beta_beta,
-            "noise_s": head.noise_s,
-            "num_inference_timesteps": raw_head.content.get("num_inference_timesteps", 4),
             "num_target_vision_tokens": head.num_future_tokens,
-            "num_timestep_buckets": head.num_timestep_buckets,
-            "use_vlln": True,
-            "vl_self_attention_cfg": {
-                **{"dropout": 0.2, "final_dropout": True, "positional_embeddings": None},
-                **raw_head.fields("vl_self_attention_cfg", {}).content,
-                **transformer_dict(head.vl),
-            },
         }
         return {
             **self.raw,
@@ -273,29 +245,8 @@ class Gr00tConfig:
         siglip = arch.siglip
         return Gr00tConfig(
             SiglipSpec(arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim),
-            QwenSpec(
-                vocab_size,
-                arch.hidden_size,
-                arch.intermediate_size,
-                arch.num_hidden_layers,
-                arch.num_attention_heads,
-                arch.num_key_value_heads,
-                arch.head_dim,
-                max_position_embeddings=4096,
-                rope_theta=10000.0,
-            ),
-            ActionHeadSpec(
-                TransformerSpec(arch.dit_num_layers, arch.dit_num_heads, arch.dit_head_dim),
-                TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim),
-                arch.hidden_size,
-                arch.dit_output_dim,
-                arch.max_action_dim,
-                arch.max_state_dim,
-                arch.action_horizon,
-                num_embodiments=arch.num_embodiments,
-                num_future_tokens=arch.num_future_tokens,
-                max_seq_len=arch.action_horizon,
-            ),
+            tiny_qwen(arch, vocab_size),
+            tiny_head(arch, num_future_tokens=arch.num_future_tokens),
             system_prompt="",
             embodiment_ids={NEW_EMBODIMENT: arch.num_embodiments - 1},
             metadata=stats_sets(fields_of(metadata, "built-in statistics")),
@@ -309,6 +260,47 @@ def _keys(robots: Fields) -> dict[str, Keys]:
         state, action = (tuple(kinds.texts(kind)) if kind in kinds else None for kind in ("state", "action"))
         found[robot] = Keys(state, action)
     return found
+
+
+def tiny_qwen(arch: Gr00tSizes, vocab_size: int) -> QwenSpec:
+    """Return the dimensions of the language model of a model built without a checkpoint."""
+    return QwenSpec(
+        vocab_size,
+        arch.hidden_size,
+        arch.intermediate_size,
+        arch.num_hidden_layers,
+        arch.num_attention_heads,
+        arch.num_key_value_heads,
+        arch.head_dim,
+        max_position_embeddings=4096,
+        rope_theta=10000.0,
+    )
+
+
+def tiny_head(arch: Gr00tSizes, num_future_tokens: int = 0, text_every: int | None = None) -> ActionHeadSpec:
+    """Return the dimensions of the action head of a model built without a checkpoint.
+
+    Args:
+        arch: settings.
+        num_future_tokens: as in ``ActionHeadSpec``.
+        text_every: as in ``ActionHeadSpec``.
+    """
+    vl = NO_TRANSFORMER
+    if isinstance(arch, Gr00tFeatureBlocks):
+        vl = TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim)
+    return ActionHeadSpec(
+        TransformerSpec(arch.dit_num_layers, arch.dit_num_heads, arch.dit_head_dim),
+        vl,
+        arch.hidden_size,
+        arch.dit_output_dim,
+        arch.max_action_dim,
+        arch.max_state_dim,
+        arch.action_horizon,
+        num_embodiments=arch.num_embodiments,
+        num_future_tokens=num_future_tokens,
+        max_seq_len=arch.action_horizon,
+        text_every=text_every,
+    )
 
 
 def transformer_dict(spec: TransformerSpec) -> dict[str, int]:
@@ -328,7 +320,49 @@ def transformer_spec(fields: Fields) -> TransformerSpec:
     """
     if fields.content.get("positional_embeddings") is not None:
         refuse(fields.source, "positional_embeddings", fields.content["positional_embeddings"], "GR00T has null")
-    return TransformerSpec(*(size(fields, name) for name in transformer_dict(TransformerSpec(0, 0, 0))))
+    return TransformerSpec(*(size(fields, name) for name in transformer_dict(NO_TRANSFORMER)))
+
+
+def head_dict(head: ActionHeadSpec, raw: Fields, **of_dit: int) -> dict[str, object]:
+    """Return what config.json says of an action head, as all versions name it: the inverse of ``head_spec``.
+
+    Args:
+        head: dimensions.
+        raw: the section as it was read, whose dropout and number of denoising steps are kept.
+        of_dit: further entries of ``diffusion_model_cfg``.
+    """
+
+    def transformer(name: str, spec: TransformerSpec) -> dict[str, object]:
+        defaults = {"dropout": 0.2, "final_dropout": True, "positional_embeddings": None}
+        return {**defaults, **raw.fields(name, {}).content, **transformer_dict(spec)}
+
+    content: dict[str, object] = {
+        "action_horizon": head.action_horizon,
+        "add_pos_embed": True,
+        "backbone_embedding_dim": head.backbone_dim,
+        "diffusion_model_cfg": {
+            **transformer("diffusion_model_cfg", head.dit),
+            **of_dit,
+            "interleave_self_attention": True,
+            "norm_type": "ada_norm",
+            "output_dim": head.hidden_size,
+        },
+        "hidden_size": head.hidden_size,
+        "input_embedding_dim": head.dit.width,
+        "max_action_dim": head.action_dim,
+        "max_num_embodiments": head.num_embodiments,
+        "max_seq_len": head.max_seq_len,
+        "max_state_dim": head.max_state_dim,
+        "noise_beta_alpha": head.noise_beta_alpha,
+        "noise_beta_beta": head.noise_beta_beta,
+        "noise_s": head.noise_s,
+        "num_inference_timesteps": raw.content.get("num_inference_timesteps", 4),
+        "num_timestep_buckets": head.num_timestep_buckets,
+        "use_vlln": True,
+    }
+    if head.vl.num_layers:
+        content["vl_self_attention_cfg"] = transformer("vl_self_attention_cfg", head.vl)
+    return content
 
 
 def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
@@ -358,7 +392,7 @@ def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
     vl = head.fields("vl_self_attention_cfg", {})
     spec = ActionHeadSpec(
         dit,
-        transformer_spec(vl) if vl.content else TransformerSpec(0, 0, 0),
+        transformer_spec(vl) if vl.content else NO_TRANSFORMER,
         size(head, "backbone_embedding_dim"),
         hidden_size,
         size(head, "action_dim", key=action_dim),
@@ -381,16 +415,30 @@ def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
 
 
 def _reject_other_models(fields: Fields) -> None:
-    check_family(fields, ("gr00t",))
-    found = fields.content.get("model_type", fields.content.get("type"))
-    if found != MODEL_TYPE:
-        raise CheckpointError(
-            f"{fields.source}: model_type is '{found}', not '{MODEL_TYPE}'", UNKNOWN_FAMILY, code="checkpoint-family"
-        )
+    check_model_type(fields, "gr00t", MODEL_TYPE)
     backbone = fields.fields("backbone_cfg")
     for name in ("project_to_dim", "reproject_vision"):
         if backbone.content.get(name):
             refuse(backbone.source, name, backbone.content[name], "GR00T N1.5 goes without")
+
+
+def check_model_type(fields: Fields, family: str, model_type: str) -> None:
+    """Refuse config.json of another model.
+
+    Args:
+        fields: of config.json.
+        family: the configuration's ``model.model_type``.
+        model_type: what config.json calls it.
+
+    Raises:
+        CheckpointError: it is of another family, or of none that is known.
+    """
+    check_family(fields, (family,))
+    found = fields.content.get("model_type", fields.content.get("type"))
+    if found != model_type:
+        raise CheckpointError(
+            f"{fields.source}: model_type is '{found}', not '{model_type}'", UNKNOWN_FAMILY, code="checkpoint-family"
+        )
 
 
 def refuse(source: str, name: str, found: object, reason: str) -> NoReturn:

@@ -10,15 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
-from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
     OWN_SECTION,
-    UNKNOWN_FAMILY,
-    check_family,
     check_multiple,
     fields_of,
     read_file,
@@ -28,27 +25,52 @@ from embodrl.models.common.config_file import (
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import StatsSets
 from embodrl.models.gr00t.config import (
+    NO_TRANSFORMER,
     ActionHeadSpec,
     QwenSpec,
+    check_model_type,
+    head_dict,
     head_spec,
     qwen3_1_7b,
     refuse,
-    transformer_dict,
+    tiny_head,
+    tiny_qwen,
 )
 from embodrl.models.gr00t.qwen3_vl import VisionSpec
+from embodrl.models.gr00t.robots import NEW_EMBODIMENT
 from embodrl.models.gr00t.sidecars import EMBODIMENT_IDS, EMBODIMENT_IDS_N1_6, Sidecars, identity_sidecars
-from embodrl.models.gr00t.spec import Gr00tN17ArchitectureConfig, Gr00tTiledSizes
+from embodrl.models.gr00t.spec import Gr00tTiledSizes
 
-QWEN3_VL_2B_VISION = VisionSpec(1024, 24, 16, 4096, 16, 2, 2304)
-EAGLE3_VISION = VisionSpec(1152, 27, 16, 4304, 14, 2, 256)
 CROP_FRACTION = 0.95
+TEXT_EVERY = 2
+PUBLIC_IMAGE_SIZE = 256
 MIN_PIXELS = 256 * 256
 """Smaller pictures are enlarged by Qwen's own image processor."""
 
 
-def qwen3_vl_2b(num_layers: int) -> QwenSpec:
-    """Return the first layers of Qwen3-VL-2B's language model."""
-    return QwenSpec(151936, 2048, 6144, num_layers, 16, 8, 128, max_position_embeddings=262144, rope_theta=5e6)
+QWEN3_VL_2B = QwenSpec(151936, 2048, 6144, 16, 16, 8, 128, max_position_embeddings=262144, rope_theta=5e6)
+"""The layers of Qwen3-VL-2B's language model that NVIDIA's GR00T-N1.7-3B keeps."""
+QWEN3_VL_2B_VISION = VisionSpec(1024, 24, 16, 4096, 16, 2, 2304)
+HEAD = ActionHeadSpec(
+    TransformerSpec(32, 32, 48),
+    TransformerSpec(4, 32, 64),
+    backbone_dim=2048,
+    hidden_size=1024,
+    action_dim=132,
+    max_state_dim=132,
+    action_horizon=40,
+    num_future_tokens=0,
+    text_every=TEXT_EVERY,
+)
+"""Of NVIDIA's GR00T-N1.7-3B."""
+EAGLE3_VISION = VisionSpec(1152, 27, 16, 4304, 14, 2, 256)
+HEAD_N1_6 = replace(HEAD, vl=NO_TRANSFORMER, action_dim=128, max_state_dim=128, action_horizon=50)
+"""Of NVIDIA's GR00T-N1.6-3B."""
+REQUIRED: dict[str, object] = {
+    **{"use_alternate_vl_dit": True, "state_history_length": 1, "strict_action_padding_mask": False},
+    **{"use_tactile": False, "exclude_state": False, "reproject_vision": False},
+}
+"""Values of config.json that are supported."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +97,12 @@ class Gr00tN17Config:
     model_type: ClassVar[str] = "Gr00tN1d7"
     backbone: ClassVar[str] = "nvidia/Cosmos-Reason2-2B"
     backbone_type: ClassVar[str] = "qwen"
-    public_vision: ClassVar[VisionSpec] = QWEN3_VL_2B_VISION
     robots: ClassVar[Mapping[str, int]] = EMBODIMENT_IDS
-
-    @classmethod
-    def public_qwen(cls, num_layers: int) -> QwenSpec:
-        """Return the first layers of the public language model."""
-        return qwen3_vl_2b(num_layers)
+    public_vision: ClassVar[VisionSpec] = QWEN3_VL_2B_VISION
+    public_qwen: ClassVar[QwenSpec] = QWEN3_VL_2B
+    public_head: ClassVar[ActionHeadSpec] = HEAD
+    public_has_unused: ClassVar[bool] = False
+    """The public checkpoint has the parts that nothing runs."""
 
     @property
     def image_size(self) -> int:
@@ -110,48 +131,19 @@ class Gr00tN17Config:
 
     def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
-        head, raw = self.head, fields_of(self.raw, CONFIG_FILE)
-        parts = {name: raw.fields(name, {}).content for name in ("diffusion_model_cfg", "vl_self_attention_cfg")}
-        dropout = {"dropout": 0.2, "final_dropout": True, "positional_embeddings": None}
-        content: dict[str, object] = {
+        return {
             "model_name": self.backbone,
             "backbone_model_type": self.backbone_type,
-            "num_inference_timesteps": 4,
             **self.raw,
+            **head_dict(self.head, fields_of(self.raw, CONFIG_FILE)),
             "model_type": self.model_type,
             "architectures": [self.model_type],
             "select_layer": self.qwen.num_hidden_layers,
-            "backbone_embedding_dim": head.backbone_dim,
-            "max_state_dim": head.max_state_dim,
-            "max_action_dim": head.action_dim,
-            "action_horizon": head.action_horizon,
-            "hidden_size": head.hidden_size,
-            "input_embedding_dim": head.dit.width,
             "state_history_length": 1,
-            "add_pos_embed": True,
-            "use_vlln": True,
-            "max_seq_len": head.max_seq_len,
-            "max_num_embodiments": head.num_embodiments,
             "use_alternate_vl_dit": True,
-            "attend_text_every_n_blocks": head.text_every,
-            "noise_beta_alpha": head.noise_beta_alpha,
-            "noise_beta_beta": head.noise_beta_beta,
-            "noise_s": head.noise_s,
-            "num_timestep_buckets": head.num_timestep_buckets,
-            "diffusion_model_cfg": {
-                **dropout,
-                **parts["diffusion_model_cfg"],
-                **transformer_dict(head.dit),
-                "interleave_self_attention": True,
-                "norm_type": "ada_norm",
-                "output_dim": head.hidden_size,
-            },
+            "attend_text_every_n_blocks": self.head.text_every,
             OWN_SECTION: {"vision": asdict(self.vision), "qwen": asdict(self.qwen)},
         }
-        if head.vl.num_layers:
-            vl = {**dropout, **parts["vl_self_attention_cfg"], **transformer_dict(head.vl)}
-            content["vl_self_attention_cfg"] = vl
-        return content
 
     def files(self) -> dict[str, Mapping[str, object]]:
         """Return the content of the files beside the weights, by name."""
@@ -172,11 +164,11 @@ class Gr00tN17Config:
         fields = fields_of(raw, source)
         cls.reject_other_models(fields)
         head = head_spec(fields, "max_action_dim")
-        head = replace(
-            head, num_future_tokens=0, text_every=size(fields, "text_every", 2, key="attend_text_every_n_blocks")
-        )
+        text_every = size(fields, "text_every", TEXT_EVERY, key="attend_text_every_n_blocks")
+        head = replace(head, num_future_tokens=0, text_every=text_every)
         own = fields.fields(OWN_SECTION, {})
-        vision, qwen = cls.public_vision, cls.public_qwen(size(fields, "num_layers", key="select_layer"))
+        vision = cls.public_vision
+        qwen = replace(cls.public_qwen, num_hidden_layers=size(fields, "num_layers", key="select_layer"))
         is_public = "qwen" not in own
         if is_public and fields.text("model_name", cls.backbone) != cls.backbone:
             refuse(source, "model_name", fields.content["model_name"], f"{cls.model_type} has {cls.backbone}")
@@ -210,9 +202,6 @@ class Gr00tN17Config:
     def from_architecture(cls, arch: Gr00tTiledSizes, vocab_size: int, action_dim: int) -> Self:
         """Return the configuration of a model built without a checkpoint."""
         vision = arch.vision
-        vl = TransformerSpec(0, 0, 0)
-        if isinstance(arch, Gr00tN17ArchitectureConfig):
-            vl = TransformerSpec(arch.vl_num_layers, arch.vl_num_heads, arch.vl_head_dim)
         return cls(
             VisionSpec(
                 vision.width,
@@ -223,30 +212,8 @@ class Gr00tN17Config:
                 arch.merge_size,
                 (arch.image_size // arch.patch_size) ** 2,
             ),
-            QwenSpec(
-                vocab_size,
-                arch.hidden_size,
-                arch.intermediate_size,
-                arch.num_hidden_layers,
-                arch.num_attention_heads,
-                arch.num_key_value_heads,
-                arch.head_dim,
-                max_position_embeddings=4096,
-                rope_theta=10000.0,
-            ),
-            ActionHeadSpec(
-                TransformerSpec(arch.dit_num_layers, arch.dit_num_heads, arch.dit_head_dim),
-                vl,
-                arch.hidden_size,
-                arch.dit_output_dim,
-                arch.max_action_dim,
-                arch.max_state_dim,
-                arch.action_horizon,
-                num_embodiments=arch.num_embodiments,
-                num_future_tokens=0,
-                max_seq_len=arch.action_horizon,
-                text_every=2,
-            ),
+            tiny_qwen(arch, vocab_size),
+            tiny_head(arch, text_every=TEXT_EVERY),
             identity_sidecars(
                 f"{cls.model_type}Processor",
                 arch.image_size,
@@ -256,6 +223,16 @@ class Gr00tN17Config:
                 arch.num_embodiments - 1,
             ),
         )
+
+    @classmethod
+    def public(cls, action_dim: int) -> Self:
+        """Return NVIDIA's base model for a new robot whose actions, of A dimensions, lie in [-1, 1]."""
+        horizon, embodiment = cls.public_head.action_horizon, cls.robots[NEW_EMBODIMENT]
+        sidecars = identity_sidecars(
+            f"{cls.model_type}Processor", PUBLIC_IMAGE_SIZE, CROP_FRACTION, action_dim, horizon, embodiment
+        )
+        unused = cls.public_has_unused
+        return cls(cls.public_vision, cls.public_qwen, cls.public_head, sidecars, lm_head=unused, pooling_head=unused)
 
     def check_pictures(self, is_public: bool) -> None:
         """Refuse pictures that the reference would resize further, or that tiles do not fill."""
@@ -269,14 +246,7 @@ class Gr00tN17Config:
     @classmethod
     def reject_other_models(cls, fields: Fields) -> None:
         """Refuse config.json of another model, or of a variant that is not supported."""
-        check_family(fields, (cls.family,))
-        found = fields.content.get("model_type", fields.content.get("type"))
-        if found != cls.model_type:
-            raise CheckpointError(
-                f"{fields.source}: model_type is '{found}', not '{cls.model_type}'",
-                UNKNOWN_FAMILY,
-                code="checkpoint-family",
-            )
+        check_model_type(fields, cls.family, cls.model_type)
         for name, wanted in REQUIRED.items():
             if (value := fields.content.get(name, wanted)) != wanted:
                 refuse(fields.source, name, value, f"{cls.model_type} has {str(wanted).lower()}")
@@ -289,13 +259,11 @@ class Gr00tN16Config(Gr00tN17Config):
     model_type: ClassVar[str] = "Gr00tN1d6"
     backbone: ClassVar[str] = "nvidia/Eagle-Block2A-2B-v2"
     backbone_type: ClassVar[str] = "eagle"
-    public_vision: ClassVar[VisionSpec] = EAGLE3_VISION
     robots: ClassVar[Mapping[str, int]] = EMBODIMENT_IDS_N1_6
-
-    @classmethod
-    def public_qwen(cls, num_layers: int) -> QwenSpec:
-        """Return the first layers of the public language model."""
-        return qwen3_1_7b(num_layers)
+    public_vision: ClassVar[VisionSpec] = EAGLE3_VISION
+    public_qwen: ClassVar[QwenSpec] = qwen3_1_7b(16)
+    public_head: ClassVar[ActionHeadSpec] = HEAD_N1_6
+    public_has_unused: ClassVar[bool] = True
 
     @property
     def image_size(self) -> int:
@@ -305,40 +273,3 @@ class Gr00tN16Config(Gr00tN17Config):
 
     def check_pictures(self, is_public: bool) -> None:
         """Every size is resized to whole tiles."""
-
-
-REQUIRED: dict[str, object] = {
-    **{"use_alternate_vl_dit": True, "state_history_length": 1, "strict_action_padding_mask": False},
-    **{"use_tactile": False, "exclude_state": False, "reproject_vision": False},
-}
-"""Values of config.json that are supported."""
-
-
-Kind = TypeVar("Kind", bound=Gr00tN17Config)
-
-PUBLIC_HEAD = ActionHeadSpec(
-    TransformerSpec(32, 32, 48),
-    TransformerSpec(4, 32, 64),
-    backbone_dim=2048,
-    hidden_size=1024,
-    action_dim=132,
-    max_state_dim=132,
-    action_horizon=40,
-    num_future_tokens=0,
-    text_every=2,
-)
-"""Of NVIDIA's GR00T-N1.7-3B, whose language model keeps 16 layers."""
-
-
-PUBLIC_HEAD_N1_6 = replace(
-    PUBLIC_HEAD, vl=TransformerSpec(0, 0, 0), action_dim=128, max_state_dim=128, action_horizon=50
-)
-"""Of NVIDIA's GR00T-N1.6-3B."""
-
-
-def public_config(kind: type[Kind], action_dim: int) -> Kind:
-    """Return NVIDIA's GR00T-N1.7-3B or GR00T-N1.6-3B for a robot whose actions lie in [-1, 1]."""
-    head = PUBLIC_HEAD_N1_6 if issubclass(kind, Gr00tN16Config) else PUBLIC_HEAD
-    sidecars = identity_sidecars(f"{kind.model_type}Processor", 256, CROP_FRACTION, action_dim, head.action_horizon, 10)
-    eagle = issubclass(kind, Gr00tN16Config)
-    return kind(kind.public_vision, kind.public_qwen(16), head, sidecars, lm_head=eagle, pooling_head=eagle)

@@ -43,7 +43,7 @@ def load_head(directory: Path) -> ActionHead:
         spec = head_spec(weights, inputs, read_settings(directory, DEFAULTS))
     except (KeyError, IndexError) as error:
         raise CheckpointError(
-            f"{directory} is no recording of GR00T's action head: it lacks {error}",
+            f"{directory} is not a recording of GR00T's action head: it lacks {error}",
             "see docs/models.md, Parity",
             code="parity-recording",
         ) from error

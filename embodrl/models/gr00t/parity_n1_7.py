@@ -41,7 +41,7 @@ def run(directory: Path) -> list[Comparison]:
             ``features`` and ``vl [B,S,E]``, the velocity ``v`` at ``x`` and actions ``sampled`` from ``noise``.
 
     Raises:
-        CheckpointError: it is no such recording.
+        CheckpointError: it is not such a recording.
     """
     return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE), image_token_id(directory))
 

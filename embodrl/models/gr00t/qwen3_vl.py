@@ -217,15 +217,15 @@ def patchify(images: Tensor, patch_size: int, merge_size: int) -> tuple[Tensor, 
 
 
 def rope_positions(at_images: Tensor, side: int, mask: Tensor | None) -> Tensor:
-    """Return the places ``int64[3,B,S]`` of tokens in time, rows and columns, of images of one size ("MRoPE").
+    """Return the position ids ``int64[3,B,S]`` in time, rows and columns, of text and images of one size ("MRoPE").
 
-    The place of text is the same on all three axes. An image begins where the text before it ends: its tokens have that
-    time, and its rows and columns count on from there. Text after it goes on behind the largest of these.
+    A text token has the same position on all three axes. All tokens of an image share the time that follows the text
+    before it; their rows and columns are offsets from it. The text after an image starts at their maximum plus 1.
 
     Args:
         at_images: ``bool[B,S]``, where tokens of images are; those of one image follow each other.
         side: G.
-        mask: ``bool[B,S]``, False at padding, whose places mean nothing; None if there is none.
+        mask: ``bool[B,S]``, False at padding, whose positions mean nothing; None if there is none.
     """
     text = ~at_images if mask is None else ~at_images & mask
     before = text.cumsum(1) - text.long()

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["min_max", "mean_std", "q99", "binary", "sin_cos", "identity", "bounded"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+NEW_EMBODIMENT = "new_embodiment"
+"""The robot that base models reserve encoders for."""
 _STATE_ONLY = "sin_cos"
 _POSE = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
 _GENIE = tuple(f"{side}_{part}" for part in ("arm_joint_position", "effector_position") for side in ("left", "right"))

@@ -22,10 +22,9 @@ from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of, read_file
 from embodrl.models.common.images import center_crop, pad_to_square, resize_area, resize_bilinear
 from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range, read_values, stats_sets
-from embodrl.models.gr00t.robots import JoinedStats, KeyStats, RobotStats
+from embodrl.models.gr00t.robots import NEW_EMBODIMENT, JoinedStats, KeyStats, RobotStats
 
 PROCESSOR_FILE, STATISTICS_FILE, EMBODIMENTS_FILE = "processor_config.json", "statistics.json", "embodiment_id.json"
-NEW_EMBODIMENT = "new_embodiment"
 EMBODIMENT_IDS = {
     **{"simpler_env_google": 0, "simpler_env_widowx": 1, "libero_sim": 2, NEW_EMBODIMENT: 10},
     **{"robocasa_panda_omron": 10, "robocasa_gr1_tabletop": 10, "unitree_g1_sonic": 11},
@@ -337,7 +336,7 @@ def _slices(
     found: list[tuple[slice, slice]] = []
     for name, reference in references.items():
         if reference not in of_state:
-            config.refuse(f"the action '{name}' is relative to '{reference}', which is no key of the state")
+            config.refuse(f"the action '{name}' is relative to '{reference}', which is not a key of the state")
         part, origin = of_action[name], of_state[reference]
         if part.stop - part.start != origin.stop - origin.start:
             config.refuse(f"the action '{name}' is relative to '{reference}', which has other dimensions")

@@ -45,7 +45,7 @@ class Gr00tSizes(Section):
     max_prompt_tokens: PositiveInt = Field(default=64, description="prompts are padded to this length")
 
 
-class _FeatureBlocks(Section):
+class Gr00tFeatureBlocks(Section):
     """Self-attention over the features of images and prompt, which N1.6 lacks."""
 
     vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
@@ -53,7 +53,7 @@ class _FeatureBlocks(Section):
     vl_head_dim: PositiveInt = Field(default=32, description="their head dimension")
 
 
-class Gr00tArchitectureConfig(_FeatureBlocks, Gr00tSizes):
+class Gr00tArchitectureConfig(Gr00tFeatureBlocks, Gr00tSizes):
     """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
 
     siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
@@ -85,7 +85,7 @@ class Gr00tN16ArchitectureConfig(Gr00tTiledSizes):
     """Dimensions of a GR00T N1.6 built without a checkpoint."""
 
 
-class Gr00tN17ArchitectureConfig(_FeatureBlocks, Gr00tTiledSizes):
+class Gr00tN17ArchitectureConfig(Gr00tFeatureBlocks, Gr00tTiledSizes):
     """Dimensions of a GR00T N1.7 built without a checkpoint."""
 
 
@@ -159,8 +159,8 @@ def _sizes_fit(context: Context, base: str, shape: Gr00tSizes) -> Iterator[Findi
         shape.num_attention_heads,
     )
     yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
-    width = shape.vl_num_heads * shape.vl_head_dim if isinstance(shape, _FeatureBlocks) else shape.hidden_size
-    if isinstance(shape, _FeatureBlocks) and width != shape.hidden_size:
+    width = shape.vl_num_heads * shape.vl_head_dim if isinstance(shape, Gr00tFeatureBlocks) else shape.hidden_size
+    if isinstance(shape, Gr00tFeatureBlocks) and width != shape.hidden_size:
         yield Finding(
             f"{base}.vl_head_dim",
             f"{shape.vl_num_heads} heads x {shape.vl_head_dim} = {width}, and hidden_size is {shape.hidden_size}",
@@ -194,7 +194,7 @@ SPEC = flow_family(
     Gr00tModelConfig,
     (RULES,),
     sizes="2.1 M (tiny), about 2.7 B",
-    actions=f"{ACTIONS}, encoders a robot",
+    actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
 )
 N1_7 = flow_family(
@@ -204,7 +204,7 @@ N1_7 = flow_family(
     Gr00tN17ModelConfig,
     (RULES_N1_7, CROPS),
     sizes="2.7 M (tiny), about 3.1 B",
-    actions=f"{ACTIONS}, encoders a robot",
+    actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
     suffix="_n1_7",
 )
@@ -215,7 +215,7 @@ N1_6 = flow_family(
     Gr00tN16ModelConfig,
     (RULES_N1_6, CROPS),
     sizes="1.9 M (tiny), about 3.3 B",
-    actions=f"{ACTIONS}, encoders a robot",
+    actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
     suffix="_n1_6",
     has_recording=False,

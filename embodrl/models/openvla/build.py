@@ -85,13 +85,13 @@ def build_openvla(
 
 
 def resize_filter(config: OpenVlaConfig, parts: Parts) -> str:
-    """Return how pictures are resized: by the setting, as embodrl trained it, or by the data set."""
+    """Return how pictures are resized: by the setting, as embodrl trained it, or by the dataset."""
     own, raw = parts.model.config.own, parts.model.config.raw
     is_public = parts.directory is not None and OWN_SECTION not in raw
     if config.resize_filter != "auto":
         found, origin = config.resize_filter, "setting model.resize_filter"
     elif is_public and "libero" in parts.stats.key.lower():
-        found, origin = "lanczos_jpeg", f"data set {parts.stats.key}"
+        found, origin = "lanczos_jpeg", f"dataset {parts.stats.key}"
     else:
         found, origin = own.text("resize_filter", "bicubic"), "default" if is_public else CONFIG_FILE
     if found not in ("bicubic", "lanczos_jpeg"):

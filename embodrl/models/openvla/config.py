@@ -69,7 +69,7 @@ class OpenVLAConfig:
         pad_to_multiple_of: ids at the end of the embedding that no token uses.
         prompt_end_id: the id that a prompt ends with (29871, a lone word boundary, with the Llama tokenizer).
         bos_id, eos_id: ends of a sequence.
-        norm_stats: statistics by data set.
+        norm_stats: statistics by dataset.
         raw: the file's contents, so that saving keeps the keys that embodrl does not use.
     """
 

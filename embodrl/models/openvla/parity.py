@@ -33,7 +33,7 @@ from embodrl.models.openvla.modeling import OpenVLAModel
 DEFAULTS = {"dino_heads": 2, "siglip_heads": 2, "unnorm_key": ""}
 """What shapes leave open, settings of the fixture's config.json; by default as in the known recordings.
 
-Without ``unnorm_key``, one of ``RECORDED_STATS`` is used where there is one, else the only data set that there is.
+Without ``unnorm_key``, one of ``RECORDED_STATS`` is used where there is one, else the only dataset that there is.
 """
 RECORDED_STATS = ("bridge_orig", "libero_10_no_noops")
 MODEL_KEYS = (

@@ -47,7 +47,7 @@ def libero_checkpoint_was_cropped(context: Context) -> Iterator[Finding]:
 
 
 def interface(context: Context) -> Interface | None:
-    """Return the conventions of the data sets of OpenVLA's published checkpoints, by the name of the statistics.
+    """Return the conventions of the datasets of OpenVLA's published checkpoints, by the name of the statistics.
 
     LIBERO's gripper is not stated where the statistics show another convention (positions below 0), or the user sets
     ``model.gripper`` for a checkpoint whose statistics are not here.

@@ -213,7 +213,7 @@ class TokenPolicy(VLAPolicy):
         return {**self.model.config.own_section(), "resize_filter": self.processor.resize_filter}
 
     def save_extras(self, directory: Path) -> None:
-        """Write what is no part of the network."""
+        """Write what is not part of the network."""
         save_heads(directory, self.value_head, None)
 
     # Parts -----------------------------------------------------------------------------------------------------------

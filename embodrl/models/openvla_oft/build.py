@@ -43,7 +43,7 @@ def build_openvla_oft(
 ) -> tuple[OpenVLAOFTPolicy, LoadReport]:
     """Build the policy that a configuration asks for; see ``build_openvla``.
 
-    The number of images and the length of the chunk are no part of a checkpoint: they follow the observation and
+    The number of images and the length of the chunk are not part of a checkpoint: they follow the observation and
     ``num_action_chunks``. The weights of an OpenVLA fit, too; fine-tuning makes an OpenVLA-OFT of them.
 
     Args:

@@ -62,7 +62,7 @@ def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise PolicyFileError(f"{path} can't be read: {error}", again) from error
     if not isinstance(stored, dict) or not all(isinstance(value, Tensor) for value in stored.values()):
-        raise PolicyFileError(f"{path} can't be read: it is no mapping of tensors", again)
+        raise PolicyFileError(f"{path} can't be read: it is not a mapping of tensors", again)
     tensors: dict[str, Tensor] = {str(name).removeprefix("module."): value for name, value in stored.items()}
     # A view of stride 0 has any size without any memory, until it is copied.
     if sum(value.numel() * value.element_size() for value in tensors.values()) > path.stat().st_size:

@@ -49,14 +49,14 @@ def normalization_of(config: OpenVlaOftConfig) -> tuple[str, str]:
 
 
 def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, str]) -> ActionStats:
-    """Return the statistics ``stats`` of a data set with other ends of the range; raises as ``choose_stats``."""
+    """Return the statistics ``stats`` of a dataset with other ends of the range; raises as ``choose_stats``."""
     if ends == ("q01", "q99"):
         return stats
     low, high = read_range(sets[stats.key].fields("action"), *ends)
     if len(low) != stats.action_dim:
         raise CheckpointError(
             f"action statistics '{stats.key}': '{ends[0]}' has {len(low)} entries, not {stats.action_dim}",
-            "set model.normalization=quantiles, or mend the file",
+            "set model.normalization=quantiles, or fix the file",
             code="statistics-size",
         )
     return ActionStats(stats.key, low, high, stats.mask)

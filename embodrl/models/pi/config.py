@@ -3,7 +3,7 @@
 openpi's file (action_dim, action_horizon, the two Gemma variants, precision) leaves open which of the two models it is,
 the number of cameras and how prompts and actions were prepared in training; those are chosen in openpi's code by the
 name of the training configuration. What a checkpoint leaves open is filled in here, in ``PUBLIC`` and
-``with_data_set``; ``conventions`` decides between files, data sets and settings. The published checkpoints themselves
+``with_data_set``; ``conventions`` decides between files, datasets and settings. The published checkpoints themselves
 were not at hand.
 """
 
@@ -49,7 +49,7 @@ STATELESS = frozenset(
         "RLinf/pick_red",
     }
 )
-"""Data sets that openpi's or RLinf's configurations train pi0.5 on with ``discrete_state_input=False``."""
+"""Datasets that openpi's or RLinf's configurations train pi0.5 on with ``discrete_state_input=False``."""
 
 RELATIVE = {LIBERO: 6, "physical-intelligence/behavior": 6}
 """Leading action dimensions that openpi's or RLinf's configurations make pi0 predict relative to the state."""
@@ -94,6 +94,7 @@ class PiConfig:
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
         antialias: pictures are resized with it, as by openpi; not with lerobot.
+        raw_instruction: keep underscores and line feeds of instructions, as lerobot's pi0 does; pi0.5 never does.
     """
 
     variant: Variant
@@ -110,6 +111,7 @@ class PiConfig:
     relative_dims: int = 0
     normalization: Normalization = BY_DEVIATION
     antialias: bool = True
+    raw_instruction: bool = False
 
     @property
     def adaptive_norm(self) -> bool:
@@ -132,7 +134,7 @@ class PiConfig:
         }
 
     def with_data_set(self, key: str) -> PiConfig:
-        """Return the configuration with what is known of the data set that a public checkpoint was trained on."""
+        """Return the configuration with what is known of the dataset that a public checkpoint was trained on."""
         if self.variant == "pi05":
             return replace(self, discrete_state=False) if key in STATELESS else self
         return replace(self, relative_dims=RELATIVE.get(key, 0))
@@ -230,7 +232,7 @@ def method(fields: Fields, name: str) -> Method:
 
 
 def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
-    """Read config.json of lerobot's layout, without what its data set decides; raises as ``PiConfig.from_dict``."""
+    """Read config.json of lerobot's layout, without what its dataset decides; raises as ``PiConfig.from_dict``."""
     if fields.flag("use_relative_actions", False):
         raise CheckpointError(
             f"{fields.source}: lerobot's use_relative_actions is not supported",
@@ -266,6 +268,7 @@ def from_lerobot(fields: Fields, variant: Variant) -> PiConfig:
         max_prompt_tokens=size(fields, "max_prompt_tokens", public.max_prompt_tokens, key="tokenizer_max_length"),
         padded_state_in_prompt=True,
         antialias=False,
+        raw_instruction=variant == "pi0",
     )
 
 

@@ -1,4 +1,4 @@
-"""How pi0.5's prompts were written in training: in a setting, the checkpoint's files, or the name of its data set."""
+"""How pi0.5's prompts were written in training: in a setting, the checkpoint's files, or the name of its dataset."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def with_conventions(
         config: as config.json has it.
         settings: may override them.
         fields: of config.json.
-        key: name of the statistics, which is that of the data set.
+        key: name of the statistics, which is that of the dataset.
         directory: of the checkpoint.
 
     Raises:
-        CheckpointError: actions of the data set mean what is not converted here.
+        CheckpointError: actions of the dataset mean what is not converted here.
     """
     origins: dict[str, str] = {}
     if OWN_SECTION not in fields:
@@ -46,12 +46,15 @@ def with_conventions(
             )
         config = config.with_data_set(key)
         if config.relative_dims:
-            origins["action dimensions relative to the state"] = f"{config.relative_dims} (data set {key})"
+            origins["action dimensions relative to the state"] = f"{config.relative_dims} (dataset {key})"
+    layout = "lerobot" if OWN_SECTION not in fields else CONFIG_FILE
     if settings.antialias is not None:
         config = replace(config, antialias=settings.antialias)
         origins["antialiased resizing"] = f"{_word(config.antialias)} ({_SETTING}antialias)"
     elif not config.antialias:
-        origins["antialiased resizing"] = f"no ({'lerobot' if OWN_SECTION not in fields else CONFIG_FILE})"
+        origins["antialiased resizing"] = f"no ({layout})"
+    if config.raw_instruction:
+        origins["instructions cleaned"] = f"no ({layout})"
     if config.variant != "pi05":
         return config, origins
     discrete, origin = _state_in_prompt(config, settings.discrete_state, fields, key)
@@ -71,7 +74,7 @@ def _state_in_prompt(config: PiConfig, setting: bool | None, fields: Fields, key
     if "discrete_state_input" in fields:  # RLinf's converter writes it
         return fields.flag("discrete_state_input"), CONFIG_FILE
     if key in STATELESS:
-        return config.discrete_state, f"data set {key}"
+        return config.discrete_state, f"dataset {key}"
     return config.discrete_state, "default of pi0.5"
 
 

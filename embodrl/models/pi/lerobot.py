@@ -54,6 +54,8 @@ def save_lerobot(policy: PiPolicy, directory: Path, cameras: Sequence[str]) -> l
     notes = [f"lerobot reads the pictures {', '.join(IMAGES + name for name in cameras)}, in this order"]
     if config.antialias:
         notes.append(f"lerobot resizes pictures that are not {size} x {size} without antialiasing, unlike in training")
+    if not (config.adaptive_norm or config.raw_instruction):
+        notes.append("lerobot's pi0 keeps '_' and line feeds of instructions: give it spaces in their place")
     if (config.vlm, config.expert) != (PUBLIC[config.variant].vlm, PUBLIC[config.variant].expert):
         notes.append("lerobot's code has the public sizes alone: it loads this one only where it is changed")
     return notes

@@ -68,7 +68,7 @@ def load(directory: Path) -> PiModel:
         config = _config(named, inputs, settings)
     except (KeyError, IndexError) as error:
         raise CheckpointError(
-            f"{directory} is no recording of pi0 or pi0.5: it lacks {error}",
+            f"{directory} is not a recording of pi0 or pi0.5: it lacks {error}",
             "see docs/models.md, Parity",
             code="parity-recording",
         ) from error

@@ -17,7 +17,7 @@ from embodrl.models.common.images import resize_with_pad
 from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.stats import Scaling, cut
-from embodrl.models.pi.tokenizer import TextTokenizer
+from embodrl.models.pi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.types import Observation
 
 PAD_ID = 0
@@ -104,14 +104,17 @@ class PiProcessor:
 
         pi0 reads the instruction and, encoded apart from it, a line feed. pi0.5 with the state in its prompt reads
         ``Task: ..., State: 128 17 ...;`` with the bin of each dimension out of 256 over [-1, 1], and ``Action:`` with
-        a blank on the next line. As in openpi, what lies below -1 has the bin -1.
+        a blank on the next line. As in openpi, what lies below -1 has the bin -1, and underscores and line feeds in
+        instructions become blanks. lerobot's pi0 keeps them, and adds a line feed where the instruction has none.
 
         Args:
             instruction: in words.
             state: ``[S]``, normalised.
         """
-        text = instruction.strip().replace("_", " ").replace("\n", " ")
         bos = [self.tokenizer.bos_id]
+        if self.config.raw_instruction:
+            return bos + self.tokenizer.encode(with_line_feed(instruction))
+        text = instruction.strip().replace("_", " ").replace("\n", " ")
         if not self.config.discrete_state:
             return bos + self.tokenizer.encode(text) + self.tokenizer.encode("\n")
         if self.config.padded_state_in_prompt:

@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.common.flow_spec import (
+    WHOLE_PICTURES,
     FlowModelConfig,
     SiglipConfig,
     at_most,
@@ -102,7 +103,7 @@ PI0 = flow_family(
     "pi",
     f"pi0: {EXPERT}",
     PiModelConfig,
-    (RULES, OF_PI0),
+    (RULES, WHOLE_PICTURES, OF_PI0),
     sizes="1.5 M (tiny), about 3.3 B",
     missing_config=MISSING_CONFIG,
     checkpoint=CHECKPOINT.format("pi0"),
@@ -112,7 +113,7 @@ PI05 = flow_family(
     "pi",
     f"pi0.5: {EXPERT}",
     PiModelConfig,
-    (RULES,),
+    (RULES, WHOLE_PICTURES),
     uses_state="model.pi.discrete_state",
     sizes="1.7 M (tiny), about 3.3 B",
     missing_config=MISSING_CONFIG,

@@ -46,7 +46,7 @@ _LEROBOT_NAMES = {"state": "observation.state", "actions": "action"}
 
 @dataclass(frozen=True)
 class PiStats:
-    """Statistics of one data set.
+    """Statistics of one dataset.
 
     Attributes:
         key: its name.
@@ -77,7 +77,7 @@ def read_openpi(directory: Path) -> dict[str, Fields]:
         name = (folder.relative_to(ASSETS) if folder.parts[:1] == (ASSETS,) else folder).as_posix()
         found = content.fields("norm_stats") if "norm_stats" in content else content
         if name in sets and sets[name].content != found.content:
-            found.refuse(f"differs from {sets[name].source}, of the same data set")
+            found.refuse(f"differs from {sets[name].source}, of the same dataset")
         sets[name] = found
     return sets
 
@@ -138,7 +138,7 @@ def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim:
     if not sets and key is None and methods.actions != "identity":
         raise StatisticsMissingError(
             f"{source} has no action statistics: no {STATS_FILE} in any folder, and no state_file in {LEROBOT_FILE}",
-            f"put the statistics of your data set in {ASSETS}/ID/{STATS_FILE}, or {COMPUTE}",
+            f"put the statistics of your dataset in {ASSETS}/ID/{STATS_FILE}, or {COMPUTE}",
         )
     key = choose_key(sets, key, source) if sets or key is not None else LEROBOT_KEY
     entry = sets.get(key, fields_of({}, source))
@@ -190,7 +190,7 @@ def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | 
     stats = entry.fields(part)
     lacking = [name for name in _FIELDS[method] if stats.content.get(name) is None]
     if lacking:
-        stats.refuse(f"no {' and no '.join(lacking)}: compute them from the data set")
+        stats.refuse(f"no {' and no '.join(lacking)}: compute them from the dataset")
     if method == "quantiles":
         return Quantiles(*read_range(stats, "q01", "q99"), eps)
     mean, std = read_values(stats, "mean"), read_values(stats, "std", low=0.0)

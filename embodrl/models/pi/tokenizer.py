@@ -129,6 +129,11 @@ def hub_name(directory: Path) -> str:
     return next((name for name in names if name), PALIGEMMA)
 
 
+def with_line_feed(instruction: str) -> str:
+    """Return an instruction that ends in a line feed, as lerobot's processors for pi0 and SmolVLA write it."""
+    return instruction if instruction.endswith("\n") else f"{instruction}\n"
+
+
 def tiny_tokenizer() -> TextTokenizer:
     """Return the shipped tokenizer."""
     return JsonTokenizer(TINY_TOKENIZER)

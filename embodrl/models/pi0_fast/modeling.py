@@ -181,6 +181,6 @@ class FastModel(nn.Module):
 
 
 def _positions(valid: Tensor | None, prefix: int, written: int, device: torch.device) -> Tensor:
-    """Return ``int64[B,P+S]``, or ``[1,P+S]`` where rows agree: written tokens go on counting after the prompt."""
+    """Return ``int64[B,P+S]``, or ``[1,P+S]`` where rows agree; written tokens follow the prompt."""
     places = token_places(valid, prefix, device)
     return torch.cat([places, places[:, -1:] + 1 + torch.arange(written, device=device)], dim=1)

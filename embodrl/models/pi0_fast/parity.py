@@ -35,7 +35,7 @@ def run(directory: Path) -> list[Comparison]:
             ``decoded``.
 
     Raises:
-        CheckpointError: it is no such recording.
+        CheckpointError: it is not such a recording.
     """
     return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE))
 

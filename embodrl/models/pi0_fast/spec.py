@@ -8,7 +8,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
-from embodrl.models.common.flow_spec import SiglipConfig, at_most, divides, even, libero_interface
+from embodrl.models.common.flow_spec import WHOLE_PICTURES, SiglipConfig, at_most, divides, even, libero_interface
 from embodrl.specs import ModelSpec
 
 
@@ -84,24 +84,12 @@ def tokens_are_of_the_chunk(context: Context) -> Iterator[Finding]:
             yield Finding(key, message, f"set it to {allowed}", allowed, others=("model.model_type",))
 
 
-@RULES.note("model.model_type", "sft.label_smoothing_bins", "model.center_crop")
-def settings_of_other_families(context: Context) -> Iterator[Finding]:
-    """Tokens of byte-pair encoding are in no order, and openpi shows whole pictures."""
-    for key, why in (
-        ("sft.label_smoothing_bins", "neighbouring tokens of pi0_fast do not mean neighbouring actions"),
-        ("model.center_crop", "pi0_fast sees whole pictures"),
-    ):
-        if context.by_user(key):
-            yield Finding(key, f"has no effect: {why}", "leave it out")
-
-
-@RULES.note("model.model_type", "model.model_path", "env.include_state")
-def checkpoint_reads_the_state(context: Context) -> Iterator[Finding]:
-    """A public checkpoint was trained with the state in its prompt."""
-    config = context.config
-    if config.model.model_path is not None and not config.env.include_state:
-        message = "pi0_fast reads the robot's state, and env.include_state is false"
-        yield Finding("model.model_path", message, "set env.include_state=true", others=("env.include_state",))
+@RULES.note("model.model_type", "sft.label_smoothing_bins")
+def tokens_are_in_no_order(context: Context) -> Iterator[Finding]:
+    """Neighbouring tokens of a byte-pair encoding do not mean neighbouring actions."""
+    if context.by_user("sft.label_smoothing_bins"):
+        message = "has no effect: neighbouring tokens of pi0_fast do not mean neighbouring actions"
+        yield Finding("sft.label_smoothing_bins", message, "leave it out")
 
 
 SPEC = ModelSpec(
@@ -109,7 +97,7 @@ SPEC = ModelSpec(
     target="embodrl.models.pi0_fast.build:build_pi0_fast",
     description="pi0-FAST: PaliGemma that writes a chunk of actions as FAST tokens",
     settings=Pi0FastModelConfig,
-    rules=(RULES,),
+    rules=(RULES, WHOLE_PICTURES),
     kind="sequence",
     value_inputs=("prompt_end", "prompt_mean"),
     trainable=("all", "lora"),

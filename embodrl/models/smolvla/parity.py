@@ -36,7 +36,7 @@ def run(directory: Path) -> list[Comparison]:
             reference ``sampled`` actions and ``losses``.
 
     Raises:
-        CheckpointError: it is no such recording.
+        CheckpointError: it is not such a recording.
     """
     return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE))
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.pi.stats import Scaling, cut
-from embodrl.models.pi.tokenizer import TextTokenizer
+from embodrl.models.pi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.types import Observation
 
@@ -93,7 +93,7 @@ class SmolProcessor:
     def _prompt(self, instruction: str) -> list[int]:
         """Return the ids of the instruction and a line feed; too long ones are refused, where lerobot cuts them."""
         if instruction not in self._prompts:
-            ids = self.tokenizer.encode(instruction if instruction.endswith("\n") else f"{instruction}\n")
+            ids = self.tokenizer.encode(with_line_feed(instruction))
             check_prompt(instruction, len(ids), self.config.max_prompt_tokens, "shorten the instruction")
             self._prompts[instruction] = ids
         return self._prompts[instruction]

@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.common.flow_spec import (
+    WHOLE_PICTURES,
     FlowModelConfig,
     SiglipConfig,
     chunk_fits,
@@ -70,7 +71,7 @@ SPEC = flow_family(
     "smolvla",
     "SmolVLA: SmolVLM2 and a flow-matching action expert",
     SmolVlaModelConfig,
-    (RULES,),
+    (RULES, WHOLE_PICTURES),
     max_cameras=4,
     sizes="1.9 M (tiny), about 450 M",
     checkpoint="lerobot's smolvla layout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -84,7 +85,7 @@ class Job:
 
 
 class Running(ABC):
-    """A worker that was brought up; calls are answered in their order."""
+    """A worker that was started; calls are answered in their order."""
 
     @abstractmethod
     def started(self) -> Future[Outcome]:
@@ -134,7 +135,7 @@ class Launcher(ABC):
         """Reserve what the places of a group need, unless that has been done.
 
         Raises:
-            EmbodrlError: it can't be had.
+            EmbodrlError: it is not available.
         """
 
     def rendezvous(self, group: str) -> str:
@@ -148,6 +149,24 @@ class Launcher(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free what the launcher holds; its workers are closed already."""
+
+
+class RendezvousFiles:
+    """Files of this machine through which the workers of a group find each other."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
+
+    def init_method(self, group: str) -> str:
+        """Return the ``init_method`` of a group."""
+        directory = Path(self._directory.name)
+        # A run of weeks outlives what a machine keeps in its temporary directory.
+        directory.mkdir(mode=0o700, exist_ok=True)
+        return f"file://{directory / group}"
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._directory.cleanup()
 
 
 def free_port(host: str = "") -> int:

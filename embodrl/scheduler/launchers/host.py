@@ -1,4 +1,4 @@
-"""What runs in the process of a worker, whoever started it."""
+"""What runs in the process of a worker, under every launcher."""
 
 from __future__ import annotations
 

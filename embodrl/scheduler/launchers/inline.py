@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 
 from embodrl.errors import WorkerError
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel, LocalChannel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, raised
+from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, RendezvousFiles, Running, raised
 from embodrl.scheduler.messages import CODEC
 from embodrl.scheduler.worker import WorkerContext, make_worker
 
@@ -34,7 +32,7 @@ class _InlineWorker(Running):
         self._worker = None
         try:
             self._worker = make_worker(job.worker_class, context, job.kwargs)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the start raises it
+        except Exception as error:  # noqa: BLE001 - the caller that waits for the start raises it
             self._started.set_exception(self._describe(error, "__init__"))
         else:
             self._started.set_result(Outcome(None, 0.0))
@@ -50,7 +48,7 @@ class _InlineWorker(Running):
             value = getattr(self._worker, method)(*args, **kwargs)
             seconds = time.perf_counter() - start
             future.set_result(Outcome(CODEC.copied(value), seconds))
-        except Exception as error:  # noqa: BLE001 - whoever waits for the result raises it
+        except Exception as error:  # noqa: BLE001 - the caller that waits for the result raises it
             future.set_exception(self._describe(error, method))
         return future
 
@@ -79,7 +77,7 @@ class InlineLauncher(Launcher):
     """
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
+        self._rendezvous = RendezvousFiles()
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
         return _InlineWorker(job)
@@ -88,7 +86,7 @@ class InlineLauncher(Launcher):
         return LocalChannel(name, capacity)
 
     def rendezvous(self, group: str) -> str:
-        return f"file://{Path(self._directory.name) / group}"
+        return self._rendezvous.init_method(group)
 
     def close(self) -> None:
-        self._directory.cleanup()
+        self._rendezvous.close()

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,7 +21,16 @@ from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel, SharedChannel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, hung_error, raised, settle
+from embodrl.scheduler.launchers.base import (
+    Job,
+    Launcher,
+    Outcome,
+    RendezvousFiles,
+    Running,
+    hung_error,
+    raised,
+    settle,
+)
 from embodrl.scheduler.launchers.host import context_message, environment
 from embodrl.scheduler.messages import CODEC
 
@@ -187,7 +195,7 @@ class ProcessLauncher(Launcher):
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
-        self._directory = tempfile.TemporaryDirectory(prefix="embodrl-")
+        self._rendezvous = RendezvousFiles()
         self._channels: list[SharedChannel] = []
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
@@ -204,10 +212,10 @@ class ProcessLauncher(Launcher):
         return self._channels[-1]
 
     def rendezvous(self, group: str) -> str:
-        return f"file://{Path(self._directory.name) / group}"
+        return self._rendezvous.init_method(group)
 
     def close(self) -> None:
         for channel in self._channels:
             channel.release()
         self._channels = []
-        self._directory.cleanup()
+        self._rendezvous.close()

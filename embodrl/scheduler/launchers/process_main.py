@@ -60,7 +60,7 @@ def serve(connection: Connection, host: Host) -> None:
         except PeerGoneError:
             raise
         except Exception as error:  # noqa: BLE001 - process border: the parent raises it
-            if ran_out_of_memory(error):  # what it holds keeps it from going on; the parent may start a new one
+            if ran_out_of_memory(error):  # it can't free what it holds; the parent may start another process
                 traceback.print_exc()
                 os._exit(OUT_OF_MEMORY)
             connection.send(Frame(Kind.RAISED, frame.number, value=describe_error(error, method)))

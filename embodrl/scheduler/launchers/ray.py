@@ -413,7 +413,7 @@ class RayLauncher(Launcher):
         if self._reservation is None or not self._reservation.is_lost(machine):
             return None
         return WorkerDied(
-            f"{job.name} can't be brought up: {machine} has gone from Ray",
+            f"{job.name} can't be started: {machine} has left Ray",
             "bring the machine back to Ray (`ray start`), or place the run on those that are left, and start it again",
             job.rank,
         )

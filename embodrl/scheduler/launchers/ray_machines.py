@@ -68,7 +68,7 @@ class Reservation:
         timeout_s: seconds that it may take.
 
     Raises:
-        EmbodrlError: Ray has not got the machines, or what is needed of them, in time.
+        EmbodrlError: Ray does not provide the machines, or the resources needed on them, in time.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reservation:
             if modest or not self._reserve(needs, timeout_s):
                 raise self._refusal(needs, found, timeout_s)
             logger.warning(
-                "Ray has not got a CPU for each simulator in time (%s), as others hold them: one CPU a process is"
+                "Ray has no CPU for each simulator in time (%s), since others hold them: one CPU per process is"
                 " reserved, and the simulators share the cores with what runs there",
                 _table(wishes, found),
             )
@@ -141,7 +141,7 @@ class Reservation:
         free = _words(_processors(self._ray.available_resources()))
         within = f" within {timeout_s:g} s" if timeout_s else ""
         return EmbodrlError(
-            f"Ray has not got what {len(needs)} machine(s) must have{within}: {_table(needs, found)}."
+            f"Ray lacks resources that {len(needs)} machine(s) need{within}: {_table(needs, found)}."
             f" It has {there}, of which {free} is free in all",
             "place fewer processes, add machines to Ray, or end what holds its resources",
             code="ray-resources",

@@ -55,7 +55,7 @@ def lacks_maniskill(config: Any) -> None:
         raise MissingDependencyError("no ManiSkill", "get it")
 
 
-def test_every_side_is_compared_with_the_stock_one_and_what_is_missing_is_told(
+def test_every_side_is_compared_with_the_stock_one_and_what_is_missing_is_reported(
     small: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(envs, "check_simulator", lacks_maniskill)

@@ -34,12 +34,12 @@ def test_the_largest_difference_of_a_loss_counts(modes):
     [
         ({}, True),
         ({"time/total_s": 9.0}, True),  # takes longer
-        ({"rollout/restarts": 1}, True),  # is no result of training
+        ({"rollout/restarts": 1}, True),  # is not a result of training
         ({"env_steps": 801}, False),
         ({"train/grad_norm": 1.0 + 2**-52}, False),
     ],
 )
-def test_to_the_bit_means_what_training_gives(modes, other, same):
+def test_bit_exact_means_what_training_gives(modes, other, same):
     reference = [row(0.1, **{"train/grad_norm": 1.0})]
     found = modes.compare([reference[0] | other], reference)
     assert found["same_to_the_bit"] is same and found["difference"] == 0.0

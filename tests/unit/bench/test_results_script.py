@@ -63,7 +63,7 @@ def test_a_policy_is_trained_from_its_own_demonstrations(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stopped_early", [True, False])
-def test_demonstrations_that_stopped_early_are_made_anew(stopped_early: bool, tmp_path: Path) -> None:
+def test_demonstrations_that_stopped_early_are_made_again(stopped_early: bool, tmp_path: Path) -> None:
     meta = tmp_path / "work/lift_peg_seed_0/demos/meta/embodrl.json"
     meta.parent.mkdir(parents=True)
     meta.write_text(json.dumps({"stopped_early": stopped_early}, indent=4))  # as the LeRobot writer does
@@ -72,7 +72,7 @@ def test_demonstrations_that_stopped_early_are_made_anew(stopped_early: bool, tm
     assert [line.split()[0] for line in commands] == ["collect"] * stopped_early + ["sft", "train"]
 
 
-def test_a_run_that_was_stopped_goes_on_and_nothing_is_done_twice(tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_continues_and_nothing_is_done_twice(tmp_path: Path) -> None:
     code, commands = run(tmp_path, "lift", stop="1")
     assert code == 1 and [line.split()[0] for line in commands] == ["collect", "sft", "train"]
     code, commands = run(tmp_path, "lift")

@@ -1,7 +1,15 @@
-"""What makes a soak fail."""
+"""What makes a soak fail, and what is left of one that is stopped."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
+import pytest
 from soak_verdict import Sample, check_faults, check_leaks, check_memory, check_steps, growth
 
 FLAT = [Sample(float(t), 100.0, (40.0, 42.0), 30, 2, 2) for t in range(100)]
@@ -63,3 +71,40 @@ def test_every_fault_costs_a_restart() -> None:
     assert not check_faults(13, 16, 2).passed  # one was not noticed
     assert not check_faults(17, 16, 2).passed  # something else failed
     assert not check_faults(0, 0, 2).passed
+
+
+def marked(script: int, output: Path) -> list[int]:
+    """Return the processes of the run that a soak has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environ = process.environ()
+        except psutil.Error:
+            continue
+        if process.pid != script and "EMBODRL_SOAK" in environ and str(output) in environ.get("PYTHONPATH", ""):
+            found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 3, marks=pytest.mark.long)],  # the driver, two simulators
+)
+def test_a_signal_leaves_no_process(number: signal.Signals, processes: int, tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "benchmarks" / "soak.py"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    output = tmp_path / "soak"
+    command = [sys.executable, str(script), "--minutes", "5", "--output", str(output)]
+    soak = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environ)
+    try:
+        while len(marked(soak.pid, output)) < processes:
+            assert soak.poll() is None, soak.communicate()[1]
+            time.sleep(0.05)
+        soak.send_signal(number)
+        assert soak.wait(60) == 128 + number
+        assert not marked(soak.pid, output)
+    finally:
+        for pid in (soak.pid, *marked(soak.pid, output)):
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
+        soak.communicate()

@@ -125,7 +125,7 @@ def test_help_has_examples(verb: str) -> None:
     [
         (None, 0, ""),
         (3, 3, ""),
-        ("EmbodrlError", 1, "error: it broke\n  hint: mend it"),
+        ("EmbodrlError", 1, "error: it broke\n  hint: fix it"),
         ("ConfigError", 2, "The configuration has 1 problem"),
         ("KeyboardInterrupt", 130, "interrupted"),
     ],
@@ -139,7 +139,7 @@ def test_exit_codes(outcome: object, code: int, says: str, capsys: pytest.Captur
     from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 
     errors = {
-        "EmbodrlError": EmbodrlError("it broke", "mend it"),
+        "EmbodrlError": EmbodrlError("it broke", "fix it"),
         "ConfigError": ConfigError([ConfigProblem("a.b", "is wrong")]),
         "KeyboardInterrupt": KeyboardInterrupt(),
     }
@@ -160,9 +160,7 @@ def test_exit_codes(outcome: object, code: int, says: str, capsys: pytest.Captur
 
 
 def test_sigterm_ends_a_process_whose_import_swallows_exceptions(tmp_path: Path) -> None:
-    body = (
-        "try:\n    print('ready', flush=True)\n    signal.pause()\nexcept BaseException:\n    pass\nprint('went on')\n"
-    )
+    body = "try:\n    print('ready', flush=True)\n    signal.pause()\nexcept BaseException:\n    pass\nprint('after')\n"
     (tmp_path / "swallows.py").write_text(f"import signal\n{body}")
     program = (
         "from embodrl.cli.common import execute\n"

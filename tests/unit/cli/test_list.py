@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embodrl.cli.list import as_text, envs, models
+from embodrl.cli.listing import as_text, envs, models
 from embodrl.cli.main import app
 from embodrl.specs import ENVS, MODELS
 
@@ -39,8 +39,8 @@ def test_every_family_has_its_facts(name: str) -> None:
     assert block["checkpoint"] == entry.checkpoint
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "lerobot"])
-def test_the_tiny_size_is_told_as_it_is(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("lerobot", "remote")])
+def test_the_tiny_size_is_reported_as_it_is(name: str) -> None:
     import torch
 
     from embodrl.config.schema import model_settings

@@ -1,4 +1,4 @@
-"""What is refused before the work, and what is told when the operating system says no."""
+"""What is refused before the work, and what is reported when the operating system refuses."""
 
 import errno
 import os

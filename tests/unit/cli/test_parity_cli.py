@@ -95,7 +95,7 @@ def test_an_output_out_of_tolerance(tmp_path: Path, changes: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("damage", ["torn", "no weights", "an input is missing", "another shape"])
-def test_a_damaged_fixture_is_told_beside_a_good_one(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_fixture_is_reported_beside_a_good_one(tmp_path: Path, damage: str) -> None:
     make(tmp_path / "all" / "doubler_good")
     bad = make(tmp_path / "all" / "doubler_bad")
     if damage == "torn":
@@ -160,14 +160,14 @@ def test_another_folder_is_of_no_family(name: str) -> None:
         (lambda path: make(path / "opnvla_oft"), "did you mean 'openvla_oft'?"),
     ],
 )
-def test_wrong_use_is_told_before_anything_runs(tmp_path: Path, make_it, message: str) -> None:
+def test_wrong_use_is_reported_before_anything_runs(tmp_path: Path, make_it, message: str) -> None:
     make_it(tmp_path / "x")
     outcome = parity(tmp_path / "x")
     assert (outcome.exit_code, outcome.stdout) == (2, "")
     assert message in outcome.stderr and "hint:" in outcome.stderr
 
 
-def test_results_that_can_not_be_written_are_told(tmp_path: Path) -> None:
+def test_results_that_can_not_be_written_are_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     outcome = parity(make(tmp_path / "doubler"), "--json", tmp_path / "file" / "errors.json")
     assert (outcome.exit_code, outcome.stdout) == (1, "") and "can't be written" in outcome.stderr

@@ -1,4 +1,4 @@
-"""Presets and notes that mend findings of an audit of the algorithms; docs/algorithms.md lists all of them."""
+"""Presets and notes that fix findings of an audit of the algorithms; docs/algorithms.md lists all of them."""
 
 from __future__ import annotations
 

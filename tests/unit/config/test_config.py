@@ -39,11 +39,22 @@ TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     lerobot = [f"model.python={sys.executable}", f"model.model_path={tmp_path}"]
-    extra = {"libero_wrist": ["model=openvla_oft"], "megatron": [TWO_TRAINERS], "lerobot": lerobot}.get(name, [])
+    extra = {
+        "libero_wrist": ["model=openvla_oft"],
+        "megatron": [TWO_TRAINERS],
+        "lerobot": lerobot,
+        "remote": ["model.url=ws://host:1"],
+    }.get(name, [])
     if group == "model" and name.endswith("_libero"):
         extra = ["env=libero_spatial"]  # what they need of the environment
     # The hardware of a cluster need not be here, nor the package of a backend.
-    verb = "plan" if group == "cluster" or name in ("vllm", "megatron") else "eval" if name == "lerobot" else None
+    verb = (
+        "plan"
+        if group == "cluster" or name in ("vllm", "megatron")
+        else "eval"
+        if name in ("lerobot", "remote")
+        else None
+    )
     loaded = load_config([f"{group}={name}", *extra], verb=verb)
     assert f"configs/{group}/{name}.yaml" in {origin.source for origin in loaded.origins.values()}
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")

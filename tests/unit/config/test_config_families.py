@@ -27,6 +27,11 @@ def test_presets_give_no_notes(model: str) -> None:
         (("model=openvla", "model.lora.rank=4"), "model.lora"),
         (("model=openvla", "model.trainable=head", "model.freeze_vision=true"), "model.freeze_vision"),
         (("model=pi0", "model.flow.noise_std_min=0.1"), "model.flow.noise_std_min"),
+        *(
+            ((f"model={name}", "model.center_crop=true"), "model.center_crop")
+            for name in ("pi0", "pi05", "pi0_fast", "smolvla")
+        ),
+        (("model=pi0_fast", "sft.label_smoothing_bins=2"), "sft.label_smoothing_bins"),
         (("model=pi0", "model.flow.method=flow_noise", "model.flow.noise_level=0.3"), "model.flow.noise_level"),
     ],
 )
@@ -63,7 +68,8 @@ def test_settings_that_are_read_give_no_notes() -> None:
 
 
 def test_a_checkpoint_that_reads_the_state_wants_it() -> None:
-    assert noted("model=pi0", "model.model_path=somebody/pi0") == {"model.model_path"}
+    for family in ("pi0", "pi0_fast", "gr00t"):
+        assert noted(f"model={family}", "model.model_path=somebody/policy") == {"model.model_path"}
     assert not noted("model=pi0", "model.model_path=somebody/pi0_libero", "env=libero_wrist")
     bridge = ("model.unnorm_key=bridge_orig", "model.gripper=bridge")
     assert not noted("model=openvla", "model.model_path=openvla/openvla-7b", *bridge)

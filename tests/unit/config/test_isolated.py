@@ -1,4 +1,4 @@
-"""Environments of their own for simulators: made, found, made anew, removed."""
+"""Separate Python environments for simulators: made, found, made again, removed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def mark(prefix: Path, **changes: str) -> None:
     marker.write_text(json.dumps(json.loads(marker.read_text()) | changes))
 
 
-def test_other_pins_make_it_outdated_which_is_told(
+def test_other_pins_make_it_outdated_which_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(simulators, "probe", lambda *_: [])
@@ -136,7 +136,7 @@ def test_the_shipped_pins_are_exact_and_name_no_index():
     assert not any(line.startswith(("torch", "nvidia")) for line in lines)
 
 
-def test_a_libero_that_does_not_run_keeps_nobody_from_training(monkeypatch: pytest.MonkeyPatch):
+def test_a_libero_that_does_not_run_does_not_keep_others_from_training(monkeypatch: pytest.MonkeyPatch):
     install()
     broken = Finding("libero", "error", "it draws an empty picture", "another driver")
     monkeypatch.setattr(simulators, "probe", lambda *_: [])
@@ -158,7 +158,7 @@ def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, m
     assert probe.find_package(str(places.installed_python("libero"))) is None
 
 
-def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_all_that_libero_lacks_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     install()
     python = str(places.installed_python("libero"))
@@ -170,7 +170,7 @@ def test_all_that_libero_lacks_is_told_at_once(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("found", "warns"), [("3.2.3", False), ("3.3.2", False), ("3.3.3", True), ("3.10.0", True)])
-def test_a_mujoco_that_draws_libero_otherwise_is_told(monkeypatch: pytest.MonkeyPatch, found: str, warns: bool):
+def test_a_mujoco_that_draws_libero_otherwise_is_reported(monkeypatch: pytest.MonkeyPatch, found: str, warns: bool):
     monkeypatch.setattr(probe.metadata, "version", lambda _: found)
     findings = simulators.find_warnings("libero", None)
     assert [(finding.name, finding.status) for finding in findings] == [("mujoco-version", "warning")] * warns

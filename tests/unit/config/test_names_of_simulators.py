@@ -9,13 +9,14 @@ from pathlib import Path
 from embodrl.specs import ENVS, MODELS
 
 PACKAGE = Path(__file__).parents[3] / "embodrl"
-FAMILIES = [name for name in MODELS.builtin if name != "lerobot"]  # which is the name of a format of data as well
+FAMILIES = [name for name in MODELS.builtin if name not in ("lerobot", "remote")]  # names of other things as well
 NAMES = re.compile("|".join([*ENVS.builtin, *FAMILIES, "mujoco", "sapien", "mani_skill"]), re.IGNORECASE)
 WORDS = re.compile(rf"\b(?:{NAMES.pattern})\b", re.IGNORECASE)
 
 
-CONVENTIONS = {("model.py", "libero")}
-"""``model.gripper``: how a checkpoint counts the gripper's opening, named after the data set that began it."""
+CONVENTIONS = {("model.py", "libero"), ("serve.py", "gr00t")}
+"""``model.gripper``: how a checkpoint counts the gripper's opening, named after the dataset that introduced it; and a
+protocol of policy servers, named after the family that it comes from, which serves every family."""
 
 
 def texts(tree: ast.Module) -> list[tuple[int, str]]:

@@ -36,7 +36,7 @@ def test_settings_are_those_of_the_source(protocol: str, model: str, expected: d
     assert [(camera.height, camera.width) for camera in config.env.cameras] == [(256, 256)]
 
 
-def test_the_user_wins_and_is_told():
+def test_the_user_wins_and_is_notified():
     loaded = load_config(
         [*LIBERO, "protocol=openvla", "env.settle_steps=3", "env.tasks=[open_the_middle_drawer_of_the_cabinet]"]
     )
@@ -55,7 +55,7 @@ def test_a_run_keeps_what_it_had_and_an_argument_changes_it(tmp_path: Path):
     assert (changed.env.settle_steps, changed.env.max_episode_steps) == (15, 320)
 
 
-def test_a_model_that_a_protocol_says_nothing_of_is_told():
+def test_a_model_that_a_protocol_says_nothing_of_is_reported():
     notes = load_config([*LIBERO, "model=pi0", "protocol=openvla"]).notes
     assert [note.key for note in notes if note.code == "protocol-holds"] == ["protocol"]
 
@@ -88,7 +88,9 @@ PRESETS = {
     "openvla_oft_libero": (8, "libero", True, TWO[:1], False),
     "pi0_libero": (5, "as_is", False, TWO, True),
     "pi05_libero": (5, "as_is", False, TWO, True),
+    "pi0_fast_libero": (10, "as_is", False, TWO, True),
     "gr00t_libero": (5, "libero", False, TWO, True),
+    "gr00t_n1_6_libero": (8, "libero", False, TWO, True),
     "gr00t_n1_7_libero": (8, "libero", False, TWO, True),
 }
 

@@ -104,7 +104,7 @@ def test_runs_of_this_user_the_command_line_and_own_files_are_trusted(hostile: P
     assert load_config([], tmp_path / "own.yaml").config.extensions == ("hostile_code",)
 
 
-def test_a_file_that_everybody_can_write_is_nobodys_own(hostile: Path, tmp_path: Path) -> None:
+def test_a_file_that_all_users_can_write_is_not_trusted(hostile: Path, tmp_path: Path) -> None:
     path = tmp_path / "shared.yaml"
     path.write_text("presets: {env: toy}\nextensions: [hostile_code]\n")
     path.chmod(0o666)
@@ -134,7 +134,7 @@ def test_the_environment_may_trust_all(hostile: Path, tmp_path: Path, monkeypatc
     ],
 )
 def test_every_verb_that_reads_a_run_has_the_option(command: str, hostile: Path, tmp_path: Path) -> None:
-    """``no=1`` is no setting: it ends the verbs that would start something, after extensions have been imported."""
+    """``no=1`` is not a setting: it ends the verbs that would start something, after extensions have been imported."""
     path = write_run(tmp_path / "run", "extensions=[hostile_code]")
     shutil.rmtree(tmp_path / "state")
     arguments = command.replace("RUN", str(path.parent)).split()

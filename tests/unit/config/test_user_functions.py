@@ -25,7 +25,7 @@ def with_groups(*, rewards: Any, group_id: Any, flavour: str = "mild") -> None:
 
 
 def curious(rewards: Any, weather: Any) -> None:
-    """Asks for what nobody has."""
+    """Asks for what is not there."""
 
 
 def plain_loss(logprobs: Any, advantages: Any, valid: Any) -> None:
@@ -45,7 +45,7 @@ def test_facts_follow_from_the_signature() -> None:
     assert entry.description == "An estimator with a critic."
     grouped = ADVANTAGES.entry(f"{ME}:with_groups")
     assert grouped.needs_groups and not grouped.needs_values
-    assert f"{ME}:with_groups" in ADVANTAGES and f"{ME}:nobody" not in ADVANTAGES and "gae" in ADVANTAGES
+    assert f"{ME}:with_groups" in ADVANTAGES and f"{ME}:missing" not in ADVANTAGES and "gae" in ADVANTAGES
     assert ADVANTAGES.get(f"{ME}:with_groups") is with_groups
     assert LOSSES.entry(f"{ME}:plain_loss").needs_values is False
     assert f"{ME}:with_values" not in MODELS, "models are registered"
@@ -57,7 +57,7 @@ def test_a_function_gets_what_it_names() -> None:
     assert call_named(lambda a, **rest: (a, rest), {"a": 1, "c": 3}) == (1, {"c": 3})
 
 
-def test_a_function_that_asks_for_what_nobody_has_is_refused() -> None:
+def test_a_function_that_asks_for_what_is_not_there_is_refused() -> None:
     with raises_code("function-parameter-unknown") as caught:
         ADVANTAGES.entry(f"{ME}:curious")
     assert "rewards" in caught.value.hint and "group_id" in caught.value.hint
@@ -106,7 +106,7 @@ INERT = [
 
 
 @pytest.mark.parametrize(("setting", "reason"), INERT)
-def test_a_setting_without_effect_is_told(setting: str, reason: str) -> None:
+def test_a_setting_without_effect_is_reported(setting: str, reason: str) -> None:
     key = setting.partition("=")[0]
     notes = load_config([setting]).notes
     assert [note for note in notes if note.key.startswith(key) and reason in note.message]

@@ -63,7 +63,7 @@ def test_the_tables_name_settings() -> None:
     assert reads(None, "sft.lr") and reads("eval", "algorithm.sampling.top_k") and not reads("eval", "algorithm.gamma")
     assert all(
         dataclasses.is_dataclass(rule)
-        and any(reads("train", key) or "sft" in key or "collect" in key for key in rule.keys)
+        and any(reads("train", key) or "sft" in key or "collect" in key or "serve" in key for key in rule.keys)
         for rule in RULES
     )
 

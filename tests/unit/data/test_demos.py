@@ -88,7 +88,7 @@ def test_missing_foreign_and_full_directories_are_refused(tmp_path):
 
 
 def without_checksums(directory):
-    """As a data set from elsewhere."""
+    """As a dataset from elsewhere."""
     (directory / "checksums.json").unlink()
 
 

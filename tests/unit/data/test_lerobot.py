@@ -1,4 +1,4 @@
-"""LeRobot data sets: what is written comes back, and others' data sets are read."""
+"""LeRobot datasets: what is written comes back, and others' datasets are read."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def write(directory: Path, crf: int = 0, **options: int) -> list[Episode]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set, only to be copied."""
+    """A dataset, only to be copied."""
     directory = tmp_path_factory.mktemp("written") / "data"
     write(directory)
     return directory
@@ -73,7 +73,7 @@ def joined(episodes: list[Episode], field: str) -> np.ndarray:
     return np.concatenate([getattr(each, field) for each in episodes])
 
 
-def test_what_is_written_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_what_is_written_comes_back_bit_exactly(tmp_path: Path) -> None:
     episodes = write(tmp_path / "data")
     demos = load_demos(tmp_path / "data")
     for field in ("images", "state", "actions"):
@@ -225,7 +225,7 @@ def test_until_it_is_whole_the_data_set_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_killed_collection_continues_from_its_last_commit(tmp_path: Path) -> None:
-    """The data set that was interrupted differs from one that was not in its files only: it holds the same."""
+    """The dataset that was interrupted differs from one that was not in its files only: it holds the same."""
     lengths = (3, 1, 4, 2)
     killed = LeRobotWriter(tmp_path / "data", CAMERAS, 20)
     for number in (0, 1):
@@ -351,8 +351,8 @@ def replaced(value: object) -> Callable[[list], list]:
         (lambda d: change_info(d, fps=0), "file-damaged", "'fps' is 0"),
         (lambda d: change_info(d, total_frames=9), "file-damaged", "states 9 frames, and meta/episodes has 8"),
         (lambda d: change_info(d, total_episodes=4), "file-damaged", "states 4 episodes, and meta/episodes has 3"),
-        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "dataset-path", "leads out of the data set"),
-        (lambda d: change_info(d, data_path="/etc/shadow"), "dataset-path", "leads out of the data set"),
+        (lambda d: change_info(d, video_path="../{video_key}.mp4"), "dataset-path", "leads out of the dataset"),
+        (lambda d: change_info(d, data_path="/etc/shadow"), "dataset-path", "leads out of the dataset"),
         (lambda d: change_info(d, data_path="{chunk_index.__class__}"), "file-damaged", "is not a path template"),
         (lambda d: change_info(d, data_path="{file_index:999999999d}"), "file-damaged", "is not a path template"),
         (lambda d: change_info(d, data_path="{"), "file-damaged", "is not a path template"),
@@ -408,7 +408,7 @@ def replaced(value: object) -> Callable[[list], list]:
     ],
 )
 def test_damage_is_named(copied: Path, damage, code: str, words: str) -> None:
-    """Without checksums, as in a data set from elsewhere."""
+    """Without checksums, as in a dataset from elsewhere."""
     (copied / "checksums.json").unlink()
     damage(copied)
     with raises_code(code) as refused:
@@ -471,7 +471,7 @@ def png(value: int) -> bytes:
 
 
 def foreign(directory: Path) -> None:
-    """A data set as others write it: pictures in the table, channels first, rows of another order, an unnamed index."""
+    """A dataset as others write it: pictures in the table, channels first, rows of another order, an unnamed index."""
     features = {
         "observation.image": {"dtype": "image", "shape": [3, 6, 8], "names": ["channels", "height", "width"]},
         "action": {"dtype": "float32", "shape": [2], "names": ["x", "y"]},

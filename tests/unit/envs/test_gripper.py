@@ -12,14 +12,14 @@ from embodrl.types import SamplingParams
 
 CONVENTIONS = ("libero", "bridge")
 SAMPLING = SamplingParams()
-# What the simulator is told for an open gripper (the model's 1) and for a closed one (0).
+# What the simulator is sent for an open gripper (the model's 1) and for a closed one (0).
 OPEN = {"libero": -1.0, "bridge": 1.0}
 # Closed, half and open in the model's terms, as the simulators say it.
 TOLD = {"libero": [1.0, 0.0, -1.0], "bridge": [-1.0, 0.0, 1.0]}
 
 
 class FromPlusMinusOne:
-    """Statistics of a data set whose gripper fills [0, 1]: the network's [-1, 1] is twice as wide."""
+    """Statistics of a dataset whose gripper fills [0, 1]: the network's [-1, 1] is twice as wide."""
 
     def normalize(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
         return np.asarray(actions, dtype=np.float64) * 2.0 - 1.0

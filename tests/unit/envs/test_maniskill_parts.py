@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from embodrl.envs.maniskill.controller import quaternion_from_euler, quaternion_
 from embodrl.envs.maniskill.fleet import Journal
 from embodrl.envs.maniskill.grasp import angle_between
 from embodrl.envs.maniskill.rendering import reduction_of
+from embodrl.envs.maniskill.tasks import TASKS
 from embodrl.envs.pool.video import VideoWriter
 from embodrl.workers.env import env_kwargs
 
@@ -46,6 +48,18 @@ def test_detail_decides_on_meshes_unless_a_part_is_named(
     assert found == [on_a_cpu, on_a_gpu]
     both = len(overrides) == 2
     assert ["env.render_detail"] * both == [n.key for n in loaded.notes if n.key == "env.render_detail"]
+
+
+def test_a_scene_with_an_environment_map_keeps_the_reflection_table_of_sapien() -> None:
+    pytest.importorskip("sapien")
+    from embodrl.envs.maniskill.rendering import omit_reflection_table
+
+    given: list[str] = []
+    camera = SimpleNamespace(set_texture=lambda name, texture: given.append(name))
+    sensor: Any = SimpleNamespace(camera=SimpleNamespace(_render_cameras=[camera]))
+    for cubemap in (object(), None):
+        omit_reflection_table(SimpleNamespace(cubemap=cubemap), [sensor])  # type: ignore[arg-type]
+    assert given == ["BRDFLUT"]
 
 
 def test_decimation_keeps_the_shape_of_a_mesh_with_split_vertices() -> None:
@@ -129,13 +143,15 @@ def test_journals_are_cut_at_events() -> None:
 class FakeSim:
     """Records what is replayed."""
 
+    task = TASKS["PushCube-v1"]
+
     def __init__(self) -> None:
         self.calls: list[tuple[str, float]] = []
 
     def reset(self, seeds: np.ndarray, rows: np.ndarray) -> None:
         self.calls.append(("reset", float(seeds[0])))
 
-    def step(self, actions: np.ndarray) -> None:
+    def advance(self, actions: np.ndarray) -> None:
         assert actions.shape == (1, 7)
         self.calls.append(("step", float(actions[0, 0])))
 

@@ -28,7 +28,7 @@ def double(calls: list[int]) -> tuple[np.ndarray, ...]:
     return INPUT * 2, np.zeros((0, 2), np.float32)
 
 
-def test_what_was_computed_is_read_back_to_the_bit(directory: Path) -> None:
+def test_what_was_computed_is_read_back_bit_exactly(directory: Path) -> None:
     calls: list[int] = []
     for _ in range(2):
         points, empty = cached("a", (INPUT,), lambda: double(calls))

@@ -35,7 +35,7 @@ def data(monkeypatch: pytest.MonkeyPatch) -> FakeData:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_every_breakdown_is_told_once(data: FakeData, kind: str) -> None:
+def test_every_breakdown_is_reported_once(data: FakeData, kind: str) -> None:
     watch = Divergence()
     assert not watch.struck(data)
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_a_reset_forgets_and_other_warnings_do_not_count(data: FakeData) -> None
     assert data.warning[KINDS["mjWARN_CONTACTFULL"]].number == 9
 
 
-def test_data_that_are_made_anew_are_watched(data: FakeData) -> None:
+def test_data_that_are_made_again_are_watched(data: FakeData) -> None:
     watch = Divergence()
     assert not watch.struck(data)
     other = FakeData()

@@ -1,4 +1,4 @@
-"""The stepping that all simulators share, with a simulator that says exactly what it is told to."""
+"""The stepping that all simulators share, with a simulator whose answers are scripted."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_reward_of_a_simulation_that_has_diverged_is_no_number(mode: str, re
 
 @pytest.mark.parametrize("mode", ["dense", "dense_delta", "sparse"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_reward_that_is_no_number_is_told_even_where_it_counts_for_nothing(mode: str, value: float) -> None:
+def test_a_reward_that_is_no_number_is_reported_even_where_it_counts_for_nothing(mode: str, value: float) -> None:
     env = Scripts(reward_mode=mode)
     begin(env)
     actions = chunk(0.5, 1.0, 0.75)
@@ -215,7 +215,7 @@ def test_rows_that_have_never_played_have_a_state_and_no_simulator() -> None:
     assert found.observation.instruction == ["follow b", "follow a"]
 
 
-def test_a_replayed_simulator_goes_on_where_it_was() -> None:
+def test_a_replayed_simulator_continues_where_it_was() -> None:
     env, other = Scripts(replayed=True), Scripts(replayed=True)
     begin(env, 0, 1)
     env.chunk_step(chunk(0.1, 0.2), BOTH)

@@ -32,7 +32,7 @@ def test_reward_is_the_way_gained_plus_the_bonus():
     np.testing.assert_array_equal(step.episode_length, [3])
 
 
-def test_truncation_hands_out_the_last_observation_and_starts_anew():
+def test_truncation_hands_out_the_last_observation_and_starts_again():
     env = ToyVectorEnv(num_envs=2, max_episode_steps=3, include_state=True)
     env.reset(np.array([1, 2]), np.zeros(2, np.int32), np.arange(2))
     start = env.position.copy()

@@ -78,7 +78,7 @@ def test_weights_in_float32_have_no_copies() -> None:
 
 
 @pytest.mark.parametrize("in_shards", [False, True])
-def test_a_resumed_engine_goes_on_to_the_bit(in_shards: bool, tmp_path: Path) -> None:
+def test_a_resumed_engine_continues_bit_exactly(in_shards: bool, tmp_path: Path) -> None:
     straight, resumed = make_engine(torch.bfloat16), make_engine(torch.bfloat16, seed=1)
     for number in range(5):
         step(straight, number)

@@ -24,7 +24,7 @@ def test_the_configuration_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     assert load_config(list(ARGUMENTS)).config.actor.tensor_parallel_size == 2
 
 
-def test_whoever_calls_it_directly_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_calls_it_directly_is_notified_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
     with raises_code("missing-dependency", MissingDependencyError, "embodrl[megatron]"):
         megatron("parallel_state")

@@ -1,4 +1,4 @@
-"""Tensors that leave the device come back to the bit, as the same tensors."""
+"""Offloaded tensors come back bit-identical, as the same objects."""
 
 import struct
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_tensors_come_back_to_the_bit_and_are_the_same(device):
+def test_tensors_come_back_bit_exactly_and_are_the_same(device):
     source = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(device)
     kept, view = source.clone(), source[100:200]
     pointless = torch.zeros(0, device=device)
@@ -32,7 +32,7 @@ def test_tensors_come_back_to_the_bit_and_are_the_same(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_goes_on_as_if_nothing_had_been(device):
+def test_training_continues_as_if_nothing_had_been(device):
     def train(with_offload):
         torch.manual_seed(0)
         net = torch.nn.Linear(20, 20).to(device)

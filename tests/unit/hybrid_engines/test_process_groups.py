@@ -19,6 +19,7 @@ from waiting_worker import WaitingWorker
 from embodrl.errors import WorkerDied, WorkerError, WorkerRaised
 from embodrl.hybrid_engines.process_groups import cause_of, loopback_only
 from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 
 CALL_S = 240.0
@@ -86,6 +87,20 @@ def test_a_process_that_does_not_take_part_is_blamed_and_not_the_one_that_waits(
     finally:
         group.kill()
         launcher.close()
+
+
+@pytest.mark.parametrize("launcher_class", [InlineLauncher, ProcessLauncher])
+def test_workers_find_each_other_after_the_temporary_directory_was_cleaned(
+    launcher_class: type[InlineLauncher | ProcessLauncher], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launcher = launcher_class()
+    (cleaned,) = tmp_path.iterdir()
+    cleaned.rmdir()
+    file = Path(launcher.rendezvous("actor-1").removeprefix("file://"))
+    assert (file.name, file.parent, cleaned.stat().st_mode & 0o777) == ("actor-1", cleaned, 0o700)
+    launcher.close()
+    assert not cleaned.exists()
 
 
 def call_of(*answers: object) -> SimpleNamespace:

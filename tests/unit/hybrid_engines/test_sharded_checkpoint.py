@@ -93,7 +93,7 @@ def test_what_does_not_fit_or_is_missing_is_refused(trained: NativeTrainEngine, 
         engine_of().load_shards(_without_reference(tmp_path), trained.counters())
     path = next((tmp_path / "policy").iterdir())
     with safe_open(path, framework="pt") as file:
-        assert "value_head.out.weight" in file.keys()  # noqa: SIM118 - it is no mapping
+        assert "value_head.out.weight" in file.keys()  # noqa: SIM118 - it is not a mapping
     with raises_code("checkpoint-damaged", CheckpointError):
         read_whole(tmp_path, "policy", {"nothing": torch.zeros(1)})
 

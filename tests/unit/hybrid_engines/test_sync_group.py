@@ -1,4 +1,4 @@
-"""Processes of a collective weight sync that meet, or are told that nothing comes of it."""
+"""Processes of a collective weight sync that meet, or learn that the group failed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"file://{tmp_path}/meeting" if request.param == "file" else f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
 
 
-def test_who_waits_is_told_that_another_has_died(address: str) -> None:
+def test_who_waits_is_notified_that_another_has_died(address: str) -> None:
     """Of two receivers one never comes: the sender gives up as soon as it knows, and the other with it."""
     connected = threading.Event()
 
@@ -46,7 +46,7 @@ def test_a_meeting_that_was_called_off_before_it_began(address: str) -> None:
         SyncGroup(address, 1, 2, connect_s=LONG_S)
 
 
-def test_nobody_at_the_address() -> None:
+def test_no_process_at_the_address() -> None:
     with raises_code("incomplete-sync", IncompleteSyncError):
         SyncGroup(f"tcp://127.0.0.1:{free_port('127.0.0.1')}", 1, 2, connect_s=LONG_S, find_s=1.0)
 

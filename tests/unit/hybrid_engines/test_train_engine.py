@@ -298,7 +298,7 @@ def test_target_kl_ends_the_update_before_the_step_that_would_go_further() -> No
     assert all(p.grad is None for p in engine.policy.parameters())
 
 
-def test_a_restored_engine_goes_on_bit_for_bit() -> None:
+def test_a_restored_engine_continues_bit_for_bit() -> None:
     straight = make_engine(optim={"critic_warmup_iterations": 1, "lr_scheduler": "cosine"})
     train(straight, seed=0)
     train(straight, seed=1)
@@ -335,7 +335,7 @@ def test_offload_between_updates_changes_no_bit() -> None:
     assert train(straight, seed=3) == train(offloaded, seed=3)
 
 
-def test_weights_that_nobody_acts_with_leave_as_well() -> None:
+def test_weights_that_do_not_act_leave_as_well() -> None:
     algorithm = ALGORITHM.model_copy(update={"kl": KlConfig(coef=0.1)})
     config = make_engine().config
     straight, offloaded = (

@@ -162,7 +162,7 @@ def test_a_missing_vllm_names_the_extra_of_the_device(device, extra, monkeypatch
 
 
 def test_the_cache_has_room_for_all_rows(policy):
-    # 2 layers, keys and values, 4 heads of 8, 4 bytes: 512 bytes a token; 3 rows of 130 tokens take 2 pages each.
+    # 2 layers, keys and values, 4 heads of 8, 4 bytes: 512 bytes per token; 3 rows of 130 tokens take 2 pages each.
     assert kv_cache_bytes(policy.model, torch.float32, 130, 3) == (3 * 2 + 1) * 128 * 512
 
 
@@ -172,7 +172,7 @@ def refused(*arguments):
     return {problem.key: problem for problem in caught.value.problems}
 
 
-def test_what_vllm_can_not_do_is_told_before_the_start(monkeypatch):
+def test_what_vllm_can_not_do_is_reported_before_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     problems = refused("rollout=vllm", "runner.max_staleness=1", "rollout.enable_offload=true", "cluster.device=cpu")
     assert problems.keys() == {"rollout.backend", "runner.max_staleness", "rollout.enable_offload"}

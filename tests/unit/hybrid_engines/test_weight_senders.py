@@ -163,14 +163,14 @@ class Group:
 
 @pytest.mark.parametrize("error", [WorkerDied("actor[0] was killed", rank=0), WorkerRaised("out of memory", rank=0)])
 def test_a_training_process_that_fails_is_not_taken_for_one_that_plays(error: WorkerError) -> None:
-    """Those would be brought up anew."""
+    """Those would be started again."""
     group: Any = Group(error)
     with raises_code("worker", WorkerError) as caught:
         RemoteSender(group, PIPES, ["a"]).send((), 1, group.finish)
     assert type(caught.value) is WorkerError and group.killed
 
 
-def test_one_that_plays_and_dies_is_told_when_the_sender_is_free_again() -> None:
+def test_one_that_plays_and_dies_is_reported_when_the_sender_is_free_again() -> None:
     group: Any = Group(None)
     asked: list[int] = []
 

@@ -64,7 +64,7 @@ def test_one_bucket_is_alive_at_a_time(tmp_path, kind):
 
 
 class NoGroup:
-    """Of nobody."""
+    """A group without members."""
 
     device, broken = torch.device("cpu"), False
 
@@ -130,7 +130,7 @@ def receiver_tensors(receiver):
     return report.num_tensors
 
 
-def test_a_trained_name_that_is_not_there_is_told(sides):
+def test_a_trained_name_that_is_not_there_is_reported(sides):
     sender, receiver, target = sides
     sender.trained = frozenset({"adapter.weight", "adaptor.bias"})
     with raises_code("weight-layout", WeightLayoutError, "1", "'adaptor.bias'"):
@@ -213,7 +213,7 @@ def test_a_torn_stream_leaves_the_old_version(spoil, error, names):
     assert receiver.receive().version == 2 and same(target, 2)
 
 
-def test_a_sync_that_another_cuts_short_is_told_and_the_other_taken_over():
+def test_a_sync_that_another_cuts_short_is_reported_and_the_other_applied():
     sender, receiver, target = by_memory()
     sender.send(weights(0), 0)
     cut = messages_of(sender)[:3]
@@ -268,7 +268,7 @@ class SlowPipe:
         self.messages.append(value["sync"])
 
 
-def test_a_slow_receiver_is_told_that_the_sender_failed():
+def test_a_slow_receiver_is_notified_that_the_sender_failed():
     def stream():
         yield from weights(0)[:5]
         raise OSError("the disk is gone")
@@ -294,7 +294,7 @@ def test_the_rest_is_gathered_when_sending_fails():
 
 
 def test_the_first_error_of_a_sync_is_the_one_that_is_raised():
-    """What is left is gathered with the other ranks; that this fails too is told beside it."""
+    """What is left is gathered with the other ranks; that this fails too is a note on the error."""
 
     def stream():
         yield from list(weights(0))[:3]

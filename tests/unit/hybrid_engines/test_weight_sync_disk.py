@@ -174,7 +174,7 @@ def test_versions_after_the_checkpoint_that_a_run_continues_from_go(tmp_path):
     assert same(target, 3)
 
 
-def test_a_directory_that_can_not_be_written_is_told(tmp_path):
+def test_a_directory_that_can_not_be_written_is_reported(tmp_path):
     (tmp_path / "weights").write_text("a file")
     with raises_code("weight-sync", WeightSyncError, "0"):
         DiskSender(tmp_path / "weights").send(weights(0), 0)

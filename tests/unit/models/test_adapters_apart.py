@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from safetensors.torch import load_file
 from tiny_families import FAMILIES, observation, tiny_config
 
 from embodrl.config import load_config
+from embodrl.errors import OutputError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common import lora
 from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodrl.models.registry import build_policy
-from embodrl.runs.files import ADAPTERS_DIR, export_policy
+from embodrl.runs.files import ADAPTERS_DIR, POLICY_DIR, check_disk_space, export_policy, exported_num_bytes
 from embodrl.runs.policies import _weights_of
 from embodrl.types import SamplingParams
 
@@ -53,7 +55,7 @@ def logprobs(policy: VLAPolicy, family: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_apart_act_to_the_bit_and_are_read_by_peft(family: str, tmp_path: Path) -> None:
+def test_adapters_apart_act_bit_exactly_and_are_read_by_peft(family: str, tmp_path: Path) -> None:
     policy = trained(family, tmp_path / "base")
     lora.save_adapters(policy, tmp_path / "apart", str(tmp_path / "base"))
     again = made(family, warm_start=str(tmp_path / "base"), lora_path=str(tmp_path / "apart"), **LORA)
@@ -111,6 +113,47 @@ def test_a_run_keeps_adapters_apart_where_merging_would_round(tmp_path: Path) ->
     exact = trained("openvla", tmp_path / "base32", torch.float32)
     export_policy(exact, tmp_path / "exact", run)
     assert not (tmp_path / "exact" / ADAPTERS_DIR).exists()
+
+
+def num_bytes(directory: Path) -> int:
+    files = [load_file(path) for path in directory.rglob("*.safetensors")]
+    return sum(tensor.numel() * tensor.element_size() for file in files for tensor in file.values())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_the_space_of_an_exported_policy_is_known_before(dtype: torch.dtype, tmp_path: Path) -> None:
+    run = load_config(["env=toy", "model=openvla", "model.trainable=lora"]).config
+    policy = trained("openvla", tmp_path / "base", dtype)
+    export_policy(policy, tmp_path / "policy", run)
+    assert exported_num_bytes(policy) == num_bytes(tmp_path / "policy")
+    assert num_bytes(tmp_path / "policy") > (1.5 if dtype == BF16 else 0.99) * num_bytes(tmp_path / "base")
+
+
+def test_a_run_needs_space_for_checkpoints_and_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["env=toy", "model=openvla", "model.trainable=lora", "runner.keep_last_n=2"]).config
+    policy = trained("openvla", tmp_path / "base")
+    exported, state, run_dir = exported_num_bytes(policy), 1000, tmp_path / "run"
+
+    def needs(num_bytes: int, **choices: Any) -> None:
+        def have(free: int) -> None:
+            usage = shutil.disk_usage(tmp_path)._replace(free=free)
+            with monkeypatch.context() as patch:
+                patch.setattr("embodrl.storage.checkpoint.shutil.disk_usage", lambda _: usage)
+                check_disk_space(run_dir, config, policy, state, **choices)
+
+        have(num_bytes)
+        with raises_code("disk-space", OutputError):
+            have(num_bytes - 1)
+
+    needs(3 * state + exported, keep_best=False)
+    needs(4 * state + 2 * exported, keep_best=True)
+    needs(3 * state + exported + 500, keep_best=False, sent=500)
+    (run_dir / "checkpoints" / "step_1").mkdir(parents=True)  # a resumed run needs what it lacks
+    (run_dir / "checkpoints" / "step_1" / "policy.safetensors").write_bytes(bytes(state))
+    needs(2 * state + exported, keep_best=False)
+    (run_dir / POLICY_DIR).mkdir()
+    (run_dir / POLICY_DIR / "model.safetensors").write_bytes(bytes(2 * state + exported))
+    needs(exported, keep_best=False)  # beside the old policy
 
 
 def test_what_has_no_adapters_can_not_be_written_apart(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_a_refusal_carries_the_whole_report(saved: tuple[str, Path]) -> None:
     assert isinstance(report, LoadReport) and not report.ok
     lost = [name.removeprefix("model.") for name in lost]  # lerobot's level of names around the network
     assert set(report.missing) == set(lost) and report.unexpected == ["stranger"]
-    assert all(name in str(caught.value) for name in lost), "eight names are not too many to be told"
+    assert all(name in str(caught.value) for name in lost), "eight names are not too many to be listed"
 
 
 def test_integers_are_no_weights(saved: tuple[str, Path]) -> None:

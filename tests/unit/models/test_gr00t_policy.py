@@ -138,7 +138,7 @@ def test_images_prompt_and_state_matter(policy):
         assert (other.values - rollout.values)[0].abs().max() > 1e-5, name
 
 
-def test_cameras_are_told_apart(policy):
+def test_cameras_are_reported_apart(policy):
     inputs = policy.preprocess(observation(1, cameras=2))
     with torch.no_grad():
         one = policy.encode(inputs).features
@@ -240,7 +240,7 @@ def test_imitation_learns_one_batch():
     assert np.abs(found - actions[:3, :2].numpy()).mean() < 0.25
 
 
-def test_save_and_load_to_the_bit(tmp_path):
+def test_save_and_load_bit_exactly(tmp_path):
     policy = build(method="flow_noise")
     policy.save_pretrained(tmp_path / "saved")
     names = {str(path.relative_to(tmp_path / "saved")) for path in (tmp_path / "saved").rglob("*") if path.is_file()}

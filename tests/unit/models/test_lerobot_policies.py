@@ -213,7 +213,7 @@ def test_policies_that_do_not_fit_are_refused(
 def test_weights_that_lerobot_did_not_load_are_refused(
     python: Path, tmp_path: Path, weights: dict[str, torch.Tensor] | None
 ) -> None:
-    """Some of its policies print that they could not, and go on with random ones."""
+    """Some of its policies print that they could not, and continue with random ones."""
     with pytest.raises(EmbodrlError) as refused:
         load(python, tmp_path, weights=weights)
     assert refused.value.code == "lerobot-weights"

@@ -314,7 +314,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
 
 @pytest.mark.parametrize("source", ["warm_start", "model_path"])
 @pytest.mark.parametrize(("family", "method"), VARIANTS)
-def test_save_and_load_to_the_bit(family: str, method: str | None, source: str, tmp_path: Path) -> None:
+def test_save_and_load_bit_exactly(family: str, method: str | None, source: str, tmp_path: Path) -> None:
     policy = stir(build(family, method))
     policy.save_pretrained(tmp_path / "saved")
     config = tiny_config(family, method, **{source: str(tmp_path / "saved")})

@@ -229,7 +229,7 @@ def test_imitation_learns_and_counts(policy):
     torch.testing.assert_close(policy.sft_loss(half)[0], policy.sft_loss(alone)[0], rtol=1e-4, atol=1e-6)
 
 
-def test_save_and_load_to_the_bit(tmp_path):
+def test_save_and_load_bit_exactly(tmp_path):
     policy = build()
     policy.save_pretrained(tmp_path / "saved")
     for target in ({"warm_start": str(tmp_path / "saved")}, {"model_path": str(tmp_path / "saved")}):

@@ -1,4 +1,4 @@
-"""A checkpoint of one family, given to another: told by name, before anything else is found wrong with it."""
+"""A checkpoint of one family, given to another: named, before anything else is found wrong with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import families_of
 from embodrl.models.registry import build_policy
 
-# OpenVLA-OFT is made from an OpenVLA by fine-tuning, so that pair is no mistake.
+# OpenVLA-OFT is made from an OpenVLA by fine-tuning, so that pair is not a mistake.
 PAIRS = [(a, b) for a in FAMILIES for b in FAMILIES if a != b and (a, b) != ("openvla", "openvla_oft")]
 
 

@@ -127,7 +127,7 @@ def record_pi(variant: str) -> Recorder:
 
 
 def openvla_parts(family: str) -> tuple[OpenVLAModel, dict[str, Tensor], dict[str, Any]]:
-    """Return a network, its inputs, and config.json with statistics of two data sets."""
+    """Return a network, its inputs, and config.json with statistics of two datasets."""
     model = stirred(build(family, architecture=ARCHITECTURE).model)
     ids = torch.cat([torch.ones(1, 1, dtype=torch.long), torch.randint(3, 300, (1, 5))], dim=1)
     public = model.config.to_dict()
@@ -193,7 +193,7 @@ def test_a_recording_of_another_size(family: str, tmp_path: Path):
     settings, run = RECORDERS[family](tmp_path / family)
     results = run(tmp_path / family)
     assert len(results) >= 2 and all(result.ok for result in results), results
-    # Each setting counts: without it, the default gives other numbers, or is told not to do.
+    # Each setting counts: without it, the default gives other numbers, or is refused.
     for name in settings:
         change(tmp_path / family, {key: value for key, value in settings.items() if key != name})
         try:
@@ -218,7 +218,7 @@ def test_settings_that_are_none(family: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["gr00t", "pi0"])
-def test_a_recording_of_something_else_is_told(family: str, tmp_path: Path):
+def test_a_recording_of_something_else_is_reported(family: str, tmp_path: Path):
     _, run = RECORDERS[family](tmp_path / family)
     save_file({"w": torch.zeros(1)}, tmp_path / family / "model.safetensors")
     with raises_code("parity-recording", CheckpointError):

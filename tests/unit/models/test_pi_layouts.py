@@ -114,7 +114,7 @@ def test_of_several_sets_the_setting_chooses(tmp_path: Path):
     np.testing.assert_allclose(policy.stats.unnormalize(np.zeros(3)), [11.0, 12.0, 13.0])
     assert report.conventions["state in prompt"] == "yes (default of pi0.5)"
     policy, report = build(model_path=str(tmp_path), unnorm_key="lerobot/metaworld_mt50")
-    assert report.conventions["state in prompt"] == "no (data set lerobot/metaworld_mt50)"
+    assert report.conventions["state in prompt"] == "no (dataset lerobot/metaworld_mt50)"
 
 
 def test_one_data_set_has_one_set_of_statistics(tmp_path: Path):
@@ -143,8 +143,8 @@ def test_statistics_that_link_elsewhere_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "raw", "pi", "text", "origin"),
     [
-        ("physical-intelligence/libero", {}, {}, WITHOUT, "no (data set physical-intelligence/libero)"),
-        ("physical-intelligence/maniskill", {}, {}, WITHOUT, "no (data set physical-intelligence/maniskill)"),
+        ("physical-intelligence/libero", {}, {}, WITHOUT, "no (dataset physical-intelligence/libero)"),
+        ("physical-intelligence/maniskill", {}, {}, WITHOUT, "no (dataset physical-intelligence/maniskill)"),
         ("physical-intelligence/maniskill", {"discrete_state_input": True}, {}, STATED, "yes (config.json)"),
         (
             "physical-intelligence/maniskill",

@@ -54,12 +54,15 @@ def actions(policy, seed: int = 0) -> np.ndarray:
 def test_read_again_it_acts_as_before(tmp_path: Path, variant: str) -> None:
     policy, _ = build(variant, stats_path=statistics(tmp_path), pi={"antialias": False, "discrete_state": True})
     notes = policy.save_lerobot(tmp_path / "out", CAMERAS)
-    assert "observation.images.agentview, observation.images.wrist" in notes[0] and len(notes) == 1
+    assert "observation.images.agentview, observation.images.wrist" in notes[0]
+    assert len(notes) == (2 if variant == "pi0" else 1)  # of pi0 also what becomes of '_' in instructions
     again, report = build(variant, model_path=str(tmp_path / "out"))
     assert report.ok
     if variant == "pi05":
         assert report.conventions["padding of the state in prompt"].startswith("no")
     np.testing.assert_allclose(actions(again), actions(policy), atol=2e-6)
+    further = again.save_lerobot(tmp_path / "further", CAMERAS)
+    assert len(further) == 1  # it reads instructions as lerobot does
 
 
 def test_the_files(tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_what_lerobot_can_not_express_is_refused(tmp_path: Path, variant: str, c
 
 def test_what_is_not_the_same_there_is_said(tmp_path: Path) -> None:
     notes = build("pi0")[0].save_lerobot(tmp_path / "out", CAMERAS)
-    assert "antialiasing" in notes[1] and "public sizes" in notes[2]
+    assert "antialiasing" in notes[1] and "'_'" in notes[2] and "public sizes" in notes[3]
 
 
 def test_smolvla_without_a_section_that_lerobot_refuses(tmp_path: Path) -> None:

@@ -70,6 +70,14 @@ def test_pi0_prompt_is_the_text_and_a_line_feed_of_its_own():
     assert maker.tokenizer.calls == ["pick up the cube", "\n"]
 
 
+def test_lerobots_pi0_reads_instructions_as_they_are():
+    """Pi0NewLineProcessor of lerobot 0.6.1 does no more than add a line feed, and the whole is encoded at once."""
+    maker = processor(raw_instruction=True)
+    assert text_of(maker.prompt(" pick_up the\ncube ", np.zeros(3))) == " pick_up the\ncube \n"
+    assert text_of(maker.prompt("push\n", np.zeros(3))) == "push\n"
+    assert maker.tokenizer.calls == [" pick_up the\ncube \n", "push\n"]
+
+
 def test_pi05_without_the_state_is_like_pi0():
     maker = processor(variant="pi05")
     assert text_of(maker.prompt("push", np.zeros(3))) == "push\n"

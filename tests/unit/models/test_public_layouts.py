@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from expect import raises_code
@@ -30,7 +31,7 @@ from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
 from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config, public_config
+from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openvla.config import OpenVLAConfig
@@ -145,7 +146,7 @@ def test_openvla_of_libero(suite: str, tmp_path: Path, llama_tokenizer: Path):
         "openvla", tmp_path, unnorm_key=suite, num_action_chunks=1, gripper="libero", center_crop=True
     )
     assert num_parameters(policy) == 7_541_237_184 and policy.own_section()["resize_filter"] == "lanczos_jpeg"
-    assert report.conventions["resizing"] == f"lanczos_jpeg (data set {suite})"
+    assert report.conventions["resizing"] == f"lanczos_jpeg (dataset {suite})"
 
 
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_10"])
@@ -230,10 +231,10 @@ PARAMETERS = {"pi0": 3_238_048_528, "pi05": 3_353_433_872}
 @pytest.mark.parametrize(
     ("variant", "folder", "horizon", "conventions"),
     [
-        ("pi0", LIBERO, 50, {RELATIVE: f"6 (data set {LIBERO})"}),
-        ("pi05", LIBERO, 10, {IN_PROMPT: f"no (data set {LIBERO})"}),
-        ("pi05", METAWORLD, 5, {IN_PROMPT: f"no (data set {METAWORLD})"}),
-        ("pi0", f"assets/{LIBERO}", 50, {RELATIVE: f"6 (data set {LIBERO})"}),
+        ("pi0", LIBERO, 50, {RELATIVE: f"6 (dataset {LIBERO})"}),
+        ("pi05", LIBERO, 10, {IN_PROMPT: f"no (dataset {LIBERO})"}),
+        ("pi05", METAWORLD, 5, {IN_PROMPT: f"no (dataset {METAWORLD})"}),
+        ("pi0", f"assets/{LIBERO}", 50, {RELATIVE: f"6 (dataset {LIBERO})"}),
         ("pi05", "assets/droid", 50, {IN_PROMPT: "yes (default of pi0.5)", PADDING: "no (openpi)"}),
     ],
 )
@@ -287,6 +288,8 @@ def test_lerobots_pi(
     assert num_parameters(policy) == PARAMETERS[variant]
     assert not policy.processor.config.antialias and "lerobot" in report.conventions["antialiased resizing"]
     assert load(variant, tmp_path, pi={"antialias": True})[0].processor.config.antialias
+    kept = policy.processor.prompt("push_it", np.zeros(1)) != policy.processor.prompt("push it", np.zeros(1))
+    assert kept == (variant == "pi0") == ("instructions cleaned" in report.conventions)
     if variant == "pi05":
         assert report.conventions[PADDING].startswith(padded), version
 
@@ -503,7 +506,7 @@ def test_gr00t_n1_7_of_libero(stored: str, tmp_path: Path):
 @functools.cache
 def gr00t_n1_6_shapes() -> Shapes:
     with torch.device("meta"):
-        return shapes_of(Gr00tN16Model(public_config(Gr00tN16Config, 7)))
+        return shapes_of(Gr00tN16Model(Gr00tN16Config.public(7)))
 
 
 def test_gr00t_n1_6_of_libero(tmp_path: Path):

@@ -112,7 +112,7 @@ def test_a_name_is_given_once() -> None:
         ({"a": ("b",), "b": ("c",), "c": ("b",)}, {"b": "b -> c -> b"}),  # a only depends on the cycle
     ],
 )
-def test_cycles_are_told_with_their_paths(links: dict[str, tuple[str, ...]], paths: dict[str, str]) -> None:
+def test_cycles_are_reported_with_their_paths(links: dict[str, tuple[str, ...]], paths: dict[str, str]) -> None:
     pipeline = sound()
     for name, deps in links.items():
         pipeline.add_node(name, anything, deps)
@@ -127,18 +127,18 @@ def test_a_missing_dependency_has_the_nearest_name() -> None:
     assert only_problem(pipeline, "log") == "depends on 'rolloutt', which is not there | did you mean 'rollout'?"
 
 
-def test_an_output_that_nobody_uses() -> None:
+def test_an_output_that_is_not_used() -> None:
     assert only_problem(sound().add_node("idle", anything), "idle").startswith("its output is not used")
     for role in ("sync", "sink"):
         assert sound().add_node("idle", anything, ("train",), role).problems() == []
 
 
 async def later(context: Any) -> None:
-    """Nobody would await it."""
+    """It would never be awaited."""
 
 
 def one_by_one(context: Any) -> Any:
-    """Nobody would go through it."""
+    """It would never be iterated."""
     yield context
 
 
@@ -146,11 +146,11 @@ class Later:
     """A callable that is a coroutine function."""
 
     async def __call__(self, context: Any) -> None:
-        """Nobody would await it."""
+        """It would never be awaited."""
 
 
 def with_keyword(context: Any, batch: Any, *, needed: int) -> None:
-    """A parameter that nobody gives."""
+    """A parameter that is never given."""
 
 
 WRONG: list[tuple[Any, tuple[str, ...], str]] = [

@@ -15,7 +15,7 @@ import pytest
 from expect import raises_code
 from typer.testing import CliRunner, Result
 
-from embodrl.cli import list as list_command
+from embodrl.cli import listing
 from embodrl.cli.main import app
 from embodrl.config.compose import presets
 from embodrl.config.schema import Config
@@ -333,7 +333,7 @@ def test_the_command_refuses_other_files_and_other_graphs(tmp_path: Path) -> Non
 
 
 def test_the_list_names_every_pipeline() -> None:
-    listed = {entry.name: entry.description for entry in list_command.pipelines()}
+    listed = {entry.name: entry.description for entry in listing.pipelines()}
     for name in PIPELINES:
         made = import_object(f"embodrl.pipelines.builtin:{name}")(config_of(f"algorithm={name}"))
         assert made.name == name

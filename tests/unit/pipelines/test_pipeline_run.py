@@ -118,7 +118,7 @@ class Value:
     """Something that can be watched."""
 
 
-def test_outputs_go_as_soon_as_nobody_needs_them() -> None:
+def test_outputs_go_as_soon_as_they_are_not_needed() -> None:
     alive: dict[str, list[bool]] = {}
     watched: dict[str, weakref.ref[Value]] = {}
 
@@ -137,7 +137,7 @@ def test_outputs_go_as_soon_as_nobody_needs_them() -> None:
     pipeline.add_node("b", node("b"), ("rollout", "a")).add_node("train", node("train"), ("b",), "train")
     walk(pipeline)
     assert list(alive) == ["rollout", "a", "log", "b", "train"]
-    # in order: rollout, a, log, b; what log returned is kept by nobody, the others until their last reader is done
+    # in order: rollout, a, log, b; what log returned is not kept, the others until their last reader is done
     assert alive == {"rollout": [], "a": [True], "log": [True, True], "b": [True, True, False],
                      "train": [False, False, False, True]}  # fmt: skip
     gc.collect()
@@ -235,7 +235,7 @@ def test_what_a_message_says_about_an_input() -> None:
     assert described(Batch({}, None, None, [0])) == "Batch [0] with no columns"
 
 
-def test_an_error_can_be_told_more_than_once() -> None:
+def test_an_error_can_be_raised_more_than_once() -> None:
     error = EmbodrlError("one", "fix it")
     error.add("two")
     error.add("three")

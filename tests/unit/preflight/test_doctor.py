@@ -157,7 +157,7 @@ def test_a_driver_that_crashes_or_hangs_is_named_with_what_may_help(
 def test_run_doctor_as_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vulkan_status: int, exit_code: int
 ) -> None:
-    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as told"))
+    monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as scripted"))
     monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
     monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
     monkeypatch.setattr(doctor, "check_extras", lambda: [frame("extra some")])
@@ -169,7 +169,7 @@ def test_run_doctor_as_json(
     report = json.loads(out.getvalue())
     assert report["can_train"] == (exit_code == 0)
     assert ("maniskill" in drawn) == (vulkan_status == vulkan.USABLE)
-    assert ("as told" in report["presets"]["env=maniskill"]) == (exit_code == 1)
+    assert ("as scripted" in report["presets"]["env=maniskill"]) == (exit_code == 1)
 
 
 def test_table_shows_remedies_and_the_verdict() -> None:

@@ -25,7 +25,7 @@ def test_an_extra_that_is_absent_is_no_trouble() -> None:
     assert "for something only" in found.detail
 
 
-def test_a_part_of_an_extra_is_told() -> None:
+def test_a_part_of_an_extra_is_reported() -> None:
     found = check_extra(extra("numpy", "no_such_package_at_all"))
     assert found.status == "warning" and "without no_such_package_at_all" in found.detail
 
@@ -46,7 +46,7 @@ def test_an_extra_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert "within 0.5 s" in check_extra(extra("hanging_part"), timeout_s=0.5).detail
 
 
-def test_a_version_outside_the_range_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_outside_the_range_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras, "requires", lambda _: ["numpy<2,>=1 ; extra == 'some'", "numpy>=99 ; extra == 'more'"])
     monkeypatch.setattr(extras, "version", lambda _: "2.1.0")
     found = check_extra(extra("numpy"))
@@ -126,7 +126,7 @@ def test_maniskill_is_looked_for_in_the_interpreter_that_will_run_it(
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\necho no libpython >&2\nexit 127\n", None])
-def test_an_interpreter_that_cannot_be_run_is_told(text: str | None, tmp_path: Path) -> None:
+def test_an_interpreter_that_cannot_be_run_is_reported(text: str | None, tmp_path: Path) -> None:
     python = tmp_path / "python"
     if text is not None:
         python.write_text(text)
@@ -136,6 +136,6 @@ def test_an_interpreter_that_cannot_be_run_is_told(text: str | None, tmp_path: P
     assert "env.python" in caught.value.hint
 
 
-def test_a_simulator_that_cannot_be_built_is_told_with_its_remedy() -> None:
+def test_a_simulator_that_cannot_be_built_is_reported_with_its_hint() -> None:
     found = simulators.draw_frame("it", "toy", {"no_such_argument": 1}, hint="do this")
     assert found.status == "error" and "no_such_argument" in found.detail and found.hint == "do this"

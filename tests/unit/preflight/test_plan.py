@@ -21,7 +21,7 @@ SEVEN_B = ["model=openvla_7b", "cluster=1xh200", "env.num_processes=8", "env.tra
 
 @functools.cache
 def plan_of(*arguments):
-    """Return the plan of a configuration, which nobody changes."""
+    """Return the plan of a configuration; callers don't change it."""
     return make_plan(load_config(list(arguments), verb="plan"))
 
 
@@ -96,7 +96,7 @@ def test_a_rollout_apart_has_weights_of_its_own():
     assert memory_of(apart, 1).needed["rollout weights"] > 0 and "weights" not in memory_of(apart, 1).needed
 
 
-def test_idle_gpus_and_crowded_cores_are_told():
+def test_idle_gpus_and_crowded_cores_are_reported():
     text = "\n".join(plan_of("cluster=8xh100").warnings)
     assert "7 of 8 GPUs have neither actor nor rollout" in text
     crowded = plan_of("cluster=laptop", "env.num_processes=8", "env.train.total_num_envs=32")

@@ -8,7 +8,7 @@ import sys
 
 from embodrl.processes.guard import VARIABLE, end_family
 
-# Ends its family, as a driver does at the second signal, but not before it has told who that is.
+# Ends its family, as a driver does at the second signal, but only after it has printed who that is.
 DRIVER = """
 import os, subprocess, sys
 from embodrl.processes.guard import VARIABLE, adopt, end_family, family

@@ -19,9 +19,11 @@ from fresh import forget_extensions
 from typer.core import TyperGroup
 
 from embodrl.cli.main import app
+from embodrl.cli.serve import arguments_of
 from embodrl.config import LoadedConfig
 from embodrl.config.rules import NOTES, RULES
 from embodrl.config.rules.verbs import Verb
+from embodrl.config.sweep import expand_sweep
 from embodrl.errors import ConfigError
 from embodrl.runs.load import load_config
 from embodrl.specs import ENVS, MODELS
@@ -33,6 +35,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("sft",): "sft",
     ("collect",): "collect",
     ("plan", "train"): "plan",
+    ("serve",): "serve",
     ("config", "validate"): None,
     ("config", "show"): None,
     ("pipeline", "show"): None,
@@ -81,11 +84,18 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
     monkeypatch.setattr("embodrl.config.load.fetch_facts", lambda tree, verb: ([], []))  # no network
     arguments = [STANDS_FOR.get(word, word) for word in command.arguments]
     path, rest = parse(arguments)
+    if path == ("sweep",):
+        runs = expand_sweep(rest["overrides"])
+        assert [problems_of(list(run.overrides), None, "train") for run in runs] == [{}] * len(runs)
+        return
     if path not in VERBS:
         assert "overrides" not in rest or path[0] in ("doctor", "bench", "data", "export", "list")
         return
     given = [rest[name] for name in ("config",) if rest.get(name) is not None]
     overrides = [str(word) for word in rest["overrides"] or ()]
+    if path == ("serve",):
+        served, overrides = arguments_of(overrides)
+        overrides = overrides if served is None else [str(served), *overrides]
     code = next((WRONG[key] for key in WRONG if key[0] == command.page and key[1] in command.arguments), None)
     if overrides and "=" not in overrides[0]:
         overrides = overrides[1:]  # a run, whose configuration the others change

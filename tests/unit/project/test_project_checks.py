@@ -37,10 +37,13 @@ def test_long_files_need_a_reason() -> None:
         ("the docs/wo" + "rk/ folder", False),
         ("index at https://py" + "pi.example", True),
         ("# TO" + "DO later", True),
+        ("it is start" + "ed an" + "ew", True),
+        ("the data" + " set", True),
+        ("the run continues on a GPU", False),
         ("a plain line", False),
     ],
 )
-def test_text_tied_to_a_machine_is_refused(line: str, refused: bool) -> None:
+def test_text_tied_to_a_machine_and_odd_wording_are_refused(line: str, refused: bool) -> None:
     problems = load("check_text.py")["problems_of"]("a.md", "first\n" + line)
     assert len(problems) == (1 if refused else 0)
     assert all(problem.startswith("a.md:2: ") for problem in problems)

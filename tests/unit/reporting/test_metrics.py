@@ -231,7 +231,7 @@ def test_sparkline_by_hand() -> None:
     assert sparkline([0.1] * 9, width=4) == "▂" * 4
 
 
-def test_a_full_disk_is_told_with_the_file_and_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_file_and_the_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing flushes the same row again, and must not hide the error."""
     if not Path("/dev/full").is_char_device():
         pytest.skip("this system has no /dev/full")

@@ -100,7 +100,7 @@ def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
 
 
 class LosingPool(LocalPool):
-    """The first chunk is lost: the process is started anew, and all episodes begin again."""
+    """The first chunk is lost: the process is restarted, and all episodes begin again."""
 
     def step(self, actions):
         if self.num_steps:
@@ -142,7 +142,7 @@ def test_a_simulator_that_loses_nearly_every_episode_stops_the_collection(tmp_pa
         collect(settings, BreakingPool())
 
 
-def test_a_simulator_that_loses_many_episodes_goes_on(tmp_path: Path) -> None:
+def test_a_simulator_that_loses_many_episodes_continues(tmp_path: Path) -> None:
     settings = config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=20")
     collector = collect(settings, BreakingPool(whole=5))
     assert int(collector.kept[0]) == 20 and int(collector.lost[0]) > 50
@@ -160,7 +160,7 @@ class FailingResetPool(LocalPool):
         return observation
 
 
-def test_a_restart_in_a_reset_begins_every_episode_anew(tmp_path: Path) -> None:
+def test_a_restart_in_a_reset_restarts_every_episode(tmp_path: Path) -> None:
     collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), FailingResetPool())
     assert max(episode["length"] for episode in index(tmp_path)["episodes"]) <= MAX_STEPS
 

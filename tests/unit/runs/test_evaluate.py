@@ -111,7 +111,7 @@ def test_a_stop_ends_it_between_two_chunks():
 
 
 class FailingPool(LocalPool):
-    """Its process is started anew at the first chunk of episodes with these seeds, so many times: all four end."""
+    """Its process is restarted at the first chunk of episodes with these seeds, so many times: all four end."""
 
     def __init__(self, seeds: list[int], times: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`embodrl sft` on data of any robot: settings from the data set, statistics, and what is refused before training."""
+"""`embodrl sft` on data of any robot: settings from the dataset, statistics, and what is refused before training."""
 
 from pathlib import Path
 

@@ -163,7 +163,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_is_linked(tmp_path: Path) -
     manager.save(2, {}, {})
     manager.save(3, {}, {})
     assert steps() == ["best", "step_1", "step_3"]
-    # A later process knows it, and resumes from the newest all the same.
+    # A later process knows it, and resumes from the newest anyway.
     again = CheckpointManager(tmp_path, keep_last_n=1)
     found, _ = again.latest_good()
     assert found is not None and found.step == 3

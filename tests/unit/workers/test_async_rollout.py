@@ -1,4 +1,4 @@
-"""Rollouts beside training, on the toy environment in this process; a policy that waits to be told sets the pace."""
+"""Rollouts beside training, on the toy environment in this process; a policy that waits for a signal sets the pace."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_further_rollouts_come_one_at_a_time(started: Any) -> None:
 
 
 def test_a_checkpoint_loses_and_repeats_nothing(started: Any) -> None:
-    """Two rollouts wait, one is under way when the run is killed; a new one goes on from its checkpoint."""
+    """Two rollouts wait, one is under way when the run is killed; a new one continues from its checkpoint."""
     overrides = ("runner.max_staleness=3", "runner.max_iterations=6")
     parts = started(*overrides, policy=PacedPolicy(3 * CHUNKS + 2))
     trained = [parts.worker.gather(0)[0]]
@@ -288,7 +288,7 @@ def test_a_stop_ends_the_waiting_and_leaves_no_step_under_way(started: Any) -> N
 
 @pytest.mark.parametrize("now", [1, 3])
 def test_shards_of_another_number_of_players_are_refused(started: Any, now: int) -> None:
-    """Their numbers mean other environments; a run that went on would play some again, or wait for ever."""
+    """Their numbers mean other environments; a run that continued would repeat some, or wait forever."""
     parts = started("runner.max_staleness=1")
     saved = parts.worker.state()
     saved.state["settings"]["players"] = now + len(parts.worker.players)

@@ -138,7 +138,7 @@ def test_in_the_critic_s_warm_up_only_values_are_recomputed() -> None:
     batch["values"] -= 10
     prox, values = engine.proximal(batch, algorithm_of({}, enabled=True))
     assert values is not None
-    assert torch.equal(prox, batch.logprobs), "the policy has not changed since, to the bit"
+    assert torch.equal(prox, batch.logprobs), "the policy has not changed since, not even by a bit"
     live = batch.valid.any(-1)
     assert not torch.isclose(values[live], batch["values"][live]).any()
     assert (
@@ -334,7 +334,7 @@ def test_the_largest_weight_is_that_of_the_whole_rollout() -> None:
 
 
 @pytest.mark.parametrize("may_be_stale", [False, True])
-def test_staleness_is_told_where_it_can_occur(may_be_stale: bool) -> None:
+def test_staleness_is_reported_where_it_can_occur(may_be_stale: bool) -> None:
     engine, algorithm = engine_of(may_be_stale=may_be_stale), algorithm_of({})
     fresh = update(engine, recorded_batch(), algorithm)
     assert ("staleness/max" in fresh) == may_be_stale
@@ -374,7 +374,7 @@ def test_a_loss_of_the_user_s_gets_log_probs_and_weights(prox: str) -> None:
     assert metrics["train/behavior_weight_max"] > 1 and not torch.equal(weights_of(engine), before)
 
 
-def test_what_is_missing_or_impossible_is_told() -> None:
+def test_what_is_missing_or_impossible_is_reported() -> None:
     engine, batch = engine_of(version=3), stale_batch()
     algorithm = algorithm_of({}, enabled=True)
     advantages = compute_advantages(batch, algorithm)

@@ -1,4 +1,4 @@
-"""What leaves at which border of phases, and what is told of it."""
+"""What is offloaded between which phases, and what is reported of it."""
 
 from types import SimpleNamespace
 from typing import Any, cast

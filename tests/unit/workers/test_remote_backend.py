@@ -318,7 +318,7 @@ def test_the_successor_of_a_lost_process_has_fresh_simulators() -> None:
 
 
 @pytest.mark.parametrize("kind", [SyncCollector, WorkflowCollector])
-def test_what_was_counted_is_told_after_carrying_on(kind: type[SyncCollector]) -> None:
+def test_what_was_counted_is_reported_after_carrying_on(kind: type[SyncCollector]) -> None:
     asked: list[Any] = []
     settings = (
         []

@@ -236,7 +236,7 @@ def test_without_auto_reset_an_environment_whose_episode_has_ended_is_left_alone
     ends = batch.terminated.any(-1).any(0)
     assert ends.any() and not ends.all(), "some episodes are solved, others reach the limit"
     going = batch.valid.any(-1).sum(1)
-    assert policy.seen == going[going > 0].tolist(), "the policy sees only those that go on"
+    assert policy.seen == going[going > 0].tolist(), "the policy sees only those that are not over"
     for env in range(32):
         played = batch.valid[:, env].flatten()
         length = int(played.sum())
@@ -307,7 +307,7 @@ def test_means_are_over_the_episodes_that_ended():
         episode_return=np.array([2.0, 9.0, 9.0, 9.0], np.float32),
         episode_length=np.array([5, 9, 9, 9], np.int32),
     )
-    acted = np.array([True, True, True, False])  # the second goes on, the third is lost, the fourth idles
+    acted = np.array([True, True, True, False])  # the second continues, the third is lost, the fourth idles
     stats.add(step, acted, ["reach-red", "reach-green"] * 2)
     assert stats.metrics() == {
         "rollout/success_rate": 1.0,
@@ -345,7 +345,7 @@ def test_what_a_task_lost_to_faults_does_not_count():
     assert per_task(lost)[2:] == per_task(clean)[2:]
 
 
-def test_tasks_are_told_apart_where_there_are_several_played_or_not():
+def test_tasks_are_reported_apart_where_there_are_several_played_or_not():
     _, metrics = worker_of(config_of("env.tasks=[reach-red]"))[0].gather(0)
     assert not any("reach-red" in name for name in metrics)
     stats = EpisodeStats.of(["reach-red", "reach-green"])
@@ -353,4 +353,4 @@ def test_tasks_are_told_apart_where_there_are_several_played_or_not():
     kept = stats.as_dict()
     stats.merge(EpisodeStats(**json.loads(json.dumps(kept))))  # as in a checkpoint
     assert per_task(stats.metrics()) == [0.0, None, 2.0, 1.0]
-    assert kept["by_task"] == {"reach-red": [0, 0], "reach-green": [1, 1]}, "what was told stays as it was"
+    assert kept["by_task"] == {"reach-red": [0, 0], "reach-green": [1, 1]}, "what was returned stays as it was"

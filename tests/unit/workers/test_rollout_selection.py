@@ -105,7 +105,7 @@ def test_frames_show_what_a_chunk_led_to(auto_reset: str) -> None:
         step = env.chunk_step(actions, active)
         expected = step.observation.images[:, 0].copy()
         ended = step.terminated.any(1) & active
-        if auto_reset == "true":  # nobody drew the end of these: the next episode has begun
+        if auto_reset == "true":  # the end of these was not drawn: the next episode has begun
             expected[ended] = before[ended]
         np.testing.assert_array_equal(batch.frames[index].numpy()[active], expected[active])
         solved, active, before = solved + ended.sum(), active & ~step.done, step.observation.images[:, 0].copy()

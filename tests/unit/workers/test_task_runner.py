@@ -113,7 +113,7 @@ def test_ten_episodes_run_at_the_same_time(runner: AsyncTaskRunner) -> None:
     gate = Gate()
     for number in range(10):
         runner.submit(gate.pass_through, number)
-    gate.await_arrivals(10)  # nobody leaves before all ten are in
+    gate.await_arrivals(10)  # none leaves before all ten are in
     gate.open()
     assert sorted(result.value for result in runner.wait(10, LONG)) == list(range(10))
     assert gate.most == 10
@@ -177,7 +177,7 @@ def test_an_interrupted_wait_puts_back_what_it_had_taken(runner: AsyncTaskRunner
     assert [result.value for result in runner.wait(3, LONG)] == [0, 1, 2]
 
 
-def test_a_full_queue_pushes_back_and_goes_on() -> None:
+def test_a_full_queue_pushes_back_and_continues() -> None:
     gate = Gate()
     with AsyncTaskRunner(max_in_flight=1, max_queue=2, max_results=1) as runner:
         runner.submit(gate.pass_through)

@@ -1,4 +1,4 @@
-"""What a rollout process does with weights that it can not take over."""
+"""What a rollout process does with weights that it can't apply."""
 
 import logging
 import queue
@@ -10,7 +10,7 @@ from embodrl.workers.weights import ReceiverThread
 
 
 class Refusing:
-    """A receiver of one version, which it does not take over."""
+    """A receiver of one version, which it does not apply."""
 
     def __init__(self, error):
         self.errors = [error]

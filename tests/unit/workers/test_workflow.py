@@ -280,7 +280,7 @@ def test_the_environment_names_its_tool_and_refuses_what_it_can_not_do(pool: Env
     asyncio.run(play())
 
 
-def test_the_state_of_one_episode_goes_on_to_the_bit_beside_others_and_elsewhere(pool: EnvPool) -> None:
+def test_the_state_of_one_episode_continues_bit_exactly_beside_others_and_elsewhere(pool: EnvPool) -> None:
     rng = np.random.default_rng(0)
     moves = [{"actions": rng.uniform(-1, 1, (2, 7)).astype(np.float32)} for _ in range(5)]
 
@@ -391,7 +391,7 @@ def test_rows_draw_from_their_own_generators_whatever_their_company() -> None:
 
 
 def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
-    """What an episode draws follows from its numbers, so that one that nobody interferes with is as in turns."""
+    """What an episode draws follows from its numbers, so that one without interference is as in turns."""
     overrides = ["rollout.workflow=embodrl.workers.workflow:ChunkWorkflow", "runner.max_iterations=3"]
     ahead = [*overrides, "runner.max_staleness=1", "rollout.pipeline_stages=2", "env.num_processes=2"]
     config = load_config([*SETTINGS, *ahead]).config

@@ -1,4 +1,4 @@
-"""Workflows at their limits: shards of which nothing is left, episodes that never end, frames that nobody wants."""
+"""Workflows at their limits: shards of which nothing is left, episodes that never end, frames that are not used."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_play_in_which_everything_fails_is_the_last(pool: EnvPool) -> None:
 
 
 class HangsOnce(ChunkWorkflow):
-    """One episode waits for ever, in the middle."""
+    """One episode waits forever, in the middle."""
 
     def __init__(self, how_many: int = 1) -> None:
         self.left = how_many
@@ -115,7 +115,7 @@ class HangsOnce(ChunkWorkflow):
         """For those who make the time pass."""
 
 
-def test_an_episode_without_an_end_is_given_up_and_its_environment_goes_on(
+def test_an_episode_without_an_end_is_given_up_and_its_environment_continues(
     pool: EnvPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks, limits, timeout = dict[Any, asyncio.Timeout](), set[float | None](), asyncio.timeout
@@ -147,7 +147,7 @@ def test_if_all_episodes_take_too_long_the_run_stops_and_names_the_key(pool: Env
     assert isinstance(cause, EmbodrlError) and "rollout.episode_timeout_s" in cause.hint
 
 
-def test_a_time_limit_of_the_workflow_s_own_is_told_as_such(pool: EnvPool) -> None:
+def test_a_time_limit_of_the_workflow_s_own_is_reported_as_such(pool: EnvPool) -> None:
     class Impatient(ChunkWorkflow):
         async def run_episode(self, engine: Any, env: Any, task: EpisodeTask) -> Trajectory | None:
             raise TimeoutError("the judge does not answer")

@@ -1,0 +1,102 @@
+"""The policy server of `embodrl serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator
+
+from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.config.schema import GrootKeysConfig
+
+LEAST_TOKEN = 8
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _serving(context: Context) -> bool:
+    return context.verb == "serve"
+
+
+@rule("serve.protocols", "serve.port")
+def served_protocols_have_ports(context: Context) -> Iterator[Finding]:
+    """Each protocol is named once and has a port."""
+    serve = context.config.serve
+    if len(set(serve.protocols)) < len(serve.protocols):
+        yield Finding("serve.protocols", "a protocol is named twice", "name each once")
+    if serve.port and serve.port + len(serve.protocols) - 1 > 65535:
+        message = f"{len(serve.protocols)} protocols take the ports from {serve.port} on, and 65535 is the last one"
+        yield Finding("serve.port", message, "take a lower one", others=("serve.protocols",))
+
+
+@rule("serve", "env.cameras", "model.action_dim")
+def wire_keys_fit(context: Context) -> Iterator[Finding]:
+    """There is a key for each camera, and GR00T's parts of an action make up an action."""
+    config = context.config
+    if not _serving(context):
+        return
+    for name in config.serve.protocols:
+        keys = getattr(config.serve, name)
+        if keys.images and len(keys.images) < len(config.env.cameras):
+            message = f"names {len(keys.images)} pictures, and env.cameras has {len(config.env.cameras)}"
+            yield Finding(f"serve.{name}.images", message, "name one for each camera", others=("env.cameras",))
+        if isinstance(keys, GrootKeysConfig) and keys.actions:
+            sizes = [int(dims) if dims.isdigit() else 0 for dims in (text.rpartition(":")[2] for text in keys.actions)]
+            if 0 in sizes or sum(sizes) != config.model.action_dim:
+                message = f"has parts of {sizes} values, and an action has {config.model.action_dim}"
+                hint = "write each part as NAME:DIMS"
+                yield Finding(f"serve.{name}.actions", message, hint, others=("model.action_dim",))
+
+
+@rule("serve.execution_horizon", "model.num_action_chunks")
+def executed_actions_are_predicted(context: Context) -> Iterator[Finding]:
+    """No more actions of a chunk are executed than it has."""
+    horizon, chunk = context.config.serve.execution_horizon, context.config.model.num_action_chunks
+    if horizon is not None and horizon > chunk:
+        message = f"{horizon} actions are to be executed of each chunk of {chunk}"
+        yield Finding(
+            "serve.execution_horizon", message, f"set it to at most {chunk}", others=("model.num_action_chunks",)
+        )
+
+
+@rule("serve.tls_cert", "serve.tls_key")
+def tls_has_both_files(context: Context) -> Iterator[Finding]:
+    """A certificate comes with its key, and both are files."""
+    serve = context.config.serve
+    if (serve.tls_cert is None) != (serve.tls_key is None):
+        key = "serve.tls_key" if serve.tls_key is None else "serve.tls_cert"
+        yield Finding(key, "is missing: TLS takes a certificate and its key", "give both, or neither")
+    for key, path in (("serve.tls_cert", serve.tls_cert), ("serve.tls_key", serve.tls_key)):
+        if path is not None and what_is(path) != "file":
+            yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
+    if serve.tls_cert is not None and "gr00t" in serve.protocols:
+        message = "a protocol over ZMQ has no TLS"
+        yield Finding("serve.tls_cert", message, "serve it in a process of its own", others=("serve.protocols",))
+
+
+@rule("serve.token")
+def token_is_a_secret(context: Context) -> Iterator[Finding]:
+    """A token that is given can't be guessed, and can stand in a header."""
+    token = context.config.serve.token
+    if token not in ("auto", "none") and (len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable()):
+        message = f"it has {len(token)} characters, or some that are not printable ASCII"
+        yield Finding("serve.token", message, f"take {LEAST_TOKEN} or more, or auto", f"auto, none, or {LEAST_TOKEN}+")
+
+
+@note("serve.host", "serve.token", "serve.tls_cert")
+def served_to_other_machines(context: Context) -> Iterator[Finding]:
+    """What others can do or read where the server listens beyond this machine."""
+    serve = context.config.serve
+    if not _serving(context) or is_loopback(serve.host):
+        return
+    if serve.token == "none":
+        message = f"is none, and {serve.host} can be reached from other machines: all of them may ask the policy"
+        yield Finding("serve.token", message, "leave it at auto", others=("serve.host",))
+    elif serve.tls_cert is None:
+        message = f"'{serve.host}' can be reached from other machines, and the token travels unencrypted"
+        yield Finding("serve.host", message, "set serve.tls_cert and serve.tls_key, or tunnel the port through SSH")

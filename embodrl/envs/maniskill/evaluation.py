@@ -1,0 +1,95 @@
+"""Reward and success of several scenes of one task, by ManiSkill's own code, as one batch.
+
+On a CPU every scene is a ManiSkill environment of one row, and its reward some fifty torch operations on single rows.
+The code of the tasks is written for batches: it runs here on a view whose attributes are those of all scenes, joined.
+No operation of it mixes rows, so that each row is bit-identical to what the scene alone gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+from embodrl.envs.maniskill.types import BaseEnv, Tensor
+
+
+def evaluate(envs: Sequence[BaseEnv], actions: object) -> tuple[Tensor, Tensor]:
+    """Return the normalised dense reward ``float32[N]`` and success ``bool[N]`` of the present states.
+
+    Args:
+        envs: ManiSkill environments of one task with N rows together.
+        actions: ``float32[N,A]``, what was executed, or None.
+    """
+    env = envs[0] if len(envs) == 1 else SceneView(envs, joins_code=True)
+    info = env.get_info()
+    return env.compute_normalized_dense_reward(obs={}, action=actions, info=info), info["success"]
+
+
+class SceneView:
+    """The same object of several scenes, read as if it were one of a scene with all their rows.
+
+    Attributes are read once and kept: a view is for one evaluation. They can't be assigned, so that code which keeps
+    something in its scene fails here and does not lose it.
+
+    Args:
+        members: of each scene.
+        joins_code: methods and properties run once, on the view, and not on each member: for environments and agents,
+            which ManiSkill has written for batches; its wrappers of SAPIEN's objects look at the first one on a CPU.
+    """
+
+    def __init__(self, members: Sequence[Any], joins_code: bool) -> None:
+        vars(self).update(_members=members, _joins_code=joins_code)
+
+    def __getattr__(self, name: str) -> Any:
+        first = self._members[0]
+        code = getattr(type(first), name, None)
+        value: object
+        if isinstance(code, property) and (self._joins_code or name == "pose") and code.fget is not None:
+            value = code.fget(self)
+        elif isinstance(code, FunctionType) and self._joins_code and name not in vars(first):
+            value = code.__get__(self)
+        else:
+            values = [getattr(member, name) for member in self._members]
+            value = [one for each in values for one in each] if name == "_objs" else join(values)
+        vars(self)[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a view of scenes can't keep {name}: evaluate the scenes one by one")
+
+
+def join(values: Sequence[Any]) -> Any:
+    """Return the values of all scenes as one: rows one below the other, and constants, which are alike, once."""
+    from mani_skill.agents.base_agent import BaseAgent
+    from mani_skill.utils.structs import BaseStruct, Pose
+
+    torch, first = import_module("torch"), values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values) if first.ndim and len(first) == 1 else first
+    if isinstance(first, Pose):
+        return Pose(torch.cat([pose.raw_pose for pose in values]))
+    if isinstance(first, BaseAgent):
+        return SceneView(values, joins_code=True)
+    if isinstance(first, BaseStruct):
+        return SceneView(values, joins_code=False)
+    if isinstance(first, list):
+        return [join(each) for each in zip(*values, strict=True)]
+    return _call_each(values) if callable(first) else first
+
+
+def _call_each(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        return join(
+            [
+                function(*(_of(argument, index) for argument in arguments), **options)
+                for index, function in enumerate(functions)
+            ]
+        )
+
+    return call
+
+
+def _of(argument: Any, index: int) -> Any:
+    return argument._members[index] if isinstance(argument, SceneView) else argument

@@ -1,0 +1,96 @@
+"""A policy behind a server: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.schema import GrootKeysConfig, ModelConfig, PositiveFloat
+from embodrl.specs import ModelSpec
+
+SCHEMES = ("ws", "wss", "http", "https", "tcp", "zmq")
+TOKEN_VARIABLE = "EMBODRL_TOKEN"
+
+
+class RemoteConfig(ModelConfig):
+    """A policy that acts elsewhere."""
+
+    url: str | None = Field(
+        default=None,
+        description="of the server: ws:// or wss:// of openpi, tcp:// or zmq:// of GR00T, http:// or https:// of"
+        " `embodrl serve protocol=http`; its token stands in the environment variable EMBODRL_TOKEN",
+    )
+    keys: GrootKeysConfig = Field(
+        default=GrootKeysConfig(),
+        description="keys of pictures, state and instruction, and the parts of GR00T's actions; what is empty is asked"
+        " of the server, which openpi's own does not tell",
+    )
+    answer_timeout_s: PositiveFloat = Field(default=60.0, description="for the connection, and for each answer")
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("model.model_type", "model.url")
+def remote_policy_has_a_url(context: Context) -> Iterator[Finding]:
+    """The server's address is that of a protocol that has a client here."""
+    url = context.model(RemoteConfig).url
+    allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in SCHEMES)
+    if url is None:
+        yield Finding("model.url", "no server is named", "give the URL of a policy server", allowed)
+        return
+    try:
+        parts = urlsplit(url)
+        complete = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port is not None
+    except ValueError:
+        complete = False
+    if not complete:
+        yield Finding("model.url", f"'{url}' is no URL of a policy server", "give scheme, host and port", allowed)
+
+
+def _no_gradients(key: str) -> Finding:
+    return Finding(
+        "model.model_type",
+        "a policy behind a server has no gradients here: it can't be trained or fine-tuned",
+        "use it with `embodrl eval`",
+        "a family of embodrl",
+        others=(key,),
+    )
+
+
+@RULES.rule("model.model_type", "algorithm.loss_type")
+def remote_policy_is_not_trained(context: Context) -> Iterator[Finding]:
+    """Its weights are on the server."""
+    yield _no_gradients("algorithm.loss_type")  # which `eval` does not read
+
+
+@RULES.rule("model.model_type", "sft.max_steps")
+def remote_policy_is_not_fine_tuned(context: Context) -> Iterator[Finding]:
+    """The same for imitation."""
+    yield _no_gradients("sft.max_steps")
+
+
+@RULES.rule("model.model_type", "model.model_path", "model.stats_path", "model.unnorm_key", "model.lora_path")
+def remote_policy_has_its_own_weights(context: Context) -> Iterator[Finding]:
+    """Weights and statistics are the server's."""
+    for name in ("model_path", "stats_path", "unnorm_key", "lora_path"):
+        if getattr(context.config.model, name) is not None:
+            message = "has no effect on a policy behind a server"
+            yield Finding(f"model.{name}", message, "remove it", "null", others=("model.model_type",))
+
+
+SPEC = ModelSpec(
+    name="remote",
+    target="embodrl.models.remote.policy:build_remote",
+    description="a policy behind a server of openpi, GR00T or `embodrl serve`, for eval only",
+    settings=RemoteConfig,
+    rules=(RULES,),
+    value_head=False,
+    sizes="as the server has it",
+    actions="as the server has it",
+    checkpoint="the server's",
+    rl="none: no gradients",
+)

@@ -1,0 +1,60 @@
+"""Reading values out of metrics rows and nested settings, for pages about one run or several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeGuard
+
+from embodrl.reporting.metrics_file import Row
+
+
+def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
+    """Return (iteration, value) of a metric where it is a finite number."""
+    return [(row["iteration"], float(row[name])) for row in rows if is_number(row.get(name))]
+
+
+def elapsed_s(rows: Sequence[Row]) -> list[float]:
+    """Return the wall seconds since the start, at the end of each iteration."""
+    if all(is_number(row.get("time/elapsed_s")) for row in rows):
+        return [float(row["time/elapsed_s"]) for row in rows]
+    return list(accumulate(float(row.get("time/total_s") or 0.0) for row in rows))
+
+
+def task_names(rows: Sequence[Row], prefix: str) -> list[str]:
+    """Return the tasks whose success the rows have, in order; ``prefix`` is ``eval`` or ``rollout``."""
+    return list(
+        dict.fromkeys(
+            key.removeprefix(f"{prefix}/").removesuffix("/success_rate")
+            for row in rows
+            for key in row
+            if key.startswith(f"{prefix}/") and key.endswith("/success_rate") and key.count("/") > 1
+        )
+    )
+
+
+def lookup(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value at a dotted key, list positions included; None if there is none."""
+    node: Any = config
+    for part in key.split("."):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, Mapping) and part in node:
+            node = node[part]
+        else:
+            return None
+    return node
+
+
+def setting_text(value: object) -> str:
+    """Return a setting's value as text."""
+    render: Callable[[object], str] = str
+    if value is None:
+        return "null"
+    return ", ".join(map(render, value)) if isinstance(value, list) else render(value)
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return whether a value is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,223 @@
+"""The model behind all protocols: requests of every connection, answered in batches by one thread.
+
+The event loop never computes. While a batch is computed, requests gather for the next one. A free model waits for more
+of them for at most ``serve.max_wait_ms``, and not at all once every client of the last second has asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.config.schema import ServeConfig
+from embodrl.errors import EmbodrlError, ServingError
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.batching import BatchPump, Request
+from embodrl.serving.metrics import Metrics
+from embodrl.types import Observation, PolicyOutput
+
+logger = logging.getLogger(__name__)
+
+ACTIVE_S = 1.0
+"""A client that has asked within that time may ask again soon."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The answer to an observation.
+
+    Attributes:
+        actions: ``float32[C,A]`` in environment units.
+        version: number of updates behind the weights that chose them.
+        batch_size: observations in the batch.
+        infer_ms: milliseconds that the batch took to compute.
+        total_ms: milliseconds from the request's arrival to the answer.
+    """
+
+    actions: NDArray[np.float32]
+    version: int
+    batch_size: int
+    infer_ms: float
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Query:
+    observation: Observation
+    arrived: float
+
+
+class ModelCore(BatchPump[_Query, Chunk]):
+    """Answers observations with chunks of actions. Its methods belong to one event loop.
+
+    Args:
+        engine: with the policy; its weights may be updated from any thread, between two batches.
+        settings: section ``serve``.
+    """
+
+    def __init__(self, engine: RolloutEngine, settings: ServeConfig) -> None:
+        super().__init__("policy")
+        self.engine, self.settings = engine, settings
+        self.metrics = Metrics()
+        self._active: OrderedDict[object, float] = OrderedDict()
+        self._arrival = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._in_flight = 0
+        self.is_stopping = False
+
+    @property
+    def version(self) -> int:
+        """Number of updates behind the weights."""
+        return self.engine.version
+
+    @property
+    def is_paused(self) -> bool:
+        """Requests wait until ``resume``."""
+        return not self._running.is_set()
+
+    def pause(self) -> None:
+        """Let requests wait; the batch under way is completed."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Answer again."""
+        self._running.set()
+
+    def warm_up(self, observation: Observation) -> None:
+        """Compute a batch of one row, so that the first client need not wait for compilers and caches."""
+        try:
+            self.engine.act_greedily(observation)
+        except EmbodrlError as error:  # a made-up observation may lack the state that the policy reads
+            logger.warning("the policy could not be warmed up: %s", error.message)
+
+    async def act(self, observation: Observation, client: object, protocol: str) -> Chunk:
+        """Return the most probable actions for an observation ``[1]``.
+
+        Args:
+            observation: of one row.
+            client: who asks: a hashable object, the same for all requests of a connection.
+            protocol: for the metrics.
+
+        Raises:
+            ServingError: the server is stopping, or the policy failed.
+            EmbodrlError: the observation does not fit the policy.
+        """
+        if self.is_stopping:
+            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+        arrived = time.perf_counter()
+        self._note(client, arrived)
+        self._in_flight += 1
+        self._idle.clear()
+        self._arrival.set()
+        try:
+            chunk = await self.submit(Request(_Query(observation, arrived)))
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+        total_s = time.perf_counter() - arrived
+        self.metrics.count("requests_total", protocol)
+        self.metrics.took(total_s)
+        return Chunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
+
+    def _note(self, client: object, now: float) -> None:
+        self._active[client] = now
+        self._active.move_to_end(client)
+        while next(iter(self._active.values())) < now - ACTIVE_S:
+            self._active.popitem(last=False)
+
+    def forget(self, client: object) -> None:
+        """Expect no more requests of a client, whose connection has ended."""
+        self._active.pop(client, None)
+
+    async def gather(self, waiting: Sequence[Request[_Query, Chunk]]) -> None:
+        await self._running.wait()
+        deadline = waiting[0].content.arrived + self.settings.max_wait_ms / 1000
+        while len(waiting) < min(self.settings.max_batch_size, len(self._active)):
+            left = deadline - time.perf_counter()
+            if left <= 0 or self.is_stopping:
+                return
+            self._arrival.clear()
+            try:
+                await asyncio.wait_for(self._arrival.wait(), left)
+            except TimeoutError:
+                return
+
+    def choose(self, waiting: list[Request[_Query, Chunk]]) -> list[Request[_Query, Chunk]]:
+        """Return the oldest requests whose pictures and states have the shapes of the oldest one's."""
+
+        def shapes(request: Request[_Query, Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            observation = request.content.observation
+            return observation.images.shape, observation.state.shape
+
+        wanted = shapes(waiting[0])
+        return [request for request in waiting if shapes(request) == wanted][: self.settings.max_batch_size]
+
+    def compute(self, batch: list[_Query]) -> Sequence[Chunk]:
+        clock = time.perf_counter()
+        try:
+            output = self.engine.act_greedily(Observation.concat([query.observation for query in batch]))
+        except Exception:  # one observation may be what the policy can't read: the others are answered
+            if len(batch) == 1:
+                raise
+            return [self._alone(query) for query in batch]
+        return _chunks(output, 1000 * (time.perf_counter() - clock))
+
+    def _alone(self, query: _Query) -> Chunk:
+        # An exception in the place of an answer reaches whom it concerns: see ``Request.settle``.
+        try:
+            return self.compute([query])[0]
+        except Exception as error:  # noqa: BLE001 - the request raises it
+            return error  # pyright: ignore[reportReturnType]
+
+    async def drain(self) -> bool:
+        """Refuse new requests and answer those under way; return whether all were answered in time."""
+        self.is_stopping = True
+        self.resume()
+        self._arrival.set()
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def abandon(self) -> None:
+        """Let ``drain`` end at once."""
+        self._idle.set()
+
+    def figures(self) -> str:
+        """Return all metrics as text."""
+        return self.metrics.text(
+            {
+                "policy_version": self.version,
+                "paused": float(self.is_paused),
+                "in_flight": self._in_flight,
+                "active_clients": len(self._active),
+                "batches_total": self.batches,
+                "batched_requests_total": self.requests,
+                "compute_seconds_total": self.busy_s,
+            }
+        )
+
+
+def _chunks(output: PolicyOutput, infer_ms: float) -> list[Chunk]:
+    rows = len(output.actions)
+    return [Chunk(np.array(output.actions[row]), output.version, rows, infer_ms) for row in range(rows)]
+
+
+def explain(error: Exception) -> str:
+    """Return an error's message for a client: what is wrong and what to do, without the server's paths or stacks."""
+    if isinstance(error, EmbodrlError):
+        return f"{error.message} ({error.hint}) [{error.code}]" if error.hint else f"{error.message} [{error.code}]"
+    logger.error("a request failed", exc_info=error)
+    return f"the policy raised {type(error).__name__}; the server's log has the details [policy-raised]"

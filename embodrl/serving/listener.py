@@ -1,0 +1,257 @@
+"""What protocols have in common: addresses, tokens, and the HTTP and websocket listener."""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
+from embodrl.errors import ServingError
+from embodrl.serving.core import ModelCore
+from embodrl.serving.weights import WeightSource
+from embodrl.types import Observation
+from embodrl.wire.codec import need
+from embodrl.wire.keys import WireMap
+
+OPEN_PATHS = ("/health", "/healthz")
+"""What tells only that the server lives, without a token."""
+CLOSE_S = 1.0
+MB = 1 << 20
+
+
+class Service:
+    """What is served, as the protocols see it.
+
+    Args:
+        core: the model.
+        config: of the policy.
+        token: what clients have to know; None: nothing.
+
+    Attributes:
+        source: of newer weights.
+    """
+
+    def __init__(self, core: ModelCore, config: Config, token: str | None) -> None:
+        self.core, self.config, self.token = core, config, token
+        self.source = WeightSource(core.engine)
+
+    @property
+    def settings(self) -> ServeConfig:
+        """Section ``serve``."""
+        return self.config.serve
+
+    @property
+    def max_bytes(self) -> int:
+        """Of a message."""
+        return self.settings.max_message_mb * MB
+
+    @property
+    def horizon(self) -> int:
+        """Actions of a chunk that are executed where the server hands out one at a time."""
+        return self.settings.execution_horizon or self.config.model.num_action_chunks
+
+    def admits(self, token: object) -> bool:
+        """Tell whether a token is the right one; in constant time."""
+        if self.token is None:
+            return True
+        return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
+
+    def wire_map(self, keys: WireKeysConfig, image: str, state: str, instruction: str) -> WireMap:
+        """Return where an observation is in a message: as configured, else under the protocol's own keys.
+
+        Args:
+            keys: as configured.
+            image: own key of a picture, with ``{}`` for the camera's name.
+            state: own key of the state.
+            instruction: own key of the text.
+        """
+        cameras = self.config.env.cameras
+        images = keys.images[: len(cameras)] or tuple(image.format(camera.name) for camera in cameras)
+        return WireMap(images, keys.state or (state,), keys.instruction or instruction)
+
+    def example(self) -> Observation:
+        """Return a black observation ``[1]`` of the configured cameras, without state."""
+        cameras = self.config.env.cameras
+        height, width = cameras[0].height, cameras[0].width
+        images = np.zeros((1, len(cameras), height, width, 3), np.uint8)
+        return Observation(images, np.zeros((1, 0), np.float32), ["do the task"], np.zeros(1, np.int32))
+
+    def info(self, keys: WireMap) -> dict[str, Any]:
+        """Return what a client may want to know of the policy."""
+        model = self.config.model
+        return {
+            "model": model.model_type,
+            "policy_version": self.core.version,
+            "num_action_chunks": model.num_action_chunks,
+            "action_dim": model.action_dim,
+            "cameras": [camera.name for camera in self.config.env.cameras],
+            "keys": {"images": list(keys.images), "state": list(keys.state), "instruction": keys.instruction},
+        }
+
+
+class Listener(ABC):
+    """A protocol at an address.
+
+    Args:
+        service: what is served.
+
+    Attributes:
+        name: of the protocol.
+        scheme: of its URL.
+    """
+
+    name: str
+    scheme: str
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.core = service, service.core
+
+    @abstractmethod
+    async def start(self, host: str, port: int) -> int:
+        """Listen; return the port.
+
+        Raises:
+            OSError: the address is not available.
+        """
+
+    @abstractmethod
+    async def stop_accepting(self) -> None:
+        """Take no more connections; those that exist stay open."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all connections."""
+
+
+Handler = Callable[[Any], Awaitable[Any]]
+"""From aiohttp's request to its response."""
+
+
+class HttpListener(Listener):
+    """A protocol over HTTP or websockets; it also answers GET /health, /healthz and /metrics.
+
+    A token stands in ``Authorization: Bearer TOKEN`` (or ``Api-Key TOKEN``), or, for clients that can't set headers,
+    in the URL: ``?token=TOKEN``.
+    """
+
+    scheme = "http"
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self.web: Any = need("aiohttp.web")
+        self._connections = 0
+        self._sockets: set[Any] = set()
+        self._runner: Any = None
+        self._site: Any = None
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Return (method, path, handler) of the protocol."""
+        return [("GET", "/", self._websocket)]
+
+    async def converse(self, socket: Any, client: object) -> None:
+        """Talk to a client on a websocket until it leaves."""
+        raise NotImplementedError
+
+    async def start(self, host: str, port: int) -> int:
+        app = self.web.Application(middlewares=[self._middleware()], client_max_size=self.service.max_bytes)
+        own = [("GET", path, self._health) for path in OPEN_PATHS] + [("GET", "/metrics", self._metrics)]
+        for method, path, handler in (*self.routes(), *own):
+            app.router.add_route(method, path, handler)
+        self._runner = self.web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S, handle_signals=False)
+        await self._runner.setup()
+        self._site = self.web.TCPSite(self._runner, host, port, ssl_context=self._tls())
+        await self._site.start()
+        found: int = self._runner.addresses[0][1]
+        return found
+
+    def _tls(self) -> ssl.SSLContext | None:
+        settings = self.service.settings
+        if settings.tls_cert is None or settings.tls_key is None:
+            return None
+        self.scheme += "s"
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(Path(settings.tls_cert).expanduser(), Path(settings.tls_key).expanduser())
+        except (ssl.SSLError, OSError) as error:
+            raise ServingError(
+                f"the certificate can't be used: {error}", "check serve.tls_cert and serve.tls_key", code="server-tls"
+            ) from error
+        return context
+
+    async def stop_accepting(self) -> None:
+        if self._site is not None:
+            await self._site.stop()
+
+    async def close(self) -> None:
+        for socket in list(self._sockets):
+            await socket.close(code=1001, message=b"the server is stopping")
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _middleware(self) -> Any:
+        web = self.web
+
+        @web.middleware
+        async def admit(request: Any, handler: Handler) -> Any:
+            if request.path in OPEN_PATHS:
+                return await handler(request)
+            is_right = self.service.token is not None and self.service.admits(token_of(request))
+            # A page in a browser must not use a server without token on its user's machine.
+            if not is_right and (self.service.token is not None or "Origin" in request.headers):
+                self.core.metrics.count("refused_total", self.name)
+                text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
+                return web.json_response({"error": text, "code": "server-token"}, status=401)
+            if self._connections >= self.service.settings.max_connections:
+                text = f"the server has {self._connections} clients (serve.max_connections)"
+                return web.json_response({"error": text, "code": "server-full"}, status=503)
+            self._connections += 1
+            self.core.metrics.count("connections", self.name)
+            try:
+                return await handler(request)
+            finally:
+                self._connections -= 1
+                self.core.metrics.count("connections", self.name, -1)
+
+        return admit
+
+    async def _health(self, request: Any) -> Any:
+        if self.core.is_stopping:
+            return self.web.json_response({"status": "stopping"}, status=503)
+        if request.path == "/healthz":
+            return self.web.Response(text="OK\n")
+        return self.web.json_response({"status": "ok"})
+
+    async def _metrics(self, request: Any) -> Any:
+        return self.web.Response(text=self.core.figures())
+
+    async def _websocket(self, request: Any) -> Any:
+        # No pings: a client in the midst of a long reset does not answer them. TCP notices hosts that are gone.
+        socket = self.web.WebSocketResponse(max_msg_size=self.service.max_bytes, compress=False)
+        if not socket.can_prepare(request):
+            text = f"this is the websocket of the protocol {self.name}"
+            return self.web.json_response({"error": text, "code": "server-websocket"}, status=426)
+        await socket.prepare(request)
+        self._sockets.add(socket)
+        try:
+            await self.converse(socket, id(socket))
+        except ConnectionResetError:  # it left while it was answered
+            pass
+        finally:
+            self._sockets.discard(socket)
+            self.core.forget(id(socket))
+        return socket
+
+
+def token_of(request: Any) -> str | None:
+    """Return the token of an HTTP request; None if it has none."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    if scheme.lower() in ("bearer", "api-key"):
+        return token.strip()
+    found: str | None = request.query.get("token")
+    return found

@@ -1,0 +1,129 @@
+"""The life of a policy server: listen, say so, and on a signal answer what is under way and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from embodrl.config.schema import Config, ServeConfig
+from embodrl.errors import ServingError
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.names import import_object
+from embodrl.serving.core import ModelCore
+from embodrl.serving.listener import Listener, Service
+from embodrl.serving.weights import WeightFollower
+
+logger = logging.getLogger(__name__)
+
+LISTENERS: Mapping[str, str] = {
+    "openpi": "embodrl.serving.openpi:OpenpiListener",
+    "vla_eval": "embodrl.serving.vla_eval:VlaEvalListener",
+    "gr00t": "embodrl.serving.gr00t:GrootListener",
+    "act": "embodrl.serving.act:ActListener",
+    "http": "embodrl.serving.api:ApiListener",
+}
+"""Protocol -> where its listener is."""
+
+
+class PolicyServer:
+    """One policy under all configured protocols.
+
+    Args:
+        engine: of the policy.
+        config: of the policy, with the section ``serve``.
+        weights_dir: where newer versions of the weights will appear; None if none are expected.
+        say: gets a line when it listens, and when it stops.
+
+    Raises:
+        MissingDependencyError: a protocol's library is not installed.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, config: Config, weights_dir: Path | None, say: Callable[[str], None]
+    ) -> None:
+        self.config, self.say = config, say
+        self.core = ModelCore(engine, config.serve)
+        self.service = Service(self.core, config, token_of(config.serve))
+        self.listeners: list[Listener] = [
+            import_object(LISTENERS[name])(self.service) for name in config.serve.protocols
+        ]
+        self._follower = None if weights_dir is None else WeightFollower(self.service.source, weights_dir)
+        self._stop = asyncio.Event()
+        self.signal = 0
+
+    async def run(self, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
+        """Serve until a signal or ``stop``; return the exit code: 0 unless requests were left unanswered.
+
+        Args:
+            on_ready: called with the URL of each protocol.
+
+        Raises:
+            ServingError: an address is not available.
+        """
+        loop = asyncio.get_running_loop()
+        self.core.warm_up(self.service.example())
+        try:
+            urls = await self._listen()
+            if self._follower is not None:
+                self._follower.start()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop, number)
+            for name, url in urls.items():
+                self.say(f"listening: {name} at {url}")
+            if self.config.serve.token == "auto":
+                self.say(f"token: {self.service.token}")
+            self.say("ready")
+            if on_ready is not None:
+                on_ready(urls)
+            await self._stop.wait()
+            return await self._end()
+        finally:
+            for listener in self.listeners:
+                await listener.close()
+            if self._follower is not None and self._follower.is_alive():
+                await asyncio.to_thread(self._follower.stop)
+            self.core.close()
+
+    def stop(self, number: int = 0) -> None:
+        """Begin to stop; a second signal does not wait for requests."""
+        if self._stop.is_set():
+            self.core.abandon()
+        self.signal = self.signal or number
+        self._stop.set()
+
+    async def _listen(self) -> dict[str, str]:
+        serve, urls = self.config.serve, dict[str, str]()
+        for number, listener in enumerate(self.listeners):
+            port = serve.port + number if serve.port else 0
+            try:
+                found = await listener.start(serve.host, port)
+            except OSError as error:
+                raise ServingError(
+                    f"{listener.name} can't listen at {serve.host}:{port}: {error.strerror or error}",
+                    "choose another serve.port (0 takes a free one), or end what listens there",
+                    code="server-address",
+                ) from error
+            host = f"[{serve.host}]" if ":" in serve.host else serve.host
+            urls[listener.name] = f"{listener.scheme}://{host}:{found}"
+        return urls
+
+    async def _end(self) -> int:
+        self.say("stopping: answering what is under way")
+        for listener in self.listeners:
+            await listener.stop_accepting()
+        if await self.core.drain():
+            return 0
+        limit = self.config.serve.drain_timeout_s
+        logger.error("requests were left unanswered after %g s (serve.drain_timeout_s)", limit)
+        return 1
+
+
+def token_of(settings: ServeConfig) -> str | None:
+    """Return what clients have to know; None: nothing."""
+    if settings.token == "none":
+        return None
+    return secrets.token_urlsafe(24) if settings.token == "auto" else settings.token

@@ -1,0 +1,96 @@
+"""vla-evaluation-harness's websocket protocol: hello, episodes, and one action for every observation.
+
+Source: github.com/allenai/vla-evaluation-harness, src/vla_eval/protocol and model_servers/serve.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from embodrl import __version__
+from embodrl.errors import WireError
+from embodrl.serving.core import explain
+from embodrl.serving.listener import HttpListener, Service
+from embodrl.serving.session import Session
+from embodrl.wire.codec import pack, unpack, vla_eval_default, vla_eval_envelope
+
+PROTOCOL_VERSION = 1
+FIELDS = ("type", "payload", "seq", "timestamp")
+
+
+class VlaEvalListener(HttpListener):
+    """Answers hello, and each observation with the next action of the connection's chunk, under the same ``seq``."""
+
+    name = "vla_eval"
+    scheme = "ws"
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        settings = service.settings.vla_eval
+        self.keys = service.wire_map(settings, "images.{}", "states", "task_description")
+        self.observation_params = dict(settings.observation_params)
+
+    async def converse(self, socket: Any, client: object) -> None:
+        session = Session(self.core, client, self.name, self.service.horizon)
+        async for frame in socket:
+            if frame.type not in (self.web.WSMsgType.BINARY, self.web.WSMsgType.TEXT):
+                break
+            sequence = 0
+            try:
+                message = await asyncio.to_thread(_message, frame.data)  # pictures are decompressed there
+                sequence = message["seq"]
+                reply = await self._answer(message, session)
+            except Exception as error:  # noqa: BLE001 - reported to the client; the connection stays open
+                self.core.metrics.count("errors_total", self.name)
+                reply = ("error", {"error": explain(error)})
+            if reply is not None:
+                kind, payload = reply
+                content = {"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}
+                await socket.send_bytes(pack(content, vla_eval_default))
+
+    async def _answer(self, message: Mapping[str, Any], session: Session) -> tuple[str, dict[str, Any]] | None:
+        kind = message["type"]
+        if kind == "hello":
+            return "hello", self._hello()
+        if kind == "observation":
+            action, version = await session.next_action(self.keys.observation(message["payload"]))
+            return "action", {"actions": action, "policy_version": version}
+        if kind in ("episode_start", "episode_end"):
+            session.reset()
+        return None  # the client does not expect an answer
+
+    def _hello(self) -> dict[str, Any]:
+        content: dict[str, Any] = {
+            "harness_version": f"embodrl {__version__}",
+            "protocol_version": PROTOCOL_VERSION,
+            "model_server": f"embodrl/{self.service.config.model.model_type}",
+            "policy_version": self.core.version,
+            "capabilities": {},
+        }
+        if self.observation_params:
+            content["observation_params"] = self.observation_params
+        return content
+
+
+def _message(data: bytes | str) -> Mapping[str, Any]:
+    """Return a message with its four fields.
+
+    Raises:
+        WireError: it is none.
+    """
+    hint = "see docs/serving.md for what a message holds"
+    if isinstance(data, str):
+        raise WireError("a text frame came where a message in msgpack was due", hint, code="wire-message")
+    message = unpack(data, vla_eval_envelope)
+    missing = [name for name in FIELDS if not isinstance(message, dict) or name not in message]
+    if missing:
+        raise WireError(f"a message lacks {', '.join(missing)}", hint, code="wire-message")
+    if type(message["seq"]) is not int or message["type"] not in (
+        *("hello", "observation", "action", "episode_start", "episode_end", "error"),
+    ):
+        raise WireError(f"a message has the type {str(message['type'])[:40]!r}", hint, code="wire-message")
+    found: Mapping[str, Any] = message
+    return found

@@ -1,0 +1,104 @@
+"""Newer weights for a policy that is being served: published by a run, or named by a client. See weight_sync/disk.py.
+
+Requests are still answered meanwhile: weights are staged in host memory and replace the old ones between two batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+from embodrl.errors import ServingError, WeightSyncError, WeightVersionError
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.weight_sync.base import SyncReport
+from embodrl.hybrid_engines.weight_sync.buckets import Layout, layout_of
+from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+
+
+class WeightSource:
+    """Directories of versions that the served policy takes weights from; one at a time.
+
+    Args:
+        engine: of the policy.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self._layout: Layout = layout_of(engine.policy)
+        self._lock = threading.Lock()
+        self._receivers: dict[Path, DiskReceiver] = {}
+
+    def take(self, directory: Path) -> SyncReport | None:
+        """Use the newest version of a directory that is marked STABLE.
+
+        Args:
+            directory: with versions as ``v000012/``, as a run with ``rollout.publish_weights=true`` writes them.
+
+        Returns:
+            What was taken; None if there is nothing newer than what was taken from there before.
+
+        Raises:
+            WeightSyncError: it is incomplete, damaged, or of another policy; the weights stay what they were.
+        """
+        with self._lock:
+            receiver = self._receivers.setdefault(directory, DiskReceiver(self.engine, directory, self._layout))
+            try:
+                return receiver.receive()
+            except WeightVersionError:  # the run went back to an older checkpoint: the next look begins with that
+                del self._receivers[directory]
+                raise
+
+
+class WeightFollower(threading.Thread):
+    """Takes every new version of a directory, until it is stopped.
+
+    Args:
+        source: takes them.
+        directory: of the versions; it may appear later.
+    """
+
+    def __init__(self, source: WeightSource, directory: Path) -> None:
+        super().__init__(name="weights", daemon=True)
+        self._source, self._directory = source, directory
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        problem = ""
+        while not self._stopped.is_set():
+            try:
+                report = self._source.take(self._directory)
+                if report is not None:
+                    problem = ""
+                    logger.info("weights of version %d are in use", report.version)
+            except WeightSyncError as error:
+                if error.message != problem:
+                    logger.error("%s", error)
+                problem = error.message
+            self._stopped.wait(LOOK_S)
+
+    def stop(self) -> None:
+        """End after the present look."""
+        self._stopped.set()
+        self.join()
+
+
+def stable_directory(text: object) -> Path:
+    """Return the directory of versions that a client names: it, or one version in it.
+
+    Raises:
+        ServingError: it is not the absolute path of a directory.
+    """
+    hint = 'send {"directory": DIR}, an absolute path on the server, with v000012/STABLE in it'
+    if not isinstance(text, str) or not text.startswith("/"):
+        raise ServingError("no directory of weights is named", hint, code="server-weights")
+    path = Path(text)
+    if (path / "STABLE").is_file():
+        path = path.parent
+    if not path.is_dir():
+        raise ServingError(f"there is no directory {text[:200]}", hint, code="server-weights")
+    return path

@@ -1,0 +1,48 @@
+"""A sweep of real runs that is killed and continued."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from runs import TINY, embodrl, metrics, start
+
+from embodrl.errors import OutputError
+from embodrl.runs.lock import run_lock
+
+pytestmark = pytest.mark.long
+WAIT_S = 120.0
+
+
+def is_free(run: Path) -> bool:
+    try:
+        with run_lock(run):
+            return True
+    except OutputError:
+        return False
+
+
+def test_a_killed_sweep_leaves_no_run_behind_and_is_resumed(tmp_path: Path) -> None:
+    config, directory, alone = tmp_path / "tiny.yaml", tmp_path / "sweep", tmp_path / "alone"
+    config.write_text(TINY)
+    sweep = start("sweep", "--config", config, "runner.seed=0,1", "runner.max_iterations=4", "--output", directory)
+    first = directory / "seed-0"
+    deadline = time.monotonic() + WAIT_S
+    while not (first / "metrics.jsonl").is_file() or not metrics(first):
+        assert sweep.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.communicate()
+    while not is_free(first):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    resumed = embodrl("resume", directory)
+    assert resumed.code == 0, resumed.stderr
+    assert "seed-1: finished" in resumed.stdout
+    assert embodrl("train", "--config", config, f"runner.output_dir={alone}").code == 0
+    assert metrics(first) == metrics(alone)
+    found = json.loads(embodrl("compare", directory, "--json").stdout)
+    assert [run["status"] for run in found["runs"]] == ["finished", "finished"]
+    assert embodrl("resume", directory, "runner.seed=3").code == 2

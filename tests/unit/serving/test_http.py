@@ -1,0 +1,153 @@
+"""Protocols over plain HTTP: POST /act in both dialects, and embodrl's own API."""
+
+import asyncio
+import base64
+import json
+import re
+
+import numpy as np
+import pytest
+from served import TOKEN, raw, served, wanted
+
+from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.wire.codec import unpack
+
+aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
+
+
+def picture(pixel: int) -> dict:
+    return {"__numpy__": base64.b64encode(bytes([pixel]) * 12).decode(), "dtype": "|u1", "shape": [2, 2, 3]}
+
+
+def array(content: dict) -> np.ndarray:
+    assert content.keys() == {"__numpy__", "dtype", "shape"}
+    return np.frombuffer(base64.b64decode(content["__numpy__"]), content["dtype"]).reshape(content["shape"])
+
+
+def talk(protocol: str, test, **settings):
+    async def run():
+        async with served(protocol, **settings) as server:
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            async with aiohttp.ClientSession(server.urls[protocol], headers=headers) as session:
+
+                async def post(path, content, **more):
+                    text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+                    async with session.post(path, data=text, **more) as answer:
+                        body = await answer.read()
+                        is_json = answer.content_type == "application/json"
+                        return answer.status, json.loads(body) if is_json else body, answer.headers
+
+                await asyncio.wait_for(test(server, session, post), 30)
+
+    asyncio.run(run())
+
+
+def test_openvla_gets_one_action_and_oft_the_chunk():
+    async def test(server, session, post):
+        status, found, headers = await post("/act", {"image": picture(9), "instruction": "push", "unnorm_key": "x"})
+        assert status == 200 and (array(found) == wanted(9, "push")[0]).all()
+        assert headers["X-Policy-Version"] == "0"
+        status, found, _ = await post("/act", {"full_image": picture(9), "instruction": "push"})
+        assert status == 200 and (np.stack([array(each) for each in found]) == wanted(9, "push")).all()
+        double = {"encoded": json.dumps({"image": picture(9), "instruction": "push"})}
+        status, text, _ = await post("/act", double)
+        assert isinstance(text, str) and (array(json.loads(text)) == wanted(9, "push")[0]).all()
+
+    talk("act", test)
+
+
+def test_act_says_what_is_wrong():
+    async def test(server, session, post):
+        cases = {
+            "": "wire-message",
+            "[1]": "wire-observation",
+            json.dumps({"full_image": picture(1)}): "wire-observation",
+            json.dumps({"full_image": picture(1) | {"dtype": "|O"}, "instruction": ""}): "wire-array",
+            json.dumps({"encoded": "{"}): "wire-message",
+        }
+        for body, code in cases.items():
+            status, found, _ = await post("/act", body)
+            assert status == 422 and code in found["error"]
+        status, found, _ = await post("/act", {"full_image": picture(1), "instruction": "fail"})
+        assert status == 500 and "secret" not in found["error"]
+        async with session.post("/act", data=b"x" * (2**20 + 1)) as answer:
+            assert answer.status in (413, 422)
+        assert (await post("/act", {"image": picture(1), "instruction": ""}))[0] == 200
+
+    talk("act", test, max_message_mb=1)
+
+
+def test_own_api_acts_in_json_and_msgpack():
+    async def test(server, session, post):
+        seen = {"images": {"base_camera": picture(9)}, "instruction": "push"}
+        status, found, headers = await post("/act", {"observation": seen})
+        assert status == 200 and (array(found["actions"]) == wanted(9, "push")).all()
+        assert found["timing"]["batch_size"] == 1 and headers["X-Policy-Version"] == "0"
+        image = {b"__ndarray__": True, b"data": bytes([9]) * 12, b"dtype": "|u1", b"shape": [2, 2, 3]}
+        body = raw({"observation": {"images.base_camera": image, "instruction": "push"}})
+        status, found, _ = await post("/act", body, headers={"Content-Type": "application/msgpack"})
+        assert unpack(found, lambda content: content)["actions"][b"data"] == wanted(9, "push").tobytes()
+        for name, step in (("a", 0), ("a", 1), ("b", 0), ("a", 2)):
+            _, found, _ = await post("/act", {"observation": seen, "session": name})
+            assert (array(found["actions"]) == wanted(9, "push")[step : step + 1]).all()
+        assert (await post("/reset", {"session": "a"}))[0] == 200
+        _, found, _ = await post("/act", {"observation": seen, "session": "a"})
+        assert (array(found["actions"]) == wanted(9, "push")[:1]).all()
+        for wrong in ({"observation": seen, "session": ""}, {"observation": seen, "session": 3}, {"observation": 3}):
+            assert (await post("/act", wrong))[0] == 422
+
+    talk("http", test)
+
+
+def test_own_api_tells_of_itself():
+    async def test(server, session, post):
+        async with session.get("/info") as answer:
+            info = await answer.json()
+        assert (info["model"], info["num_action_chunks"], info["action_dim"]) == ("openvla", 5, 7)
+        assert info["keys"] == {"images": ["images.base_camera"], "state": ["state"], "instruction": "instruction"}
+        async with session.get("/openapi.json") as answer:
+            paths = (await answer.json())["paths"]
+        routes = {route.resource.canonical for route in server.server.listeners[0]._runner.app.router.routes()}
+        assert set(paths) == routes - {"/healthz", "/openapi.json"}
+        refs = set(re.findall(r"#/components/schemas/(\w+)", json.dumps(paths)))
+        assert refs == {"Array", "Error"}
+
+    talk("http", test)
+
+
+def test_weights_are_taken_from_a_directory_marked_stable(tmp_path):
+    async def test(server, session, post):
+        seen = {"observation": {"images": {"base_camera": picture(9)}, "instruction": "push"}}
+        for wrong in (
+            {},
+            {"directory": "relative"},
+            {"directory": str(tmp_path / "none")},
+            {"directory": str(tmp_path)},
+        ):
+            status, found, _ = await post("/weights", wrong)
+            assert status == 422 and "server-weights" in found["error"]
+        weights = {name: tensor.clone() for name, tensor in server.policy.named_parameters()}
+        weights["offset"] += 3
+        DiskSender(tmp_path).send(weights.items(), 12)
+        status, found, headers = await post("/weights", {"directory": str(tmp_path / "v000012")})
+        assert status == 200 and found["policy_version"] == 12 and headers["X-Policy-Version"] == "12"
+        _, found, _ = await post("/act", seen)
+        assert (array(found["actions"]) == wanted(9, "push", offset=3)).all() and found["policy_version"] == 12
+        DiskSender(tmp_path).send([("another", weights["offset"])], 13)
+        status, found, _ = await post("/weights", {"directory": str(tmp_path)})
+        assert status == 422 and "weight-layout" in found["error"] and server.core.version == 12
+
+    talk("http", test)
+
+
+def test_pause_and_resume():
+    async def test(server, session, post):
+        assert (await post("/pause", {}))[1]["paused"] is True
+        asked = asyncio.create_task(post("/act", {"images.base_camera": picture(9), "instruction": "push"}))
+        while not server.core._in_flight:
+            await asyncio.sleep(0.001)
+        assert not server.policy.batches
+        assert (await post("/resume", {}))[1]["paused"] is False
+        assert (await asked)[0] == 200
+
+    talk("http", test)
