@@ -1,7 +1,7 @@
 """Llama's decoder with the parameter names of transformers' LlamaForCausalLM.
 
-Not that class itself: it computes the last layer's outputs of tokens that nobody reads, and takes many passes over
-activations that leave the cache of a core; at width 128 forward and backward take twice as long. Results are the same
+Not that class itself: it computes the last layer for every token, used or not, and makes many passes over activations
+larger than the cache of a core; at width 128 forward and backward take twice as long. Results are the same
 but for rounding (tested).
 
 Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D hidden size,
