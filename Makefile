@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs warm-start clean
+.PHONY: bench-check help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -31,6 +31,9 @@ test: setup ## run the tests, but for the long ones (8 minutes on two cores)
 
 test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
 	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
+
+bench-check: setup ## compare ratios of processor time with those recorded on this kind of processor (half a minute)
+	@OMP_NUM_THREADS=1 $(BIN)/embodrl bench all --against benchmarks/results/ratios.jsonl
 
 # Workers and simulators start as users start them, not forked from a process that has their imports.
 test-all: setup ## run every test, the long ones as well (an hour and more)

@@ -27,7 +27,10 @@ DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
 
 REWARD_MODES = ("dense_delta", "potential", "dense", "sparse")
 """Values of ``env.reward_mode``."""
-READABLE = ("cameras", "image_size", "reward_mode", "success_bonus", "render_detail", "action_dim", "video")
+READABLE = (
+    *("cameras", "image_size", "include_images", "state", "reward_mode", "success_bonus", "render_detail"),
+    *("action_dim", "video"),
+)
 """Common settings that only some VectorEnv classes take as constructor arguments."""
 
 
@@ -201,15 +204,17 @@ class ModelSpec(Spec):
     Attributes:
         settings: the class of the section ``model``, derived from ``ModelConfig``, or ``module:Class``; None adds
             nothing.
-        kind: ``tokens`` (action bins), ``sequence`` (tokens of a whole chunk), ``flow`` (flow matching) or "" (any
-            other).
+        kind: ``tokens`` (action bins), ``sequence`` (tokens of a whole chunk), ``flow`` (flow matching), ``gaussian``
+            (no language) or "" (any other).
         value_head: it has one, which actor-critic losses need.
         value_inputs: values of ``model.value_head.input`` that it has; None: not checked.
         trainable: values of ``model.trainable`` that it has; None: not checked.
         uses_state: it reads the robot's state; the name of a setting where that decides; None: unknown.
+        uses_images: it reads the pictures; the name of a setting where that decides.
         max_cameras: pictures that it takes; None for no limit.
         num_bins: of an action token.
         autoregressive: it decodes one action token after the other, as vLLM does.
+        off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation.
@@ -226,9 +231,11 @@ class ModelSpec(Spec):
     value_inputs: tuple[str, ...] | None = None
     trainable: tuple[str, ...] | None = None
     uses_state: bool | str | None = None
+    uses_images: bool | str = True
     max_cameras: int | None = None
     num_bins: int | None = None
     autoregressive: bool = False
+    off_policy: bool = False
     tensor_parallel: bool = False
     builtin_warm_start: bool = False
     parity: str = ""
@@ -240,7 +247,7 @@ class ModelSpec(Spec):
     rl: str = ""
 
     COUNTS = ("max_cameras", "num_bins")
-    FLAGS = ("value_head", "autoregressive", "tensor_parallel", "builtin_warm_start")
+    FLAGS = ("value_head", "autoregressive", "off_policy", "tensor_parallel", "builtin_warm_start")
     NAMES = ("value_inputs", "trainable")
 
 
@@ -251,12 +258,14 @@ class FunctionSpec(Entry):
     Attributes:
         needs_values: it works with the values of a critic.
         needs_groups: it compares episodes of a group.
+        off_policy: it learns from a replay buffer, by critics of its own; of an estimator: there are no advantages.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for built-in ones.
     """
 
     needs_values: bool = False
     needs_groups: bool = False
+    off_policy: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
 
@@ -405,6 +414,7 @@ MODELS = Registry(
         "gr00t_n1_6": "embodrl.models.gr00t.spec:N1_6",
         "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
+        "gaussian": "embodrl.models.gaussian.spec:SPEC",
         "lerobot": "embodrl.models.lerobot.spec:SPEC",
         "remote": "embodrl.models.remote.spec:SPEC",
     },
@@ -413,12 +423,12 @@ MODELS = Registry(
 
 ADVANTAGES = FunctionRegistry(
     "advantage estimator",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("gae", "grpo", "rloo", "reinforce_pp")},
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("gae", "grpo", "rloo", "reinforce_pp", "none")},
     "embodrl.algorithms.spec:ESTIMATOR_ARGUMENTS",
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor")},
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac")},
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )
 PIPELINES = Registry(
@@ -426,7 +436,7 @@ PIPELINES = Registry(
     PipelineSpec,
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in ("srpo", "dapo", "cpgd", "gspo", "ppo", "grpo", "rloo", "reinforce_pp")
+        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "ppo", "grpo", "rloo", "reinforce_pp")
     },
 )
 

@@ -7,7 +7,7 @@ S reward steps (T at chunk level, T*C at action level).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -331,3 +331,16 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
                 code="advantage-result",
             )
     return estimate
+
+
+def no_advantages(rewards: Tensor) -> NoReturn:
+    """Refuse: an off-policy loss takes its values from critics of its own.
+
+    Raises:
+        EmbodrlError: always; the pipeline of such a loss has no node that asks.
+    """
+    raise EmbodrlError(
+        "algorithm.adv_type is none: there are no advantages",
+        "leave the node 'advantage' out of the pipeline, or choose an estimator",
+        code="advantages-none",
+    )

@@ -62,3 +62,17 @@ ACTOR_CRITIC = FunctionSpec(
 ACTOR = FunctionSpec(
     name="actor", target="embodrl.algorithms.losses:actor_loss", description="PPO clip without a critic"
 )
+
+NONE = FunctionSpec(
+    name="none",
+    target="embodrl.algorithms.advantages:no_advantages",
+    description="no advantages: for losses that learn from a replay buffer",
+    off_policy=True,
+    ignores=("gae_lambda",),
+)
+SAC = FunctionSpec(
+    name="sac",
+    target="embodrl.algorithms.off_policy:sac",
+    description="soft actor-critic on a replay buffer, with demonstrations (RLPD) or without",
+    off_policy=True,
+)

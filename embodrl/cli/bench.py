@@ -28,6 +28,7 @@ class Benchmark(StrEnum):
     envs = "envs"
     weight_sync = "weight-sync"
     rollout_backends = "rollout"
+    ratios = "all"
 
 
 IN_REPOSITORY = {
@@ -50,6 +51,14 @@ def bench(
         ),
     ],
     json: JsonFile = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="of `all`: compare with the last record of this history", show_default=False),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="of `all`: append the record to this history", show_default=False),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Measure this machine against a baseline.
@@ -64,11 +73,16 @@ def bench(
     envs       environment steps per second of every simulator here, against its own vectorisation
     weight-sync  weights from a trainer to a rollout by every kind of sync, against memcpy
     rollout    actions per second of the rollout backends native and vLLM, beside transformers' generate
+    all        the above on one core in half a minute: processor time of the plain way over ours, per case
 
     \b
     Examples:
       embodrl bench transport
       embodrl bench render --json render.json
+      embodrl bench all --against benchmarks/results/ratios.jsonl
+
+    \b
+    Exit codes of `all --against`: 0 as before, 1 a stable ratio has lost more than 10 %.
     """
 
     def action() -> int | None:
@@ -77,7 +91,16 @@ def bench(
             from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
-        return load_benchmark(chosen).main(json)
+        module = load_benchmark(chosen)
+        if chosen is Benchmark.ratios:
+            return module.main(json, against, record)
+        if against is not None or record is not None:
+            raise UsageError(
+                f"--against and --record are of `embodrl bench {Benchmark.ratios}`, not of {chosen}",
+                "leave them out",
+                code="bench-history",
+            )
+        return module.main(json)
 
     execute(action, debug)
 

@@ -18,11 +18,13 @@ from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
+from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
+from embodrl.cli.watch import watch
 
 SIGNALLED = 128
 """Exit codes above it are 128 + the signal that has stopped the command."""
@@ -84,7 +86,9 @@ for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
+add(app, profile)
 add(app, compare)
+add(app, watch)
 add(app, list_names, "list")
 add(app, doctor)
 add(app, bench)

@@ -20,6 +20,40 @@ MAX_MAGNITUDE = 1e9
 HINT = "re-collect the demonstrations, or copy the whole directory once more"
 
 
+EXECUTED, REWARD, TERMINATED = "executed_action", "next.reward", "next.terminated"
+"""Columns of a dataset from which transitions can be made."""
+REWARDS = "rewards"
+"""In what says how a dataset was made: the settings that its rewards follow from."""
+
+
+@dataclass
+class Outcomes:
+    """What the actions of demonstrations led to, which makes them transitions.
+
+    Attributes:
+        executed: ``float32[N,A]``, the actions that were executed, perturbations included.
+        rewards: ``float32[N]``, of each.
+        terminated: ``bool[N]``, the task ended the episode with it.
+    """
+
+    executed: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+
+    def columns(self) -> dict[str, NDArray[np.generic]]:
+        """Return the columns of a dataset."""
+        return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated}
+
+    @classmethod
+    def of(cls, columns: Mapping[str, NDArray[np.generic]]) -> Outcomes | None:
+        """Return what the columns of a dataset hold; None if they are not all there."""
+        if not {EXECUTED, REWARD, TERMINATED} <= columns.keys():
+            return None
+        flags = columns[TERMINATED].reshape(-1).astype(np.bool_)
+        numbers = (columns[EXECUTED].astype(np.float32), columns[REWARD].reshape(-1).astype(np.float32))
+        return cls(*numbers, flags)
+
+
 @dataclass
 class Episode:
     """One demonstration.
@@ -32,6 +66,7 @@ class Episode:
         task: name.
         seed: reset seed.
         success: the task was solved.
+        outcomes: what was executed, and what it led to; None where that is not known.
     """
 
     images: NDArray[np.uint8]
@@ -41,6 +76,7 @@ class Episode:
     task: str
     seed: int
     success: bool
+    outcomes: Outcomes | None = None
 
 
 @dataclass
@@ -57,6 +93,7 @@ class Demos:
         tasks: one per episode.
         seeds: reset seed of each episode in its simulator, None where it is not known.
         success: whether each episode solved its task, None where it is not known.
+        outcomes: of all frames; None if the dataset does not have them.
     """
 
     images: NDArray[np.uint8]
@@ -68,6 +105,7 @@ class Demos:
     tasks: list[str]
     seeds: Sequence[int | None] = ()
     success: Sequence[bool | None] = ()
+    outcomes: Outcomes | None = None
 
     @classmethod
     def of_episodes(
@@ -81,7 +119,7 @@ class Demos:
         """Return episodes that follow each other.
 
         Args:
-            columns: ``images``, ``state`` and ``actions`` of all frames.
+            columns: ``images``, ``state`` and ``actions`` of all frames; and those of ``Outcomes``, if they are known.
             lengths: frames of each episode.
             instructions: one per episode.
             tasks: one per episode.
@@ -99,6 +137,7 @@ class Demos:
             tasks=tasks,
             seeds=[seed for seed, _ in outcomes],
             success=[success for _, success in outcomes],
+            outcomes=Outcomes.of(columns),
         )
 
     def action_chunks(self, frames: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
-from embodrl.data.demos import HINT, MAX_FRAMES, Demos, check_numbers, damaged
+from embodrl.data.demos import EXECUTED, HINT, MAX_FRAMES, REWARD, TERMINATED, Demos, check_numbers, damaged
 from embodrl.data.parquet import MEMORY_FRACTION, Table
 from embodrl.data.video_file import read_video
 from embodrl.errors import EmbodrlError, FileDamagedError
@@ -25,6 +25,8 @@ from embodrl.names import nearest
 from embodrl.storage.integrity import check_checksums
 
 logger = logging.getLogger(__name__)
+
+OUTCOMES = (EXECUTED, REWARD, TERMINATED)
 
 MAX_INDEX = 10**7
 """Of episodes, tasks, files and chunks."""
@@ -336,8 +338,9 @@ class _Loading:
         columns = {name: np.concatenate(parts) for name, parts in vectors.items()}
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
         _warn_outside(self.info.path.with_name("stats.json"), columns)
+        known = {name: columns[name] for name in OUTCOMES if name in columns}
         return Demos.of_episodes(
-            {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION]},
+            {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION], **known},
             self.lengths,
             instructions,
             [episode.task or words for episode, words in zip(self.episodes, instructions, strict=True)],
@@ -347,7 +350,8 @@ class _Loading:
     def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:
         """Return actions and states of each episode, and its instruction; fill in pictures that the rows hold."""
         features = self.info.features
-        sizes = {name: features[name].size for name in (layout.ACTION, layout.STATE) if name in features}
+        names = (layout.ACTION, layout.STATE, *(OUTCOMES if set(OUTCOMES) <= features.keys() else ()))
+        sizes = {name: features[name].size for name in names if name in features}
         pictures = {view: key for view, key in enumerate(self.keys) if features[key].dtype == "image"}
         vectors: dict[str, list[NDArray[np.float32]]] = {name: [] for name in sizes}
         instructions: list[str] = []

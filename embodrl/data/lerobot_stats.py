@@ -14,6 +14,7 @@ QUANTILES = {"q01": 0.01, "q10": 0.10, "q50": 0.50, "q90": 0.90, "q99": 0.99}
 def vector_stats(values: NDArray[np.generic]) -> dict[str, list[float]]:
     """Return min, max, mean, std, count and quantiles of ``[N,D]`` or ``[N]`` (D = 1), as lists of D numbers."""
     table = values.reshape(len(values), -1)
+    table = table.astype(np.int64) if table.dtype == np.bool_ else table  # JSON has no order of true and false
     wide = table.astype(np.float64)
     result: dict[str, list[float]] = {
         "min": table.min(0).tolist(),

@@ -131,6 +131,7 @@ class LeRobotWriter(DatasetWriter):
         columns: dict[str, Array] = {layout.ACTION: episode.actions.astype(np.float32)}
         if episode.state.shape[1]:
             columns[layout.STATE] = episode.state.astype(np.float32)
+        columns |= {} if episode.outcomes is None else episode.outcomes.columns()
         return columns | {
             "timestamp": (frames / self.fps).astype(np.float32),
             "frame_index": frames,
@@ -163,6 +164,11 @@ class LeRobotWriter(DatasetWriter):
         vectors = {layout.STATE: episode.state.shape[1], layout.ACTION: episode.actions.shape[1]}
         features |= {
             name: {"dtype": "float32", "shape": [size], "names": None} for name, size in vectors.items() if size
+        }
+        known = {} if episode.outcomes is None else episode.outcomes.columns()
+        features |= {
+            name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": None}
+            for name, values in known.items()
         }
         return features | {
             name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in layout.COUNTERS.items()

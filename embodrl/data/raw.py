@@ -16,7 +16,17 @@ from safetensors.numpy import load_file
 
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import HINT, MAX_FRAMES, Demos, Episode, check_numbers, damaged
+from embodrl.data.demos import (
+    EXECUTED,
+    HINT,
+    MAX_FRAMES,
+    REWARD,
+    TERMINATED,
+    Demos,
+    Episode,
+    check_numbers,
+    damaged,
+)
 from embodrl.data.facts import RAW_INDEX, check_shard, missing
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, read_fields
@@ -28,6 +38,8 @@ INDEX = RAW_INDEX
 FORMAT = 1
 COLUMNS = {"images": (np.uint8, 5), "state": (np.float32, 2), "actions": (np.float32, 2)}
 """Type and number of axes of each column."""
+OUTCOMES = {EXECUTED: (np.float32, 2), REWARD: (np.float32, 1), TERMINATED: (np.bool_, 1)}
+"""The same of those that not every dataset has."""
 
 
 class RawWriter(DatasetWriter):
@@ -60,6 +72,9 @@ class RawWriter(DatasetWriter):
                 column: torch.from_numpy(np.concatenate([getattr(episode, column) for episode in self._pending]))
                 for column in COLUMNS
             }
+            known = [episode.outcomes.columns() for episode in self._pending if episode.outcomes is not None]
+            if len(known) == len(self._pending):
+                tensors |= {each: torch.from_numpy(np.concatenate([one[each] for one in known])) for each in OUTCOMES}
             write_safetensors(self.staging / name, tensors)
             for episode in self._pending:
                 place = {"shard": name, "start": start, "length": len(episode.actions)}
@@ -111,14 +126,15 @@ def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
     if checked:
         check_checksums(directory, names, complete=True)
     shards = {name: _load_shard(directory / name) for name in names}
-    parts: dict[str, list[Array]] = {column: [] for column in COLUMNS}
+    parts: dict[str, list[Array]] = {column: [] for column in set.intersection(*map(set, shards.values()))}
     for number, entry in enumerate(entries):
         shard, file = shards[entry.shard], directory / entry.shard
         if entry.start + entry.length > len(shard["actions"]):
             raise damaged(file, f"it lacks frames of episode {number}")
-        for column, values in shard.items():
+        for column in parts:
+            values = shard[column]
             parts[column].append(values[entry.start : entry.start + entry.length])
-        for column in ("actions", "state"):
+        for column in {"actions", "state", EXECUTED} & parts.keys():
             check_numbers(file, column, parts[column][-1], number)
     for column, values in parts.items():
         if len({part.shape[1:] for part in values}) > 1:
@@ -171,10 +187,11 @@ def _load_shard(path: Path) -> dict[str, Array]:
     if "actions" not in shard:
         raise damaged(path, "it has no actions")
     shard.setdefault("state", np.zeros((len(shard["actions"]), 0), np.float32))  # collected before there were states
-    for column, (dtype, axes) in COLUMNS.items():
+    present = COLUMNS | (OUTCOMES if OUTCOMES.keys() <= shard.keys() else {})
+    for column, (dtype, axes) in present.items():
         if column not in shard:
             raise damaged(path, f"it has no {column}")
         values = shard[column]
         if values.dtype != dtype or values.ndim != axes or len(values) != len(shard["actions"]):
             raise damaged(path, f"{column} is {values.dtype}{list(values.shape)}, with {len(shard['actions'])} actions")
-    return {column: shard[column] for column in COLUMNS}
+    return {column: shard[column] for column in present}

@@ -68,6 +68,10 @@ class TrajectoryBatch(Batch):
         frames: ``uint8[T,B,H,W,3]``, the first camera's image after the chunk, at the end of an episode if it ends
             there; None unless requested.
         ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
+        actions: ``float32[T,B,C,A]`` in environment units; this and the next two of off-policy runs only.
+        source: ``int8[T,B]``, who chose the chunk: 0 the policy, 1 an expert, 2 a human.
+        final_inputs: a group of columns ``[T,B,...]``, what the policy sees after the chunk where an episode was
+            truncated or the rollout ended there, as ``VLAPolicy.preprocess`` returns it; zeros elsewhere.
         prox_logprobs: ``float32[T,B,C,A]`` under the weights at the start of the update; None where not decoupled.
         meta: scalars about the rollout: ``env_steps``, the simulated steps, including those of dropped episodes.
     """
@@ -88,6 +92,8 @@ class TrajectoryBatch(Batch):
     frames = OptionalColumn()
     ref_logprobs = OptionalColumn()
     prox_logprobs = OptionalColumn()
+    actions = OptionalColumn()
+    source = OptionalColumn()
 
     @classmethod
     def from_rollout(
@@ -97,6 +103,7 @@ class TrajectoryBatch(Batch):
         values: Tensor,
         rewards: Tensor,
         meta: Mapping[str, Any] | None = None,
+        final_inputs: Mapping[str, Tensor] | None = None,
         **columns: Tensor | None,
     ) -> Self:
         """Return the batch of a rollout.
@@ -106,6 +113,7 @@ class TrajectoryBatch(Batch):
             values: ``float32[T+1,B,K]``.
             rewards: ``float32[T,B,C]``.
             meta: about the rollout.
+            final_inputs: tensors ``[T,B,...]``; None leaves them out.
             columns: the other attributes; None leaves one out.
 
         Raises:
@@ -122,6 +130,8 @@ class TrajectoryBatch(Batch):
         given = {name: column for name, column in columns.items() if column is not None}
         batch = cls({"forward_inputs": forward_inputs, "rewards": rewards, **given}, None, meta, rewards.shape[:2])
         batch.values = values
+        if final_inputs is not None:
+            batch["final_inputs"] = final_inputs
         return batch
 
     @property

@@ -14,7 +14,9 @@ from torch import Tensor
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
+from embodrl.data.replay import ReplayStores
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import OffloadReport
 
@@ -60,9 +62,11 @@ class TrainEngine(ABC):
 
     Attributes:
         version: completed updates; also the version of the weights.
+        sections: parts of the state that there always are; ``reference`` may come with them.
     """
 
     version: int
+    sections: tuple[str, ...] = ("policy", "optimizer")
 
     @abstractmethod
     def update(
@@ -87,6 +91,31 @@ class TrainEngine(ABC):
             NonFiniteError: several steps in a row were not finite.
             EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
         """
+
+    def learn(
+        self, stores: ReplayStores, algorithm: AlgorithmConfig, generator: torch.Generator
+    ) -> dict[str, float | None]:
+        """Train on transitions drawn from replay buffers and raise ``version`` by one.
+
+        There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
+
+        Args:
+            stores: what was seen and done.
+            algorithm: its section ``off_policy``, discount and level of rewards.
+            generator: on the CPU; of what is drawn.
+
+        Returns:
+            metrics named ``train/...``.
+
+        Raises:
+            NonFiniteError: several steps in a row were not finite.
+            EmbodrlError: this backend does not learn off-policy.
+        """
+        raise EmbodrlError(
+            f"{type(self).__name__} does not learn from a replay buffer",
+            "set actor.training_backend=native and an off-policy algorithm.loss_type",
+            code="off-policy-engine",
+        )
 
     @abstractmethod
     def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:

@@ -243,3 +243,34 @@ class VLAPolicy(nn.Module, ABC):
             "export it in its public layout (--layout public)",
             code="export-layout",
         )
+
+
+class OffPolicyActor(ABC):
+    """What a policy offers to off-policy algorithms besides ``VLAPolicy``: re-parameterised actions.
+
+    Families whose spec says ``off_policy`` derive from it.
+    """
+
+    @property
+    @abstractmethod
+    def feature_dim(self) -> int:
+        """F: what ``features`` returns."""
+
+    @abstractmethod
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what critics see, ``float32[B,F]``, of what ``preprocess`` returned; with gradients."""
+
+    @abstractmethod
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters behind ``features``, which the loss of the critics trains and the actor's does not."""
+
+    @abstractmethod
+    def sample_chunk(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return actions ``float32[B,C,A]`` in environment units and log-probs of whole chunks ``float32[B]``.
+
+        Both have gradients.
+
+        Args:
+            features: ``float32[B,F]``.
+            noise: standard normal, ``float32[B,C,A]``; the same noise gives the same actions.
+        """

@@ -32,6 +32,7 @@ class SupportedModel(RegisteredName):
     GR00T_N1_6: ClassVar[SupportedModel]
     GR00T_N1_7: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
+    GAUSSIAN: ClassVar[SupportedModel]
     LEROBOT: ClassVar[SupportedModel]
     REMOTE: ClassVar[SupportedModel]
 

@@ -49,6 +49,14 @@ def dapo(config: Config) -> Pipeline:
     return _learn(_sample(_gather(Pipeline("dapo"))), config, "dynamic_sampling")
 
 
+def sac(config: Config) -> Pipeline:
+    """Soft actor-critic: what was gathered goes to the replay buffer, from which the update draws."""
+    pipeline = _gather(Pipeline("sac")).add_node("reward", f"{NODES}:reward", ("rollout",), "reward")
+    pipeline.add_node("store", f"{NODES}:store", ("reward",), "store")
+    pipeline.add_node("train", f"{NODES}:train_off_policy", ("store",), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
 def srpo(config: Config) -> Pipeline:
     """Self-referential policy optimisation: its rewards are those of the reward node, its groups may be sampled."""
     pipeline = _gather(Pipeline("srpo"))
@@ -108,6 +116,12 @@ CPGD = PipelineSpec(
 )
 GSPO = PipelineSpec(
     name="gspo", target=gspo, description="one ratio per chunk", setting=("algorithm.length_normalized_ratio", True)
+)
+SAC = PipelineSpec(
+    name="sac",
+    target=sac,
+    description="a replay buffer and critics of its own",
+    setting=("algorithm.loss_type", "sac"),
 )
 PPO = PipelineSpec(name="ppo", target=ppo, description="a critic and GAE", setting=("algorithm.adv_type", "gae"))
 GRPO = PipelineSpec(

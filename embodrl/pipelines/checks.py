@@ -21,6 +21,7 @@ ROLES: dict[str, str] = {
     "proximal": "log-probs and values of the weights that the update begins with; goes with algorithm.decoupled and"
     " algorithm.recompute_logprobs",
     "advantage": "advantages and returns",
+    "store": "adds episodes to the replay buffer; goes with an off-policy algorithm.loss_type",
     "train": "updates the weights; exactly one",
     "sync": "hands the new weights to the rollout; at least one, after the node that trains",
     "compute": "anything else, and others use what it returns",
@@ -28,6 +29,8 @@ ROLES: dict[str, str] = {
 }
 ENDS = ("train", "sync", "sink")
 """Roles of nodes that no other node has to depend on."""
+CHANGES = ("store", "train")
+"""Roles of nodes that change what the run has learned from and what it has learned: they can't be undone."""
 TAKEN = ("env", "policy", "total", "eval")
 """Names whose times are metrics with another meaning."""
 
@@ -134,8 +137,8 @@ def _check_role(spec: NodeSpec) -> Iterator[PipelineProblem]:
         yield PipelineProblem(
             spec.name, f"retries is {spec.retries!r}", "give a number from 0", code="pipeline-retries"
         )
-    elif spec.retries and spec.role == "train":
-        message = "a further attempt would repeat the optimizer steps that the first has taken"
+    elif spec.retries and spec.role in CHANGES:
+        message = "a further attempt would repeat the optimizer steps, or add the episodes, that the first has"
         yield PipelineProblem(spec.name, message, "set its retries to 0", code="pipeline-retries")
 
 
@@ -246,7 +249,7 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     if train is None:
         return
     for spec in specs:
-        if spec.role in ("rollout", "dynamic_sampling") and spec.name not in upstream(train, deps):
+        if spec.role in ("rollout", "dynamic_sampling", "store") and spec.name not in upstream(train, deps):
             message = f"'{train}', which trains, does not depend on it"
             yield PipelineProblem(spec.name, message, f"connect its output to '{train}'", code="pipeline-disconnected")
         elif spec.role == "sync" and train not in upstream(spec.name, deps):

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from embodrl.config.schema import Config
+from embodrl.errors import PipelineError
 
 if TYPE_CHECKING:
     import torch
 
+    from embodrl.data.replay import ReplayStores
     from embodrl.hybrid_engines.base import TrainEngine
     from embodrl.workers.collector import Collector
     from embodrl.workers.reward import RewardWorker
@@ -26,6 +28,7 @@ class Context:
         rollout: gathers experience.
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
+        replay: of off-policy runs; see ``stores``.
     """
 
     config: Config
@@ -34,3 +37,17 @@ class Context:
     rollout: Collector
     rewards: RewardWorker
     shuffle: torch.Generator
+    replay: ReplayStores | None = None
+
+    @property
+    def stores(self) -> ReplayStores:
+        """What an off-policy run learns from.
+
+        Raises:
+            PipelineError: ``algorithm.loss_type`` is not off-policy.
+        """
+        if self.replay is None:
+            raise PipelineError(
+                "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="replay-missing"
+            )
+        return self.replay

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
 from embodrl.names import exits_named
-from embodrl.pipelines.checks import NodeSpec, check_nodes, resolve, sorted_names, upstream
+from embodrl.pipelines.checks import CHANGES, NodeSpec, check_nodes, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
+from embodrl.processes.trace import record
 
 if TYPE_CHECKING:
     from embodrl.pipelines.context import Context
@@ -161,12 +162,14 @@ class Graph:
         for node in self.nodes:
             if on_node is not None:
                 on_node(node)
-            may_stop = may_stop and node.role != "train"
+            may_stop = may_stop and node.role not in CHANGES
             clock = time.perf_counter()
             result, failed = self._attempt(node, context, [outputs[name] for name in node.deps], may_stop)
             value, found = self._outcome(node, result)
             metrics |= found
-            metrics[f"time/{node.name}_s"] = time.perf_counter() - clock
+            now = time.perf_counter()
+            metrics[f"time/{node.name}_s"] = now - clock
+            record(node.name, clock, now)
             retries += failed
             if waiting[node.name]:
                 outputs[node.name] = value

@@ -62,6 +62,18 @@ def train(context: Context, batch: TrajectoryBatch, advantages: Advantages) -> t
     return None, {**context.engine.update(batch, advantages, context.config.algorithm, context.shuffle)}
 
 
+def store(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
+    """Add the chunks of a rollout to the replay buffer."""
+    online = context.stores.online
+    added = online.add(batch)
+    return None, {"replay/added": added, "replay/size": len(online), "replay/mb": online.num_bytes / 2**20}
+
+
+def train_off_policy(context: Context, stored: None) -> tuple[None, Metrics]:
+    """Update actor and critics on batches drawn from the replay buffer."""
+    return None, {**context.engine.learn(context.stores, context.config.algorithm, context.shuffle)}
+
+
 def sync(context: Context, trained: None) -> None:
     """Hand the new weights, and their version, to the rollout."""
     context.rollout.update_weights(context.engine.weights(), context.engine.version)

@@ -11,7 +11,7 @@ from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
 from embodrl.names import exits_named, import_function
 from embodrl.pipelines.graph import Graph, Pipeline
-from embodrl.specs import ADVANTAGES, PIPELINES
+from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,13 @@ NEEDS = (
         "algorithm.decoupled with prox=recompute, or algorithm.recompute_logprobs",
         lambda c: c.needs_proximal,
         "algorithm.decoupled.enabled=false and algorithm.recompute_logprobs=false",
+        True,
+    ),
+    Need(
+        "store",
+        "an off-policy algorithm.loss_type",
+        lambda c: c.algorithm.loss_type in LOSSES and LOSSES.entry(c.algorithm.loss_type).off_policy,
+        "algorithm.loss_type=actor_critic",
         True,
     ),
     Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),

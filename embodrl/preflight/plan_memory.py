@@ -26,6 +26,8 @@ HOST = -1
 # 64 x 64 pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
 PYTHON_BYTES = 420 * MIB
 """Of the main process with torch and transformers loaded, beside its tensors."""
+KEPT_FREED_BYTES = 900 * 2**20
+"""Between the tensors of a process that trains on a CPU: see ``workers.policy.keep_freed_memory``."""
 PHASES = ("training", "handover", "rollouts")
 """In a handover new weights go from those that train to those that act."""
 # What allocator, kernels and libraries take of a device on top of what is counted.
@@ -49,6 +51,8 @@ ESTIMATED_BY = {
     " simulators and GPU memory of rendering are not counted",
     "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
     " rounding of every tensor up to a power of two",
+    "allocator": "measured: freed memory that a process that trains on a CPU keeps, 0.6 to 1.5 GiB; at most as much as"
+    " its tensors take",
     "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
 }
 
@@ -262,6 +266,8 @@ def _add_actors(
         for where in _memories(place):
             for component, num_bytes in parts.items():
                 add(where, component, num_bytes // len(_memories(place)))
+        if not place.devices:
+            add((place.node, HOST), "allocator", min(KEPT_FREED_BYTES, sum(parts.values())))
     if config.actor.enable_offload:
         for place in (place for place in actors if place.devices):
             freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}

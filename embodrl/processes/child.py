@@ -25,6 +25,7 @@ from embodrl.processes.ending import OUT_OF_MEMORY
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
 from embodrl.processes.guard import VARIABLE, end_family, family
 from embodrl.processes.liveness import Limits, Liveness, hurry
+from embodrl.processes.trace import naming
 
 LOG_TAIL_BYTES = 8192  # the last words and a dump of every thread's stack
 LOG_BYTES = 8 << 20
@@ -113,7 +114,13 @@ class ChildProcess:
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=(theirs.fileno(), self._heartbeat, *pass_fds),
-                env={**inherited, "PYTHONUNBUFFERED": "1", **(environ or {}), VARIABLE: self._family},
+                env={
+                    **inherited,
+                    "PYTHONUNBUFFERED": "1",
+                    **(environ or {}),
+                    VARIABLE: self._family,
+                    **naming(name),
+                },
                 process_group=0,  # Ctrl-C goes to the parent alone, which decides
             )
         except OSError:

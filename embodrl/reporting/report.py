@@ -60,6 +60,16 @@ def write_report(run_dir: Path) -> Path:
         OutputError: there are no metrics, or the directory can't be written.
     """
     run_dir = Path(run_dir)
+    write_text_file(run_dir / "report.html", report_page(run_dir))
+    return run_dir / "report.html"
+
+
+def report_page(run_dir: Path) -> str:
+    """Return the page about a run, which may still be training.
+
+    Raises:
+        OutputError: there are no metrics.
+    """
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         raise OutputError(
@@ -81,8 +91,7 @@ def write_report(run_dir: Path) -> Path:
         _differences(config, text),
         _files(run_dir),
     ]
-    write_text_file(run_dir / "report.html", page(run_dir.name, parts))
-    return run_dir / "report.html"
+    return page(run_dir.name, parts)
 
 
 def _subtitle(config: Mapping[str, Any], records: list[dict[str, Any]]) -> str:

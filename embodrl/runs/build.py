@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from embodrl.config.schema import Config
+from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
@@ -21,9 +22,11 @@ from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.runs.files import WEIGHT_SYNC_DIR
+from embodrl.runs.replay import make_stores
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
+from embodrl.specs import LOSSES
 from embodrl.workers.actor import launch_trainers, make_native_engine
 from embodrl.workers.env import check_simulator, check_videos, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -51,12 +54,14 @@ class Parts:
         engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
+        stores: of off-policy runs.
     """
 
     policy: VLAPolicy
     engine: TrainEngine
     rollouts: RolloutBackend
     rewards: RewardWorker
+    stores: ReplayStores | None = None
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
@@ -168,7 +173,10 @@ def build(
         logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
         rollouts = RemoteBackend(config, group, channels, weights, policy, engine, should_stop)
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, RewardWorker(config, tuple(rollouts.tasks)))
+    stores = None
+    if pool is not None and LOSSES.entry(config.algorithm.loss_type).off_policy:
+        stores = make_stores(config, policy, pool)
+    return Parts(policy, engine, rollouts, RewardWorker(config, tuple(rollouts.tasks)), stores)
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

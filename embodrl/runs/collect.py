@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from embodrl.config.schema import Config
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import Episode
+from embodrl.data.demos import REWARDS, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.raw import RawWriter
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.fields import Fields
 from embodrl.reporting.progress import Progress
+from embodrl.runs.replay import reward_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.types import EnvSpec, Observation
 
@@ -48,7 +49,7 @@ class Collector:
     def __init__(
         self, config: Config, pool: EnvPool, writer: DatasetWriter, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        self.settings = config.collect
+        self.settings, self.rewards = config.collect, reward_settings(config)
         # A collection continues with the number of episodes changed only.
         settings = self.settings.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
         self._settings = {"env": config.env.env_type, "tasks": list(pool.spec.tasks), **settings}
@@ -71,6 +72,7 @@ class Collector:
         self.frames: list[list[tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]]] = [
             [] for _ in range(num_envs)
         ]
+        self.outcomes: list[list[tuple[NDArray[np.float32], np.float32, np.bool_]]] = [[] for _ in range(num_envs)]
         self.seeds = np.zeros(num_envs, np.int64)
         self.task_ids = np.zeros(num_envs, np.int32)
         self.noise_std = np.zeros(num_envs, np.float32)
@@ -103,7 +105,7 @@ class Collector:
             self.attempts += 1
             noisy = self.rng.random() < self.settings.noise_fraction
             self.noise_std[row] = self.settings.noise_std if noisy else 0.0
-            self.frames[row] = []
+            self.frames[row], self.outcomes[row] = [], []
         restarts = self.pool.faults.restarts
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
         if self.pool.faults.restarts != restarts:
@@ -147,6 +149,8 @@ class Collector:
             noise[:, -1] = 0  # a random gripper would drop the object
             executed = np.clip(expert + noise, -1, 1).astype(np.float32)
             step = self.pool.step(executed[:, None])
+            for row, kept in enumerate(self.outcomes):
+                kept.append((executed[row], step.reward[row, 0], step.terminated[row, 0]))
             observation, ended = step.observation, np.flatnonzero(step.done)
             whole = step.valid[ended].any(axis=1)  # the others were lost to a fault
             for row in ended[whole]:
@@ -166,7 +170,10 @@ class Collector:
             return
         self.kept[task] += 1
         images, state, actions = (np.stack(part) for part in zip(*self.frames[row], strict=True))
-        self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], int(self.seeds[row]), success))
+        executed, rewards, terminated = (np.stack(part) for part in zip(*self.outcomes[row], strict=True))
+        outcomes = Outcomes(executed, rewards, terminated)
+        seed = int(self.seeds[row])
+        self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], seed, success, outcomes))
         if self.kept.sum() % COMMIT_EPISODES == 0:
             self._commit()
 
@@ -195,7 +202,7 @@ class Collector:
     def close(self) -> None:
         """Complete the dataset, with the success rate of the expert over all episodes that it completed."""
         meta: dict[str, object] = {"robot_type": self._settings["env"], "collect": self.settings.model_dump()}
-        meta |= {"expert_success_rate": self.success_rate()}
+        meta |= {"expert_success_rate": self.success_rate(), REWARDS: self.rewards}
         self.writer.close(meta | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:

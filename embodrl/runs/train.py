@@ -23,9 +23,11 @@ from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EmbodrlE
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
+from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
+from embodrl.processes.trace import record
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
@@ -73,6 +75,7 @@ from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
 
+REPLAY = "replay"
 # What others read from every row: null before the first rollout, and where nothing was trained.
 ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
     ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
@@ -107,16 +110,10 @@ class Runner:
         lock: RunLock,
     ) -> None:
         self.config, self.deployment, self.run_dir = config, deployment, run_dir
-        self.policy, self.engine, self.rollouts, self.rewards = (
-            parts.policy,
-            parts.engine,
-            parts.rollouts,
-            parts.rewards,
-        )
-        self.collector = parts.rollouts.collector
+        self.policy, self.engine, self.stores = parts.policy, parts.engine, parts.stores
+        self.rollouts, self.rewards, self.collector = parts.rollouts, parts.rewards, parts.rollouts.collector
         self.metrics, self.console, self.stop, self.lock = metrics, console, stop, lock
-        self.graph = graph
-        runner = config.runner
+        self.graph, runner = graph, config.runner
         self.needs_reference = config.algorithm.kl.coef > 0
         self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
         self.checkpoints = CheckpointManager(run_dir, runner.keep_last_n)
@@ -161,6 +158,7 @@ class Runner:
                     self._before = _Before(capture_rng(), generator_state(self.shuffle), self.rewards.state())
                     metrics = self.graph.run(self._context(), on_node=self._before_node)
                     self._count(metrics, start)
+                    record(f"iteration {self.iteration}", start, time.perf_counter())
                     self._complete()
             except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
                 self._undo()
@@ -217,7 +215,8 @@ class Runner:
             logger.error("%s", what_is_left(self.run_dir, self.iteration))
 
     def _context(self) -> Context:
-        return Context(self.config, self.iteration, self.engine, self.collector, self.rewards, self.shuffle)
+        engine, rewards = self.engine, self.rewards
+        return Context(self.config, self.iteration, engine, self.collector, rewards, self.shuffle, self.stores)
 
     def _count(self, metrics: Metrics, start: float) -> None:
         """Count an iteration that began at ``start`` (``time.perf_counter``); its metrics are pending.
@@ -255,7 +254,7 @@ class Runner:
     def _before_node(self, node: Node) -> None:
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
-        self._updating = self._updating or node.role == "train"
+        self._updating = self._updating or node.role in CHANGES
         self._show_phase(node.name, node.role)
 
     def _show_phase(self, name: str, role: str) -> None:
@@ -360,7 +359,8 @@ class Runner:
             "rewards": bool(self.rewards.state()),
         }
         try:
-            tensors = saved.tensors | rollouts.tensors | ({"rewards": kept} if (kept := self.rewards.state()) else {})
+            kept = {"rewards": self.rewards.state(), REPLAY: self.stores.state() if self.stores else {}}
+            tensors = saved.tensors | rollouts.tensors | {name: part for name, part in kept.items() if part}
             write_shards = self.engine.save_shards if sharded else None
             blobs = rollouts.blobs | {METRICS_BLOB: zlib.compress(self.metrics.content, 1)}
             path = self.checkpoints.save(self.iteration, tensors, state, blobs, write_shards)
@@ -381,7 +381,7 @@ class Runner:
         if state.flag("sharded", False):
             self.engine.load_shards(checkpoint.path, counters)
         else:
-            names = ("policy", "optimizer", *(("reference",) if self.needs_reference else ()))
+            names = (*self.engine.sections, *(("reference",) if self.needs_reference else ()))
             self.engine.load_state_dict(EngineState({n: checkpoint.tensors(n) for n in names}, counters))
         self.collector.update_weights(self.engine.weights(), self.engine.version)
         rollouts = state.fields("rollout")
@@ -398,6 +398,8 @@ class Runner:
             raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint, code=error.code) from error
         if state.flag("rewards", False):
             self.rewards.load_state(checkpoint.tensors("rewards"))
+        if self.stores is not None:
+            self.stores.load_state(checkpoint.tensors(REPLAY))
         restore_rng(dict(state.fields("rng").content))
         restore_generator(self.shuffle, state.text("shuffle"))
         faults = state.fields("faults")

@@ -23,20 +23,19 @@ from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.training.megatron.core import start
-from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.sharded_checkpoint import (
     FileFacts,
 )
 from embodrl.models.base import VLAPolicy
-from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import dispatch
+from embodrl.specs import LOSSES
 from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.weights import SendingWorker
 
@@ -94,6 +93,9 @@ def launch_trainers(
 def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy) -> NativeTrainEngine:
     """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
+    if LOSSES.entry(config.algorithm.loss_type).off_policy:
+        settings, seed = config.algorithm.off_policy, config.runner.seed
+        return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
 
 
@@ -111,6 +113,11 @@ def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> Pol
     options = EngineOptions.of(config)
     if config.actor.training_backend == "fsdp":
         return FsdpTrainEngine(policy, options, mesh)
+    # Only here: importing them takes longer than a simulator needs to start.
+    from embodrl.hybrid_engines.training.megatron.core import start
+    from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
+    from embodrl.models.openvla.policy import OpenVLAPolicy
+
     assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
     start(config.actor.tensor_parallel_size)
     return MegatronTrainEngine(policy, config.model, options, mesh)

@@ -85,6 +85,8 @@ def env_kwargs(config: Config) -> dict[str, object]:
     readable: dict[str, dict[str, object]] = {
         "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
         "image_size": {"image_size": env.cameras[0].height},
+        "include_images": {"include_images": env.include_images},
+        "state": {"full_state": env.state == "full"},
         "reward_mode": {"reward_mode": env.reward_mode} | _shaping(config),
         "success_bonus": {"success_bonus": env.success_bonus},
         "render_detail": {"render_detail": env.render_detail},

@@ -19,6 +19,7 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
@@ -201,7 +202,8 @@ class LockstepRunner:
         self.keep_frames = keep_frames
         self.num_steps = config.rollout_chunks
         self.auto_reset = config.env.train.auto_reset
-        self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
+        loss = LOSSES.entry(config.algorithm.loss_type)
+        self.needs_values, self.off_policy = loss.needs_values, loss.off_policy
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self.generators: list[torch.Generator] | None = None
@@ -213,6 +215,7 @@ class LockstepRunner:
         self._value_version = torch.zeros(0, dtype=torch.int64)
         self._steps: list[dict[str, Tensor]] = []
         self._inputs: list[dict[str, Tensor]] = []
+        self._final_inputs: list[dict[str, Tensor]] = []
 
     def begin(
         self,
@@ -231,7 +234,7 @@ class LockstepRunner:
         self.seconds, self.stats, self.generators = Seconds(), EpisodeStats.of(self.pool.spec.tasks), generators
         self._observation = self.pool.reset(seeds, tasks)
         self._active = np.ones(len(seeds), np.bool_)
-        self._steps, self._inputs = [], []
+        self._steps, self._inputs, self._final_inputs = [], [], []
         self._lap("env", clock)
 
     def act(self) -> None:
@@ -283,12 +286,31 @@ class LockstepRunner:
             }
         )
         self._steps[-1]["value_version"] = self._value_version
+        if self.off_policy:
+            self._keep_transition(output, step)
         if self.keep_frames:
             self._steps[-1]["frames"] = torch.from_numpy(self._frames(step))
         if not self.auto_reset:
             self._active = self._active & ~step.done
         self._observation = step.observation
         self._lap("policy", clock)
+
+    def _keep_transition(self, output: PolicyOutput, step: EnvStep) -> None:
+        """Keep the actions, who chose them, and what was seen last where the step limit ended an episode."""
+        self._steps[-1]["actions"] = torch.from_numpy(output.actions.copy())
+        self._steps[-1]["source"] = torch.zeros(len(output.actions), dtype=torch.int8)
+        rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
+        self._final_inputs.append(self._final(step.final_observation, rows))
+
+    def _final(self, observation: Observation | None, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the policy's inputs ``[B,...]`` of an observation in ``rows``, zeros elsewhere."""
+        assert self._observation is not None
+        whole = self.engine.inputs(self._observation if observation is None else observation)
+        others = torch.ones(self._observation.batch_size, dtype=torch.bool)
+        others[torch.from_numpy(rows)] = False
+        for tensor in whole.values():
+            tensor[others] = 0
+        return whole
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         """Return all chunks of a shard, with ``shard_meta``.
@@ -355,9 +377,17 @@ class LockstepRunner:
         if self.needs_values:
             last, version = self._values(self._observation)
             self._steps[-1]["value_version"] = torch.where(goes_on, version, self._steps[-1]["value_version"])
+        if self.off_policy:
+            rows = goes_on.numpy().nonzero()[0]
+            end = self._final(self._observation, rows)
+            for name, tensor in self._final_inputs[-1].items():
+                tensor[rows] = end[name][rows]
         columns: dict[str, Any] = {name: torch.stack([step[name] for step in self._steps]) for name in self._steps[0]}
         inputs = {name: torch.stack([step[name] for step in self._inputs]) for name in self._inputs[0]}
         columns["values"] = torch.cat([columns["values"], last[None]])
+        if self.off_policy:
+            finals = self._final_inputs
+            columns["final_inputs"] = {name: torch.stack([step[name] for step in finals]) for name in finals[0]}
         columns["group_id"] = group_id.expand(columns["task_id"].shape)
         self._lap("policy", clock)
         return TrajectoryBatch.from_rollout(forward_inputs=inputs, **columns)
@@ -365,6 +395,7 @@ class LockstepRunner:
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()
         setattr(self.seconds, name, getattr(self.seconds, name) + now - clock)
+        record("wait for simulators" if name == "env" else name, clock, now)
         return now
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.processes.trace import record
 from embodrl.workers.rollout_backend import RolloutBackend
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class MemoryPhases:
         start = time.perf_counter()
         yield
         if self._actor or self._rollout or self._env:
-            self._figures[name] = self._figures.get(name, 0.0) + time.perf_counter() - start
+            now = time.perf_counter()
+            self._figures[name] = self._figures.get(name, 0.0) + now - start
+            record(name, start, now)
 
     def _noted(self, name: str, report: OffloadReport) -> str:
         return f"{self._figure(name, report.before, report.after)} on {report.device}"

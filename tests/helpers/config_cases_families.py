@@ -103,3 +103,127 @@ FAMILIES = [
         ("model.warm_start=builtin", "model=gr00t"),
     ),
 ]
+SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
+FAMILIES += [
+    Wrong(
+        "a policy that sees nothing",
+        "model.gaussian.use_images",
+        "gaussian-policy-sees-something",
+        ("env.include_state=false", "model=mlp"),
+    ),
+    Wrong(
+        "another number of cameras",
+        "model.gaussian.num_cameras",
+        "gaussian-policy-sees-something",
+        ("model.gaussian.num_cameras=2", "model=cnn"),
+    ),
+    Wrong(
+        "an MLP without layers",
+        "model.gaussian.hidden_sizes",
+        "gaussian-layers-exist",
+        ("model.gaussian.hidden_sizes=[]", "model=mlp"),
+    ),
+    Wrong(
+        "more convolutions than a picture can be halved",
+        "model.gaussian.channels",
+        "gaussian-layers-exist",
+        ("model.gaussian.channels=[4,4,4,4]", "model=cnn", "model.gaussian.image_size=8"),
+    ),
+    Wrong(
+        "statistics that a Gaussian policy has not",
+        "model.gripper",
+        "gaussian-policy-has-plain-actions",
+        ("model.gripper=bridge", "model=mlp"),
+    ),
+    Wrong(
+        "no CNN to freeze",
+        "model.freeze_vision",
+        "frozen-vision-was-trained",
+        ("model.freeze_vision=true", "model=mlp"),
+    ),
+    Wrong(
+        "black pictures",
+        "env.include_images",
+        "pictures-are-drawn-for-those-who-look",
+        ("env.include_images=false", "model=cnn"),
+    ),
+    Wrong(
+        "a state that the simulator does not tell",
+        "env.state",
+        "full-state-is-offered",
+        ("env.state=full", "env=metaworld", "model=mlp"),
+        more=("env.tasks",),
+    ),
+    Wrong(
+        "a state that is not observed",
+        "env.state",
+        "full-state-is-offered",
+        ("env.state=full", "model=cnn", "env.include_state=false"),
+    ),
+    Wrong(
+        "SAC with advantages",
+        "algorithm.adv_type",
+        "estimator-and-loss-agree",
+        ("algorithm.adv_type=gae", *SAC),
+    ),
+    Wrong(
+        "PPO without advantages",
+        "algorithm.loss_type",
+        "estimator-and-loss-agree",
+        ("algorithm.adv_type=none",),
+    ),
+    Wrong(
+        "SAC for token policies",
+        "model.model_type",
+        "actor-can-be-differentiated",
+        ("model.model_type=openvla", *SAC),
+        more=("env.include_images",),
+    ),
+    Wrong(
+        "SAC with FSDP",
+        "actor.training_backend",
+        "off-policy-has-what-it-needs",
+        ("actor.training_backend=fsdp", *SAC),
+        more=("cluster.component_placement",),
+    ),
+    Wrong(
+        "SAC that runs ahead", "runner.max_staleness", "off-policy-has-what-it-needs", ("runner.max_staleness=1", *SAC)
+    ),
+    Wrong(
+        "SAC in half precision",
+        "actor.precision",
+        "off-policy-has-what-it-needs",
+        ("actor.precision=bf16", *SAC),
+        more=("rollout.precision",),
+    ),
+    Wrong(
+        "a subset of more critics",
+        "algorithm.off_policy.subset",
+        "off-policy-numbers-fit",
+        ("algorithm.off_policy.subset=3", *SAC),
+    ),
+    Wrong(
+        "critics without layers",
+        "algorithm.off_policy.critic_hidden_sizes",
+        "off-policy-numbers-fit",
+        ("algorithm.off_policy.critic_hidden_sizes=[]", *SAC),
+    ),
+    Wrong(
+        "RLPD without demonstrations",
+        "algorithm.off_policy.demos",
+        "off-policy-numbers-fit",
+        ("algorithm.off_policy.demo_fraction=0.5", *SAC),
+    ),
+    Wrong(
+        "demonstrations that no batch has",
+        "algorithm.off_policy.demo_fraction",
+        "off-policy-numbers-fit",
+        ("algorithm.off_policy.demos={tmp}", *SAC),
+    ),
+    Wrong(
+        "a replay buffer smaller than a rollout",
+        "algorithm.off_policy.capacity",
+        "replay-holds-a-rollout",
+        ("algorithm.off_policy.capacity=100", *SAC),
+    ),
+]

@@ -6,6 +6,7 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,10 @@ class Served:
 
 
 @asynccontextmanager
-async def served(*protocols: str, **settings: Any) -> AsyncIterator[Served]:
+async def served(*protocols: str, weights_dir: Path | None = None, **settings: Any) -> AsyncIterator[Served]:
     """Serve a MeanPolicy until the block ends; the server must end by itself then."""
     policy, lines = MeanPolicy(), []
-    server = PolicyServer(engine_of(policy), config_of(*protocols, **settings), None, lines.append)
+    server = PolicyServer(engine_of(policy), config_of(*protocols, **settings), weights_dir, lines.append)
     ready: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(server.run(ready.set_result))
     await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,6 +26,8 @@ POINTS = {
     "write_shard": "embodrl.hybrid_engines.training.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.storage.checkpoint:_write_file",
     "sync_directory": "embodrl.storage.checkpoint:sync_directory",
+    "store": "embodrl.data.replay:ReplayBuffer.add",
+    "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "add_episode": "embodrl.data.raw:RawWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",

@@ -100,10 +100,19 @@ TINY = {
         "action_horizon": 4,
     },
 }
+TINY["gaussian"] = {
+    "use_images": True,
+    "image_size": 8,
+    "channels": (4, 6),
+    "feature_dim": 12,
+    "max_state_dim": 8,
+    "hidden_sizes": (16, 16),
+}
 TINY["gr00t_n1_6"] = {name: size for name, size in TINY["gr00t_n1_7"].items() if not name.startswith("vl_")}
 """One size for all: a family reads its own part."""
 
-FAMILIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here
+POLICIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here
+FAMILIES = [name for name in POLICIES if MODELS.entry(name).kind != "gaussian"]  # those that read an instruction
 TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
 FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 # A family and, of flow families, each way to make it a distribution.
@@ -111,6 +120,7 @@ VARIANTS = [(name, None) for name in FAMILIES if name not in FLOW_FAMILIES] + [
     (name, method) for name in FLOW_FAMILIES for method in ("flow_sde", "flow_noise")
 ]
 TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")
+EVERY_VARIANT = [*VARIANTS, *((name, None) for name in POLICIES if name not in FAMILIES)]
 STATE_DIM = 6
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import cuda_names
 import pytest
+import torch
 import torch.distributed as dist
 from forked import on_ranks
 from parallel import config_of, copied, different_copies, megatron_engine, native_engine, updates, whole_policy
@@ -174,6 +175,51 @@ def test_autocast_and_recomputation_stay_near() -> None:
     for metrics in on_ranks(2, train_in_bf16, 2):
         for name in ("train/value_loss", "train/entropy", "train/grad_norm"):
             assert metrics[1][name] == pytest.approx(expected[1][name], rel=0.1)
+
+
+def resume_in_bf16(directory: Path, size: int) -> dict[str, bool]:
+    """Continue a run in bf16 in memory, through shards, and from a native state, whose float32 copies come along."""
+    cuda_names.install()
+    config = config_of(param_dtype="bf16")
+    engine = megatron_engine(config, size, distributed_optimizer=True)
+    updates(engine, config, range(2))
+    saved = copied(engine)
+    engine.save_shards(directory / "megatron")
+    expected = updates(engine, config, range(2, 3)), copied(engine)
+    masters = {n.removeprefix("master."): t for n, t in saved.tensors["optimizer"].items() if n.startswith("master.")}
+    found = {
+        "in float32": any(not torch.equal(t, saved.tensors["policy"][n].float()) for n, t in masters.items()),
+        "rounded": all(torch.equal(t.bfloat16(), saved.tensors["policy"][n]) for n, t in masters.items()),
+        "sizes": engine.state_num_bytes() == num_bytes(saved)
+        and engine.inventory() == {s: {n: t.nbytes for n, t in ts.items()} for s, ts in saved.tensors.items()},
+    }
+    stop()
+    for name in ("state", "shards"):
+        again = megatron_engine(config, size, distributed_optimizer=True)
+        updates(again, config, range(5, 6))  # what is there is replaced
+        if name == "state":
+            again.load_state_dict(saved)
+        else:
+            again.load_shards(directory / "megatron", saved.state)
+        found[name] = equal(copied(again), saved)
+        found[f"{name} continued"] = updates(again, config, range(2, 3)) == expected[0]
+        found[f"{name} continued"] &= equal(copied(again), expected[1])
+        stop()
+    native = native_engine(config)
+    native.load_state_dict(saved)
+    found["native"] = equal(copied(native), saved)
+    return found
+
+
+def num_bytes(state: EngineState) -> int:
+    """Return the bytes of a state, without the numbers of steps."""
+    return sum(t.nbytes for part in state.tensors.values() for n, t in part.items() if not n.startswith("step."))
+
+
+@pytest.mark.parametrize("size", [1, 2], ids=["two shares", "two parts"])
+def test_float32_copies_of_bf16_weights_are_resumed_bit_exactly(tmp_path: Path, size: int) -> None:
+    for found in on_ranks(2, resume_in_bf16, tmp_path, size):
+        assert all(found.values()), found
 
 
 def test_processes_of_a_run_train_as_one(native: tuple[Result, Result]) -> None:

@@ -219,13 +219,10 @@ def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
         return
     lost = "and 80 to 90 % of the movement is rounded away at learning rates of 1e-5 and below"
     if actor.training_backend == "megatron":
-        on_gpu = bool(context.solution.gpus_per_node)
-        message = f"is bf16, and megatron has no float32 copy of weights on a CPU, {lost}"
-        if on_gpu:
-            message = "is bf16: megatron's float32 copies of the weights are not in checkpoints, so that a resumed run"
-            message += " continues from rounded weights"
-        hint = "set actor=fsdp, which saves them, or actor.param_dtype=fp32"
-        yield Finding("actor.param_dtype", message, hint, others=("actor.training_backend",))
+        if not context.solution.gpus_per_node:
+            message = f"is bf16, and megatron has no float32 copies of weights on a CPU, {lost}"
+            hint = "set actor=fsdp, which has them, or actor.param_dtype=fp32"
+            yield Finding("actor.param_dtype", message, hint, others=("actor.training_backend",))
     elif actor.optim.master_weights is False:
         message = f"is false: weights that train (model.trainable={model.trainable}) are held in bf16 alone, {lost}"
         yield Finding(MASTERS, message, "leave it out, or set model.trainable=lora, whose adapters stay in float32")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installable
-from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.config.rules.base import Context, Finding, note, rule, value_of, what_is
 from embodrl.names import nearest
 from embodrl.specs import ENVS, READABLE
 
@@ -134,7 +134,8 @@ def env_keys_without_effect(context: Context) -> Iterator[Finding]:
     spec = context.simulator
     if spec is None:
         return
-    keys = [name for name in ("reward_mode", "success_bonus", "render_detail") if name not in spec.reads]
+    common = ("include_images", "reward_mode", "success_bonus", "render_detail")
+    keys = [name for name in common if name not in spec.reads]
     # an environment may film itself, at a size of its own
     keys += [] if "video" in spec.reads else [f"video.{part}" for part in ("height", "width", "fps")]
     keys += [] if spec.camera_poses else [f"cameras.0.{part}" for part in ("fov_rad", "eye", "target")]
@@ -144,3 +145,30 @@ def env_keys_without_effect(context: Context) -> Iterator[Finding]:
             own = part in READABLE and spec.name not in ENVS.builtin
             hint = f"leave it out, or register '{spec.name}' with '{part}' in reads=(...)" if own else "leave it out"
             yield Finding(f"env.{key}", f"has no effect: {spec.name} does not read it", hint)
+
+
+@rule("env.env_type", "env.state", "env.include_state")
+def full_state_is_offered(context: Context) -> Iterator[Finding]:
+    """The whole state is part of the observation, of a simulator that tells it."""
+    env, spec = context.config.env, context.simulator
+    if env.state != "full" or spec is None:
+        return
+    if "state" not in spec.reads:
+        able = ", ".join(other.name for other in ENVS.all() if "state" in other.reads)
+        message = f"{spec.name} does not tell more of its state than the robot's sensors; {able} do"
+        yield Finding("env.state", message, "set it to proprio", "proprio", others=("env.env_type",))
+    elif not env.include_state:
+        message = "is full, and env.include_state is false, so that no state is observed"
+        yield Finding("env.state", message, "set env.include_state=true", "proprio", others=("env.include_state",))
+
+
+@rule("env.include_images", "model")
+def pictures_are_drawn_for_those_who_look(context: Context) -> Iterator[Finding]:
+    """A policy that reads pictures gets some."""
+    family = context.family
+    reads = family is None or family.uses_images
+    if isinstance(reads, str):
+        reads = value_of(context.config, reads)
+    if reads and not context.config.env.include_images:
+        message = f"{context.config.model.model_type} reads pictures, and they would be black"
+        yield Finding("env.include_images", message, "set it to true", "true", others=("model.model_type",))

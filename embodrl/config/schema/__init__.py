@@ -8,6 +8,7 @@ from embodrl.config.schema.algorithm import (
     DecoupledConfig,
     FilterConfig,
     KlConfig,
+    OffPolicyConfig,
     SamplingConfig,
     SrpoConfig,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "NodeGroupConfig",
     "NonNegativeFloat",
     "NonNegativeInt",
+    "OffPolicyConfig",
     "OptimConfig",
     "PipelineConfig",
     "PositiveFloat",

@@ -101,6 +101,37 @@ class DecoupledConfig(Section):
         return self.enabled and self.prox == "recompute"
 
 
+class OffPolicyConfig(Section):
+    """SAC and RLPD: critics, replay buffer, and how much is learned from it."""
+
+    num_q: PositiveInt = Field(default=2, le=100, description="critics")
+    subset: PositiveInt = Field(default=2, description="critics, drawn for each update, whose minimum is the target")
+    actor_q: Literal["min", "mean"] = Field(default="min", description="what of all critics the actor climbs")
+    critic_hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of a critic")
+    layer_norm: bool = Field(default=True, description="LayerNorm before each ReLU of the critics")
+    tau: float = Field(default=0.005, gt=0, le=1, description="what targets move towards the critics in an update")
+    backup_entropy: bool = Field(default=True, description="the target counts the entropy of later actions")
+    alpha: PositiveFloat = Field(default=1.0, description="temperature at the start")
+    alpha_lr: PositiveFloat | None = Field(
+        default=3e-4, description="learning rate of the temperature, towards target_entropy; null: it stays"
+    )
+    target_entropy: float | None = Field(
+        default=None, description="of a chunk, in nats; null: minus the numbers of a chunk"
+    )
+    utd: PositiveFloat = Field(default=1.0, le=1000, description="updates of the critics per chunk that was stored")
+    policy_delay: PositiveInt = Field(default=1, description="updates of the critics per update of the actor")
+    warm_up: NonNegativeInt = Field(default=1000, description="chunks that are stored before the first update")
+    n_step: PositiveInt = Field(default=1, le=1000, description="chunks whose rewards a target adds up")
+    capacity: PositiveInt = Field(default=1_000_000, description="observations that the replay buffer keeps at most")
+    memory_gb: PositiveFloat = Field(
+        default=1.0, description="memory that the replay buffer takes at most, which may be fewer than capacity"
+    )
+    demos: str | None = Field(
+        default=None, description="directory of demonstrations with rewards, made by `embodrl collect`"
+    )
+    demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
+
+
 class AlgorithmConfig(Section):
     """PPO and related algorithms, and their parts."""
 
@@ -181,4 +212,5 @@ class AlgorithmConfig(Section):
         description="end an update once the approximate KL per token to the policy that acted (decoupled: the proximal"
         " one) exceeds this",
     )
+    off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -105,6 +105,15 @@ class EnvConfig(Section):
     include_state: bool = Field(
         default=False, description="add robot joint positions and velocities to the observation"
     )
+    state: Literal["proprio", "full"] = Field(
+        default="proprio",
+        description="what include_state adds; full: also what the simulator alone knows, such as the poses of objects"
+        " and goals (maniskill, toy), for baselines: a robot has no such sensors",
+    )
+    include_images: bool = Field(
+        default=True,
+        description="false: nothing is drawn and pictures are black, for policies that read the state alone",
+    )
     render_detail: Literal["auto", "full", "fast"] = Field(
         default="auto",
         description="fast leaves out shadows, reflections, anti-aliasing and most triangles of large meshes (ManiSkill:"

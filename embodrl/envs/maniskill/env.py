@@ -27,6 +27,8 @@ class ManiSkillVectorEnv(SteppingEnv):
         reward_mode: see ``EpisodeRules``; the dense reward is ManiSkill's normalised one.
         success_bonus: reward at the first success of an episode.
         include_state: add joint positions and velocities to the observation.
+        full_state: and what ManiSkill's own observation of the state has of the task, such as poses of objects.
+        include_images: draw pictures; else they are black.
         auto_reset: begin the next episode at the end of the chunk in which one has ended.
         ignore_terminations: only the step limit ends an episode.
         max_chunk: largest C.
@@ -49,6 +51,8 @@ class ManiSkillVectorEnv(SteppingEnv):
         reward_mode: str = "dense_delta",
         success_bonus: float = 1.0,
         include_state: bool = False,
+        full_state: bool = False,
+        include_images: bool = True,
         auto_reset: bool = True,
         ignore_terminations: bool = False,
         max_chunk: int = 8,
@@ -75,12 +79,15 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "render_detail": render_detail,
                 "mesh_decimation": mesh_decimation,
                 "human_size": (video_size[0], video_size[1]),
+                "full_state": full_state,
             },
         )
         gc.freeze()  # the scenes, too
         first = self._fleet.any_sim()
-        # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
-        first.images()
+        self._include_images = include_images
+        if include_images:
+            # The first picture compiles shaders, which takes seconds; that belongs to the start, not to a reset.
+            first.images()
         bounds = (first.action_low, first.action_high)
         state_dim = first.state_dim if include_state else 0
         spec = make_spec(num_envs, tasks, cameras, bounds, state_dim, max_chunk, first.control_hz)
@@ -99,9 +106,10 @@ class ManiSkillVectorEnv(SteppingEnv):
         return StepResult(*self._fleet.step(actions, running))
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        self._fleet.render(rows, images)
+        if self._include_images:
+            self._fleet.render(rows, images)
         if self.spec.state_dim:
-            state[rows] = self._fleet.proprioception(rows)
+            state[rows] = self._fleet.state(rows)
 
     def instruction(self, task_id: int) -> str:
         return TASKS[self.spec.tasks[task_id]].instruction

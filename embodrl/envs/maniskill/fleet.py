@@ -201,11 +201,11 @@ class Fleet:
         """Return ``uint8[H,W,3]`` of the camera for people."""
         return self._batched.render_human()[row] if self._batched is not None else self._sim(row).render_human()[0]
 
-    def proprioception(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+    def state(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return ``float32[len(rows),S]``."""
         if self._batched is not None:
-            return self._batched.proprioception()[rows]
-        return np.concatenate([self._sim(row).proprioception() for row in rows.tolist()])
+            return self._batched.state()[rows]
+        return np.concatenate([self._sim(row).state() for row in rows.tolist()])
 
     # -- experts ------------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class ManiSkillSim:
         mesh_decimation: fraction of the robot's visual triangles to drop, whatever ``render_detail`` is; auto or None
             leaves it to that.
         human_size: height and width in pixels of ``render_human``.
+        full_state: ``state`` has the task's part, too.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ManiSkillSim:
         render_detail: str,
         mesh_decimation: float | str | None,
         human_size: tuple[int, int],
+        full_state: bool = False,
     ) -> None:
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
@@ -76,7 +78,8 @@ class ManiSkillSim:
         self.env: BaseEnv = gymnasium.make(
             task,
             num_envs=num_envs,
-            obs_mode="none",  # ManiSkill would render at each reset; ``images`` does when asked
+            # With pictures ManiSkill would render at each reset; ``images`` does when asked.
+            obs_mode="state" if full_state else "none",
             control_mode="pd_ee_delta_pose",
             reward_mode="none",
             render_mode="rgb_array",
@@ -99,6 +102,7 @@ class ManiSkillSim:
             # PullCubeTool gives its table another name.
             table = self.env.scene_builder if hasattr(self.env, "scene_builder") else self.env.table_scene
             simplify_ground(table.ground)
+        self._full_state = full_state
         self._controller: EndEffectorController | None = None
         if sim_backend == "physx_cpu":
             self._controller = EndEffectorController(self.env)
@@ -109,7 +113,7 @@ class ManiSkillSim:
         space = self.env.single_action_space
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
-        self.state_dim = 2 * int(self.env.agent.robot.max_dof)
+        self.state_dim = self.state().shape[1]
         self.control_hz = float(self.env.control_freq)
 
     def _place_cameras(self, cameras: Mapping[str, CameraSettings]) -> None:
@@ -194,9 +198,11 @@ class ManiSkillSim:
         """Render the camera for people: ``uint8[N,H,W,3]``."""
         return to_numpy(self.env.render_rgb_array()).astype(np.uint8, copy=False)
 
-    def proprioception(self) -> NDArray[np.float32]:
-        """Joint positions (rad, m) and velocities: ``float32[N,S]``."""
+    def state(self) -> NDArray[np.float32]:
+        """Joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``."""
         robot = self.env.agent.robot
+        if self._full_state:
+            return to_numpy(self.env.get_obs(self.env.get_info())).astype(np.float32)
         return np.concatenate([to_numpy(robot.get_qpos()), to_numpy(robot.get_qvel())], axis=1).astype(np.float32)
 
     def get_state(self) -> dict[str, NDArray[np.float32]]:

@@ -125,7 +125,9 @@ def interface(env: EnvConfig) -> Interface:
         rotation="euler_xyz",
         frame="base",
         gripper=OPENS_POSITIVE,
-        state=("joint positions", "joint velocities") if env.include_state else None,
+        state=("joint positions", "joint velocities", *(("task",) if env.state == "full" else ()))
+        if env.include_state
+        else None,
         pictures="upright",
         control_hz=20.0,
     )
@@ -139,7 +141,7 @@ SPEC = SimulatorSpec(
     description="ManiSkill 3 (SAPIEN) table-top manipulation",
     settings=ManiSkillConfig,
     rules=(RULES,),
-    reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    reads=("cameras", "include_images", "state", "reward_mode", "success_bonus", "render_detail", "video"),
     reward_modes=REWARD_MODES,
     tasks=INSTRUCTIONS,
     action_dim=7,

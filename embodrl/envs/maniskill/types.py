@@ -92,3 +92,4 @@ class SimOptions(TypedDict):
     render_detail: str
     mesh_decimation: float | str | None
     human_size: tuple[int, int]
+    full_state: bool

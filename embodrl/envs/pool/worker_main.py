@@ -20,6 +20,7 @@ from embodrl.names import import_object
 from embodrl.processes.ending import OUT_OF_MEMORY, leave, ran_out_of_memory
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
+from embodrl.processes.trace import span
 from embodrl.specs import ENVS
 
 
@@ -56,7 +57,8 @@ class EnvServer:
     def answer(self, frame: Frame) -> bool:
         """Carry out a request and answer it; return False if the answer is an error. The environment stays."""
         try:
-            value = self._carry_out(frame)
+            with span(frame.kind.name.lower()):
+                value = self._carry_out(frame)
             self._connection.send(Frame(Kind.OK, frame.number, frame.argument, value))
         except PeerGoneError:
             raise

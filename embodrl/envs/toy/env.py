@@ -27,6 +27,7 @@ class ToyVectorEnv(SteppingEnv):
         max_chunk: largest number of actions in a chunk.
         action_dim: at least 2; the first two move the dot by up to 0.15 a step, the others do nothing.
         include_state: put the dot's position into the observation.
+        full_state: and the place of the square to go to.
         auto_reset: start the next episode at the end of the chunk in which one has ended.
         ignore_terminations: only the step limit ends an episode.
     """
@@ -40,6 +41,7 @@ class ToyVectorEnv(SteppingEnv):
         max_chunk: int = 8,
         action_dim: int = 7,
         include_state: bool = False,
+        full_state: bool = False,
         auto_reset: bool = True,
         ignore_terminations: bool = False,
     ) -> None:
@@ -47,7 +49,7 @@ class ToyVectorEnv(SteppingEnv):
             name="base_camera", height=image_size, width=image_size, fov_rad=None, eye=None, target=None
         )
         bounds = ((-1.0,) * action_dim, (1.0,) * action_dim)
-        spec = make_spec(num_envs, tasks, [camera], bounds, 2 if include_state else 0, max_chunk)
+        spec = make_spec(num_envs, tasks, [camera], bounds, (2 + 2 * full_state) * include_state, max_chunk)
         rules = EpisodeRules(max_episode_steps, auto_reset=auto_reset, ignore_terminations=ignore_terminations)
         super().__init__(spec, rules)
         self.position = np.zeros((num_envs, 2), np.float32)
@@ -82,7 +84,8 @@ class ToyVectorEnv(SteppingEnv):
             pictures[near_x & near_y] = colour
         images[rows, 0] = pictures
         if self.spec.state_dim:
-            state[rows] = self.position[rows]
+            known = (self.position, self._goal())[: self.spec.state_dim // 2]
+            state[rows] = np.concatenate([part[rows] for part in known], axis=1)
 
     def instruction(self, task_id: int) -> str:
         return INSTRUCTIONS[self.spec.tasks[task_id]]

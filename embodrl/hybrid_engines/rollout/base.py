@@ -148,6 +148,11 @@ class RolloutEngine(ABC):
         with self._lock:
             return torch.cat(on_threads(tasks, self.num_threads))
 
+    def inputs(self, observation: Observation) -> dict[str, Tensor]:
+        """Return what the policy makes of observations (``VLAPolicy.preprocess``), on the CPU."""
+        with self._lock:
+            return {name: tensor.cpu() for name, tensor in self.policy.preprocess(observation).items()}
+
     def _parts(self, observation: Observation) -> list[Observation]:
         rows = np.array_split(np.arange(observation.batch_size), min(self.num_threads, observation.batch_size))
         return [observation] if len(rows) == 1 else [observation.select(part) for part in rows]

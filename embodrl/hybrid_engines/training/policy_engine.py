@@ -47,6 +47,7 @@ from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rat
 from embodrl.hybrid_engines.training.sharded_checkpoint import load_state, save_state
 from embodrl.hybrid_engines.training.sharding import held, whole
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.trace import span
 from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -209,7 +210,8 @@ class PolicyTrainEngine(TrainEngine):
         mismatch: dict[str, float] | None = None
         for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
             counts = self._counts(minibatch, algorithm)
-            loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
+            with span("forward and backward"):
+                loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
             apart = {name: metrics.pop(name) for name in MISMATCH_TERMS}
             mismatch = mismatch_metrics(apart) if mismatch is None else mismatch  # before the first step
             if first_kl is None and not bool(staleness.any()):
@@ -218,7 +220,8 @@ class PolicyTrainEngine(TrainEngine):
                 self._clear_gradients()
                 stopped = True
                 break
-            step = self.optimizer_step(loss)
+            with span("optimizer step"):
+                step = self.optimizer_step(loss)
             if not step.applied:
                 num_nonfinite += 1
                 continue

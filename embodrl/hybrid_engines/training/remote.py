@@ -91,7 +91,7 @@ class RemoteTrainEngine(TrainEngine):
         self._trained = {name: p for name, p in parameters.items() if id(p) in trained}
         kept = config.algorithm.kl.coef > 0
         reference = {name: p for name, p in self._trained.items() if kept and trained[id(p)] != VALUE_GROUP}
-        copies = config.actor.optim.master_weights is not False and config.actor.training_backend != "megatron"
+        copies = config.actor.optim.master_weights is not False  # megatron's on a CPU has none: this is a bound
         masters = [name for name, p in self._trained.items() if copies and p.dtype.itemsize < FLOAT32_BYTES]
         self._shapes = StateShapes.of(policy, self._trained, reference, masters)
 

@@ -114,6 +114,8 @@ def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
     kind = raw.get("model_type")
     if kind == "openvla":
         return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
+    if kind == "gaussian":
+        return ("gaussian",)
     if kind in GR00T_FAMILIES:
         return (GR00T_FAMILIES[kind],)
     if raw.get("type") in ("smolvla", "pi0_fast"):

@@ -9,6 +9,7 @@ from typing import TypedDict
 from embodrl.deployment import ProcessPlace
 from embodrl.names import import_object
 from embodrl.processes.serve import bind_to_cores
+from embodrl.processes.trace import record
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker, WorkerContext, make_worker, marked_method
 
@@ -88,4 +89,6 @@ class Host:
         marked_method(self.worker_class, method)
         start = time.perf_counter()
         value = getattr(self.worker, method)(*args, **kwargs)
-        return value, time.perf_counter() - start
+        end = time.perf_counter()
+        record(method, start, end)
+        return value, end - start

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_families import FAMILIES, build, tiny_config
+from tiny_families import POLICIES as FAMILIES
+from tiny_families import build, tiny_config
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import families_of

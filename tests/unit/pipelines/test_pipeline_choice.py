@@ -34,7 +34,8 @@ SAMPLED = ["rollout", "dynamic_sampling", *PLAIN[1:]]
 
 
 def config_of(*overrides: str) -> Config:
-    return load_config([*TOY, *overrides]).config
+    model = ("model=mlp",) if {"pipeline=sac", "algorithm=sac"} & {*overrides} else ()
+    return load_config([*TOY, *model, *overrides]).config
 
 
 def links(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -53,7 +54,8 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 
 
 def test_every_pipeline_has_a_preset() -> None:
-    assert presets("pipeline") == sorted(PIPELINES) == presets("algorithm")
+    assert presets("pipeline") == sorted(PIPELINES)
+    assert presets("algorithm") == sorted([*PIPELINES, "rlpd"])  # whose graph is that of sac
 
 
 @pytest.mark.parametrize(
@@ -80,6 +82,17 @@ def test_nodes_follow_from_the_settings(overrides: tuple[str, ...], nodes: list[
     expected = {name: (before,) for before, name in itertools.pairwise(nodes)}
     assert links(graph) == {"rollout": (), **expected, "train": (batch, "advantage")}
     assert all(node.role == node.name and node.retries == 0 for node in graph.nodes)
+
+
+def test_an_off_policy_loss_stores_before_it_trains() -> None:
+    graph = build_graph(config_of("pipeline=sac"))
+    nodes = ["rollout", "reward", "store", "train", "sync"]
+    assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in nodes]
+    assert links(graph) == {"rollout": (), **{name: (before,) for before, name in itertools.pairwise(nodes)}}
+    with raises_code("pipeline-role-needed", ConfigError, "store"):
+        config_of("algorithm=sac", "pipeline.fn=embodrl.pipelines.builtin:ppo")
+    with raises_code("pipeline-role-unused", ConfigError, "store"):
+        config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:sac")
 
 
 def with_values(rewards: Any, values: Any) -> None:

@@ -12,7 +12,7 @@ from embodrl.config import load_config
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import recorded_bytes
 from embodrl.preflight.plan import make_plan, per_device
-from embodrl.preflight.plan_memory import ESTIMATED_BY, GIB, HOST, MIB
+from embodrl.preflight.plan_memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
 from embodrl.types import Observation, SamplingParams
 
 CLI = CliRunner()
@@ -62,7 +62,15 @@ def test_memory_of_the_7b_by_hand():
     assert plan.fits
 
 
-def test_a_memory_that_is_too_small_is_named_with_remedies():
+def test_a_process_that_trains_on_a_cpu_keeps_freed_memory():
+    one, host = ["cluster=local", "cluster.device=cpu"], HOST
+    tiny, large = (memory_of(plan_of(*one, model), host).needed for model in ("model=openvla", "model=openvla_7b"))
+    tensors = ("weights", "gradients", "optimizer", "activations")
+    assert tiny["allocator"] == sum(tiny[part] for part in tensors) < large["allocator"] == KEPT_FREED_BYTES
+    assert "allocator" not in memory_of(plan_of(*SEVEN_B), HOST).needed
+
+
+def test_a_memory_that_is_too_small_is_named_with_hints():
     plan = plan_of(*SEVEN_B, "actor.micro_batch_size=80", "actor.param_dtype=fp32")
     assert not plan.fits
     gpu = memory_of(plan, 0)

@@ -233,7 +233,7 @@ def test_memory_files_that_could_be_a_bus_error_are_refused():
         "not sealed": memory_file(content, seals=0),
         "has 4096 bytes": memory_file(content, 4096),
         "of them written": memory_file(b"1", 5000),
-        "no memory file": os.open(os.devnull, os.O_RDONLY),
+        "not a memory file": os.open(os.devnull, os.O_RDONLY),
     }
     for words, memory in cases.items():
         with raises_code("message", MessageError) as raised:

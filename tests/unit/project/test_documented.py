@@ -36,6 +36,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("collect",): "collect",
     ("plan", "train"): "plan",
     ("serve",): "serve",
+    ("profile",): "train",
     ("config", "validate"): None,
     ("config", "show"): None,
     ("pipeline", "show"): None,
@@ -147,6 +148,8 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(directory)
     for argument in command.arguments:
         key, _, value = argument.partition("=")
+        if key == "algorithm.off_policy.demos":
+            (directory / value).mkdir(parents=True)
         if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")

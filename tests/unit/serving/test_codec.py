@@ -99,9 +99,23 @@ def test_pickles_and_object_arrays_are_never_decoded(capsys):
     assert "executed" not in capsys.readouterr().out
 
 
+def test_npy_files_of_any_order_and_number_of_dimensions_are_read():
+    for array in (
+        np.arange(6.0).reshape(2, 3),
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.zeros(()),
+        np.zeros((0, 3)),
+    ):
+        stream = io.BytesIO()
+        np.save(stream, array, allow_pickle=False)
+        found = codec.npy_array(stream.getvalue())
+        assert found.dtype == array.dtype and found.shape == array.shape and (found == array).all()
+        assert codec.npy_array(codec.npy_bytes(array)).tolist() == array.tolist()
+
+
 def test_a_header_that_claims_terabytes_is_refused():
     huge = NPY.replace(b"(1, 2), }", b"(99999999999, 9), }")[:128] + DATA
-    for data in (huge, NPY[:40], b"", b"\x93NUMPY\x09\x00", NPY.replace(b"'<f4'", b"__im")):
+    for data in (huge, NPY[:40], b"", b"\x93NUMPY\x09\x00", NPY.replace(b"'<f4'", b"__im"), NPY.replace(b"),", b"],")):
         with raises_code("wire-array", WireError):
             unpack({"__ndarray_class__": True, "as_npy": data}, codec.groot_envelope)
 

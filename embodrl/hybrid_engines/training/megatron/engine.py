@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.config.schema import ModelConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, FLOAT32_BYTES, MASTER, StateShapes
 from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
 from embodrl.hybrid_engines.training.megatron.policy import LLAMA, ParallelOpenVLAPolicy
@@ -68,8 +68,12 @@ class MegatronTrainEngine(SharedTrainEngine):
         return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
 
     def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return none: megatron-core's distributed optimizer has float32 copies of its own, which are not saved."""
+        """Return none: megatron-core's distributed optimizer has float32 copies of its own, the stretches."""
         return {}
+
+    def _kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        in_half = parameter.dtype.itemsize < FLOAT32_BYTES
+        return (*ADAM_STATE, MASTER) if self.zero is not None and in_half else ADAM_STATE
 
     def offloadable(self) -> Iterator[Tensor]:
         yield from super().offloadable()
@@ -117,13 +121,13 @@ class MegatronTrainEngine(SharedTrainEngine):
         return {name: taken[index].clone() for index, name in enumerate(self.names.values()) if taken[index] > 0}
 
     def _moment_of(self, parameter: nn.Parameter, key: str) -> Tensor:
-        """Return a moment in the parameter's shape; a collective call with ``distributed``."""
+        """Return a moment or the float32 copy in the parameter's shape; a collective call with ``distributed``."""
         leaf = self.leaves.get(parameter)
         if self.zero is None:
             return self.optimizer.state[leaf][key]
         total = torch.zeros(parameter.numel(), device=self.device)
         if leaf is not None:
-            total[self.zero.span(parameter)] = self.optimizer.state[leaf][key]
+            total[self.zero.span(parameter)] = leaf.detach() if key == MASTER else self.optimizer.state[leaf][key]
         dist.all_reduce(total, group=self.group)
         return total.view(parameter.shape)
 
@@ -137,7 +141,7 @@ class MegatronTrainEngine(SharedTrainEngine):
         for parameter, name in self.names.items():
             if name not in steps:
                 continue
-            for key in ADAM_STATE:
+            for key in self._kept_of(parameter):
                 found = [p for p in self.pieces[name] if wanted is None or f"{key}.{p.name}" in wanted]
                 moment = self._moment_of(parameter, key) if found and key != "step" else None
                 for piece in found:
@@ -161,10 +165,12 @@ class MegatronTrainEngine(SharedTrainEngine):
                     found.setdefault(section, {})[piece.name] = piece.num_bytes(holder)
         steps = self._steps()
         for name in steps:
+            parameter = self.parameters[name]
+            in_float32 = 1 if self.zero is None else FLOAT32_BYTES // parameter.itemsize
             for piece in self.pieces[name]:
                 found["optimizer"][f"step.{piece.name}"] = steps[name].element_size()
-                for key in ADAM_STATE[1:]:
-                    found["optimizer"][f"{key}.{piece.name}"] = piece.num_bytes(self.parameters[name])
+                for key in self._kept_of(parameter)[1:]:
+                    found["optimizer"][f"{key}.{piece.name}"] = in_float32 * piece.num_bytes(parameter)
         return found
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
@@ -189,12 +195,15 @@ class MegatronTrainEngine(SharedTrainEngine):
         trained = {piece.name for name in self.names.values() for piece in self.pieces[name]}
         sizes = {s: {n: tuple(t.shape) for n, t in parts.items()} for s, parts in shards.items()}
         kept = [t for parts in shards.values() for t in parts.values()]
-        moments = [t for name, t in shards["policy"].items() if name in trained] * 2
+        num_bytes = sum(t.numel() * t.element_size() for t in kept)
+        for tensor in (t for name, t in shards["policy"].items() if name in trained):
+            in_half = tensor.itemsize < FLOAT32_BYTES and self.zero is not None
+            num_bytes += tensor.numel() * (3 * FLOAT32_BYTES if in_half else 2 * tensor.itemsize)
         return StateShapes(
             sizes["policy"],
             {name: shape for name, shape in sizes["policy"].items() if name in trained},
             sizes["reference"],
-            sum(t.numel() * t.element_size() for t in [*kept, *moments]),
+            num_bytes,
         )
 
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
@@ -202,7 +211,7 @@ class MegatronTrainEngine(SharedTrainEngine):
             owner = name.partition(".")[2] if section == "optimizer" else name
             piece = self.places[owner][1]
             self.put_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
-        self.finish_load()
+        self._finish_load(section)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return new tensors: what is held is fused."""
@@ -218,11 +227,11 @@ class MegatronTrainEngine(SharedTrainEngine):
     def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
             self.put_part(section, name, held(part))
-        self.finish_load()
+        self._finish_load(section)
 
     @torch.no_grad()
     def put_part(self, section: str, name: str, part: Tensor) -> None:
-        """Load this process's part of a public tensor; ``finish_load`` comes after the last.
+        """Load this process's part of a public tensor; ``_finish_load`` comes after the last of a section.
 
         Args:
             section: policy, optimizer or reference; what the engine has no use for is skipped.
@@ -232,7 +241,7 @@ class MegatronTrainEngine(SharedTrainEngine):
         self.onload()
         if section == "optimizer":
             key, _, owner = name.partition(".")
-            if key != MASTER:
+            if key in self._kept_of(self.parameters[self.places[owner][0]]):
                 self._put_moment(key, owner, part.to(self.device))
             return
         holders = self._holders(section)
@@ -240,9 +249,9 @@ class MegatronTrainEngine(SharedTrainEngine):
         if own_name in holders:
             piece.put(holders[own_name], part.to(self.device))
 
-    def finish_load(self) -> None:
-        """Let the optimizer have the weights that were loaded."""
-        if self.zero is not None:
+    def _finish_load(self, section: str) -> None:
+        """Copy loaded weights to the optimizer; its float32 copies, which come after them, replace these."""
+        if self.zero is not None and section == "policy":
             self.zero.take_weights()
 
     def _put_moment(self, key: str, owner: str, part: Tensor) -> None:
@@ -255,7 +264,7 @@ class MegatronTrainEngine(SharedTrainEngine):
         if key == "step":
             state[key] = part.to(torch.float32, copy=True)
             return
-        mine = state.setdefault(key, torch.zeros_like(leaf))
+        mine = leaf if key == MASTER else state.setdefault(key, torch.zeros_like(leaf))
         if self.zero is None:
             piece.put(mine, part)
             return

@@ -1,4 +1,4 @@
-"""A sweep of real runs that is killed and continued."""
+"""A sweep of real runs that is killed and continued, and a profile of one."""
 
 from __future__ import annotations
 
@@ -46,3 +46,16 @@ def test_a_killed_sweep_leaves_no_run_behind_and_is_resumed(tmp_path: Path) -> N
     found = json.loads(embodrl("compare", directory, "--json").stdout)
     assert [run["status"] for run in found["runs"]] == ["finished", "finished"]
     assert embodrl("resume", directory, "runner.seed=3").code == 2
+
+
+def test_a_profile_has_every_process(tmp_path: Path) -> None:
+    config, directory = tmp_path / "tiny.yaml", tmp_path / "run"
+    config.write_text(TINY)
+    arguments = ("rollout.own_process=true", f"runner.output_dir={directory}", "--iterations", 3)
+    outcome = embodrl("profile", "--config", config, *arguments)
+    assert outcome.code == 0, outcome.stderr
+    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"main", "env/0"} <= names and any(name.startswith("rollout") for name in names), names
+    assert {event["name"] for event in events} >= {"step", "policy", "forward and backward", "iteration 3"}
+    assert "env/0" in outcome.stdout and "forward and backward" in outcome.stdout

@@ -1,0 +1,118 @@
+"""The equations of soft actor-critic (SAC) and of RLPD, as pure functions.
+
+SAC: Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications", arXiv 1812.05905. RLPD: Ball et al. 2023,
+"Efficient Online Reinforcement Learning with Offline Data", arXiv 2302.02948. The chunk of C actions is one action.
+
+Shapes: N transitions, n chunks of a return, C actions in a chunk, E critics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def chunk_return(rewards: Tensor, valid: Tensor, gamma: float, per_action: bool) -> tuple[Tensor, Tensor]:
+    """Return the reward of chunks ``float32[...]`` and how many discounts they cost ``int64[...]``.
+
+    ``sum_k gamma^k r_k`` over the K actions that were run, and K, if ``per_action``; else ``sum_k r_k`` and 1.
+
+    Args:
+        rewards: ``float32[...,C]``.
+        valid: ``bool[...,C]``, actions that were run: a prefix of the chunk.
+        gamma: discount per reward step.
+        per_action: a reward step is an action (``algorithm.reward_type=action_level``), not a chunk.
+    """
+    kept = rewards * valid
+    if not per_action:
+        return kept.sum(-1), torch.ones(rewards.shape[:-1], dtype=torch.int64)
+    powers = gamma ** torch.arange(rewards.shape[-1], dtype=rewards.dtype)
+    return (kept * powers).sum(-1), valid.sum(-1)
+
+
+class NStep(NamedTuple):
+    """What n chunks are worth.
+
+    Attributes:
+        returns: ``float32[N]``, discounted sum of the rewards up to the bootstrap.
+        discount: ``float32[N]``, what the value of the bootstrap's observation is multiplied with: ``gamma^m``, 0 after
+            a termination.
+        offset: ``int64[N]``, chunks from the first observation to that of the bootstrap, at most n.
+    """
+
+    returns: Tensor
+    discount: Tensor
+    offset: Tensor
+
+
+def n_step_return(rewards: Tensor, lengths: Tensor, terminated: Tensor, acted: Tensor, gamma: float) -> NStep:
+    """Return n-step returns ``sum_{i<m} gamma^{t_i} r_i``, with m = n or fewer where the episode ends before.
+
+    A truncation is not a termination: there the value of the last observation is the bootstrap.
+
+    Args:
+        rewards: ``float32[N,n]``, of consecutive chunks.
+        lengths: ``int64[N,n]``, discounts that each costs.
+        terminated: ``bool[N,n]``, the task ended the episode within the chunk.
+        acted: ``bool[N,n]``, there is a chunk; an observation without one ends what is known of its episode.
+        gamma: discount per reward step.
+    """
+    alive = acted & (torch.cumsum(F.pad((terminated | ~acted)[:, :-1].long(), (1, 0)), 1) == 0)
+    ends = torch.cumsum(lengths * alive, 1)
+    starts = F.pad(ends[:, :-1], (1, 0))
+    returns = (gamma**starts * rewards * alive).sum(1)
+    over = (terminated & alive).any(1)
+    return NStep(returns, gamma ** ends[:, -1] * ~over, alive.sum(1))
+
+
+def soft_target(
+    returns: Tensor, discount: Tensor, next_q: Tensor, next_logprobs: Tensor, alpha: float, backup_entropy: bool
+) -> Tensor:
+    """Return ``y = R + discount (min_j Q'_j(s', a') - alpha log pi(a'|s'))``, ``float32[N]``.
+
+    SAC's equations 2 and 3 with clipped double Q; RLPD takes the minimum over a random subset of the critics, which
+    ``next_q`` holds, and leaves the entropy out of the backup where rewards are sparse (section 4 and appendix).
+
+    Args:
+        returns: ``float32[N]``; see ``NStep``.
+        discount: ``float32[N]``, likewise.
+        next_q: ``float32[E,N]``, of the target critics in the subset.
+        next_logprobs: ``float32[N]``, of ``a'``.
+        alpha: temperature.
+        backup_entropy: with the entropy.
+    """
+    value = next_q.min(0).values
+    return returns + discount * (value - alpha * next_logprobs if backup_entropy else value)
+
+
+def critic_loss(q: Tensor, target: Tensor) -> Tensor:
+    """Return ``(Q_j(s, a) - y)^2``, the mean over the critics, ``float32[N]``; ``q float32[E,N]``."""
+    return (q - target).square().mean(0)
+
+
+def sac(logprobs: Tensor, q: Tensor, alpha: float, minimum: bool) -> Tensor:
+    """Return the loss of the actor ``alpha log pi(a|s) - Q(s, a)``, ``float32[N]`` (SAC's equation 7).
+
+    Args:
+        logprobs: ``float32[N]``, of re-parameterised actions.
+        q: ``float32[E,N]``, of these.
+        alpha: temperature.
+        minimum: Q is the minimum over the critics, as in SAC; else the mean, as in RLPD.
+    """
+    return alpha * logprobs - (q.min(0).values if minimum else q.mean(0))
+
+
+def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
+    """Return ``-alpha (log pi(a|s) + H)``, ``float32[N]``, with a gradient for ``log_alpha`` only (equation 18)."""
+    return -log_alpha.exp() * (logprobs.detach() + target_entropy)
+
+
+@torch.no_grad()
+def soft_update(targets: Iterable[Tensor], sources: Iterable[Tensor], tau: float) -> None:
+    """Move targets in place to ``(1 - tau) target + tau source``."""
+    for target, source in zip(targets, sources, strict=True):
+        target.lerp_(source, tau)

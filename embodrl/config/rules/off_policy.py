@@ -1,0 +1,124 @@
+"""Algorithms that learn from a replay buffer: what they work with, and what their settings say together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from embodrl.config.rules.base import Context, Finding, note, rule, value_of, what_is
+from embodrl.specs import LOSSES, MODELS
+
+SECTION = "algorithm.off_policy"
+# What such an algorithm needs of other sections, and why.
+NEEDS: tuple[tuple[str, object, str], ...] = (
+    ("actor.training_backend", "native", "critics and targets are trained in one process only"),
+    ("actor.precision", "fp32", "critics are trained in float32"),
+    ("rollout.precision", "fp32", "the actor is trained in float32"),
+    ("actor.param_dtype", "fp32", "targets move by less than half precision can hold"),
+    ("actor.own_process", None, "the replay buffer is in the process that gathers"),
+    ("rollout.backend", "native", "the actor's samples are re-parameterised"),
+    ("rollout.own_process", None, "the replay buffer is in the process that trains"),
+    ("rollout.workflow", None, "a workflow does not keep the last observation of an episode"),
+    ("runner.max_staleness", 0, "rollouts that run ahead are not stored yet"),
+    ("algorithm.kl.coef", 0, "the loss has no reference"),
+    ("algorithm.filter.enabled", False, "there are no groups to drop"),
+    ("algorithm.decoupled.enabled", False, "the loss has no ratios"),
+    ("algorithm.recompute_logprobs", "auto", "the loss has no ratios"),
+    ("model.freeze_vision", False, "what is frozen need not be replayed as pictures, which is not built yet"),
+    ("model.trainable", "all", "actor and encoder are trained as a whole"),
+)
+
+
+@rule("algorithm.adv_type", "algorithm.loss_type")
+def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
+    """A loss on a replay buffer has no advantages, any other has."""
+    algorithm = context.config.algorithm
+    if context.loss.off_policy and not context.estimator.off_policy:
+        message = f"loss_type '{algorithm.loss_type}' uses no advantages"
+        yield Finding("algorithm.adv_type", message, "set it to none", "none", others=("algorithm.loss_type",))
+    if context.estimator.off_policy and not context.loss.off_policy:
+        message = f"adv_type '{algorithm.adv_type}' gives no advantages, which loss_type '{algorithm.loss_type}' needs"
+        able = ", ".join(name for name in LOSSES if LOSSES.entry(name).off_policy)
+        hint = "set algorithm.adv_type=gae, or choose algorithm=sac"
+        yield Finding("algorithm.loss_type", message, hint, able, others=("algorithm.adv_type",))
+
+
+@rule("algorithm.loss_type", "model.model_type")
+def actor_can_be_differentiated(context: Context) -> Iterator[Finding]:
+    """The actor climbs Q through its own actions."""
+    family = context.family
+    if context.loss.off_policy and family is not None and not family.off_policy:
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.off_policy)
+        message = f"loss_type '{context.config.algorithm.loss_type}' needs re-parameterised actions, which"
+        message += f" {family.name} does not have"
+        hint = "choose model=mlp or model=cnn, or algorithm=ppo"
+        yield Finding("model.model_type", message, hint, able, others=("algorithm.loss_type",))
+
+
+@rule("algorithm", "actor", "rollout", "model", "runner.max_staleness", "cluster")
+def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
+    """Nothing is set that such an algorithm would have to ignore."""
+    if not context.loss.off_policy:
+        return
+    others = ("algorithm.loss_type",)
+    for key, wanted, reason in NEEDS:
+        if value_of(context.config, key) != wanted:
+            shown = "null" if wanted is None else str(wanted).lower()
+            yield Finding(key, f"off-policy {reason}", f"set it to {shown}", shown, others=others)
+    if (placed := context.deployment) is not None and (placed.rolls_out_in_processes or placed.trains_in_processes):
+        message = "off-policy algorithms gather, store and train in one process"
+        hint = "leave placements at their defaults, and cluster.launcher=process"
+        yield Finding("cluster.component_placement", message, hint, others=others)
+
+
+@rule("algorithm.off_policy", "algorithm.loss_type")
+def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
+    """The subset is one of the critics, there is a share of demonstrations where there are some, and room to store."""
+    settings = context.config.algorithm.off_policy
+    if settings.subset > settings.num_q:
+        message = f"a subset of {settings.subset} of {settings.num_q} critics"
+        hint = f"set it to at most {settings.num_q}"
+        yield Finding(f"{SECTION}.subset", message, hint, f"1 to {settings.num_q}", others=(f"{SECTION}.num_q",))
+    if not settings.critic_hidden_sizes:
+        yield Finding(f"{SECTION}.critic_hidden_sizes", "critics have no hidden layer", "set it to [256,256]")
+    if not context.loss.off_policy:
+        return
+    fraction = f"{SECTION}.demo_fraction"
+    if settings.demo_fraction and settings.demos is None:
+        message = f"{settings.demo_fraction:.0%} of each batch are to be demonstrations, and none are named"
+        hint = f"set {SECTION}.demos to a directory of `embodrl collect`, or {fraction}=0 (algorithm=sac)"
+        yield Finding(f"{SECTION}.demos", message, hint, "a directory", others=(fraction,))
+    elif settings.demos is not None and not settings.demo_fraction:
+        message = "demonstrations are named, and no part of a batch is from them"
+        yield Finding(fraction, message, "set it to 0.5", "above 0, below 1", others=(f"{SECTION}.demos",))
+    if settings.demo_fraction == 1:
+        message = "nothing that the policy does would be learned from"
+        yield Finding(fraction, message, "set it to 0.5", "0 to below 1")
+    if settings.demos is not None and what_is(settings.demos) != "directory":
+        message = f"there is no directory '{settings.demos}'"
+        yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
+
+
+@rule("algorithm.off_policy", "env.train", "model.num_action_chunks", "algorithm.rollout_epoch")
+def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
+    """A rollout, with a last observation for each chunk at worst, has room."""
+    config = context.config
+    if not context.loss.off_policy:
+        return
+    chunks = config.env.train.total_num_envs * config.rollout_chunks * config.algorithm.rollout_epoch
+    if config.algorithm.off_policy.capacity < 2 * chunks:
+        message = f"a rollout has {chunks} chunks, and with last observations up to {2 * chunks} to store"
+        yield Finding(
+            f"{SECTION}.capacity",
+            message,
+            f"set it to {20 * chunks}",
+            f"at least {2 * chunks}",
+            others=("env.train.total_num_envs", "env.train.max_steps_per_rollout_epoch"),
+        )
+
+
+@note("algorithm.off_policy", "algorithm.loss_type")
+def off_policy_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings of the temperature that it does not read."""
+    settings = context.config.algorithm.off_policy
+    if settings.alpha_lr is None and context.by_user(f"{SECTION}.target_entropy"):
+        yield Finding(f"{SECTION}.target_entropy", f"has no effect: {SECTION}.alpha_lr is null", "leave it out")

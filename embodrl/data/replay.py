@@ -1,0 +1,255 @@
+"""A replay buffer: what was seen and done, in a ring of frames bounded in bytes.
+
+A frame is an observation and, if one was acted upon, the chunk that followed. The next frame of the ring is what the
+chunk led to, so that every observation is kept once. An episode ends with a frame that terminated, or with the last
+observation, for which there is no action: after a truncation, at the end of a rollout, or before a chunk that was lost.
+
+Shapes: T policy steps, B environments, N frames, C actions in a chunk, A action dimensions, n chunks of a return.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import CheckpointError, EmbodrlError
+
+POLICY, EXPERT, HUMAN = 0, 1, 2
+"""Who chose an action: values of the column ``source``."""
+INPUT = "inputs."
+HEAD, STORED = "head", "stored"
+
+
+class Window(NamedTuple):
+    """Consecutive chunks; what lies beyond the end of an episode is of another one.
+
+    Attributes:
+        rewards: ``float32[N,n,C]``.
+        valid: ``bool[N,n,C]``.
+        terminated, acted: ``bool[N,n]``.
+    """
+
+    rewards: Tensor
+    valid: Tensor
+    terminated: Tensor
+    acted: Tensor
+
+
+class ReplayBuffer:
+    """Frames of the last episodes; the oldest make room for new ones.
+
+    Args:
+        capacity: frames, at most.
+        max_bytes: of memory, at most.
+
+    Attributes:
+        stored: chunks added so far, including those that have made room.
+    """
+
+    def __init__(self, capacity: int, max_bytes: int) -> None:
+        self._most, self._max_bytes = capacity, max_bytes
+        self._columns: dict[str, Tensor] = {}
+        self._size = self._head = self.stored = 0
+        self._acted = torch.zeros(0, dtype=torch.int64)
+
+    def __len__(self) -> int:
+        """How many chunks can be drawn."""
+        return len(self._acted)
+
+    @property
+    def capacity(self) -> int:
+        """Frames that there is room for; 0 before the first is added."""
+        return len(next(iter(self._columns.values()))) if self._columns else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the frames that are there."""
+        return sum(column[: self._size].nbytes for column in self._columns.values())
+
+    def add(self, batch: TrajectoryBatch) -> int:
+        """Add the chunks of a rollout with ``actions`` and ``final_inputs``; return how many.
+
+        Raises:
+            BatchKeyError: it lacks a column.
+            EmbodrlError: see ``add_frames``.
+        """
+        frames = frames_of(batch)
+        self.add_frames(frames)
+        return int(frames["acted"].sum())
+
+    def add_frames(self, frames: Mapping[str, Tensor]) -> None:
+        """Add whole episodes, one after the other.
+
+        Args:
+            frames: columns ``[N,...]``: ``inputs.NAME``, ``actions``, ``rewards``, ``valid``, ``terminated``,
+                ``acted``, ``source``.
+
+        Raises:
+            EmbodrlError: they are more than there is room for.
+        """
+        count = len(frames["acted"])
+        if not self._columns:
+            self._allocate(frames)
+        if count > self.capacity:
+            frame = sum(column[0].nbytes for column in self._columns.values())
+            raise EmbodrlError(
+                f"{count} frames of {frame:,} bytes are added at once, and the replay buffer has room for"
+                f" {self.capacity}",
+                "raise algorithm.off_policy.capacity and algorithm.off_policy.memory_gb, or gather less at once",
+                code="replay-too-small",
+            )
+        places = (self._head + torch.arange(count)) % self.capacity
+        for name, column in self._columns.items():
+            column[places] = frames[name]
+        self._head = (self._head + count) % self.capacity
+        self._size = min(self._size + count, self.capacity)
+        self.stored += int(frames["acted"].sum())
+        self._index()
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return the places ``int64[count]`` of chunks, drawn evenly with replacement."""
+        return self._acted[torch.randint(len(self), (count,), generator=generator)]
+
+    def window(self, places: Tensor, n: int) -> Window:
+        """Return what happened from these frames on."""
+        index = (places[:, None] + torch.arange(n)) % self.capacity
+        names = ("rewards", "valid", "terminated", "acted")
+        return Window(*(self._columns[name][index] for name in names))
+
+    def inputs(self, places: Tensor) -> dict[str, Tensor]:
+        """Return what the policy saw: ``[N,...]`` by name."""
+        index = places % self.capacity
+        return {
+            name.removeprefix(INPUT): column[index] for name, column in self._columns.items() if name.startswith(INPUT)
+        }
+
+    def column(self, name: str, places: Tensor) -> Tensor:
+        """Return ``actions float32[N,C,A]`` or ``source int8[N]`` of chunks."""
+        return self._columns[name][places]
+
+    def checksum(self) -> int:
+        """Return a number that differs where the actions or rewards of two buffers do."""
+        pieces = (self._columns[name][: self._size] for name in ("actions", "rewards") if name in self._columns)
+        result = 0
+        for piece in pieces:
+            result = zlib.crc32(piece.contiguous().numpy().tobytes(), result)
+        return result
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that ``load_state`` needs, without copies."""
+        counters = {HEAD: torch.tensor(self._head), STORED: torch.tensor(self.stored)}
+        return {name: column[: self._size] for name, column in self._columns.items()} | counters
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with what ``state`` returned; what is drawn from then on is the same.
+
+        Raises:
+            CheckpointError: it does not fit into the buffer, which is smaller now.
+        """
+        columns = {name: column for name, column in state.items() if name not in (HEAD, STORED)}
+        self._columns, self._size = {}, 0
+        if columns:
+            self._allocate(columns)
+            self._size = len(columns["acted"])
+            head = int(state[HEAD])
+            # A ring that has come round is bound to its size; one that has not can grow.
+            if self._size > self.capacity or (head != self._size % self.capacity and self._size != self.capacity):
+                raise CheckpointError(
+                    f"the checkpoint's replay buffer has {self._size} frames, and there is room for {self.capacity}",
+                    "resume with algorithm.off_policy.capacity and memory_gb as they were",
+                    code="replay-other-size",
+                )
+            for name, column in columns.items():
+                self._columns[name][: self._size] = column
+            self._head = head
+        self.stored = int(state[STORED])
+        self._index()
+
+    def _allocate(self, frames: Mapping[str, Tensor]) -> None:
+        frame = sum(column[:1].nbytes for column in frames.values())
+        capacity = max(1, min(self._most, self._max_bytes // frame))
+        # Memory that is never written to is never taken.
+        self._columns = {name: torch.empty(capacity, *x.shape[1:], dtype=x.dtype) for name, x in frames.items()}
+
+    def _index(self) -> None:
+        acted = self._columns["acted"][: self._size] if self._columns else torch.zeros(0, dtype=torch.bool)
+        self._acted = acted.nonzero().squeeze(-1)
+
+
+@dataclass
+class ReplayStores:
+    """Where an off-policy run keeps what it learns from.
+
+    Attributes:
+        online: what the policy, or who corrects it, did in this run.
+        demos: demonstrations; None without. They are read from their files again when a run is resumed.
+    """
+
+    online: ReplayBuffer
+    demos: ReplayBuffer | None = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state for a checkpoint: the online part, and a checksum of the demonstrations."""
+        known = {} if self.demos is None else {"demos": torch.tensor(self.demos.checksum())}
+        return self.online.state() | known
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from ``state``.
+
+        Raises:
+            CheckpointError: the demonstrations have changed, or the buffer is smaller.
+        """
+        left = dict(state)
+        before = left.pop("demos", None)
+        now = None if self.demos is None else self.demos.checksum()
+        if (None if before is None else int(before)) != now:
+            raise CheckpointError(
+                "the demonstrations are not those that the run began with",
+                "resume with algorithm.off_policy.demos as it was, and the dataset unchanged",
+                code="replay-other-demos",
+            )
+        self.online.load_state(left)
+
+
+def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
+    """Return the frames of a rollout, episode by episode, as ``ReplayBuffer.add_frames`` takes them."""
+    steps, rows = batch.valid.shape[:2]
+    acted, terminated = batch.valid.any(-1), batch.terminated.any(-1)
+    ended = terminated | batch.truncated.any(-1)
+    times: list[int] = []  # of the column inputs, and beyond T of final_inputs
+    envs: list[int] = []
+    for env in range(rows):
+        open_episode = False
+        for time in range(steps):
+            if acted[time, env]:
+                times.append(time)
+                open_episode = not bool(terminated[time, env])
+                if open_episode and (ended[time, env] or time + 1 == steps):
+                    times.append(steps + time)
+                    open_episode = False
+            elif open_episode:  # a fault ended the episode, of which this observation is the last
+                times.append(time)
+                open_episode = False
+            envs.extend([env] * (len(times) - len(envs)))
+    time, env = torch.tensor(times, dtype=torch.int64), torch.tensor(envs, dtype=torch.int64)
+    inner, is_final = time % steps, time >= steps
+    flags = acted[inner, env] & ~is_final
+    frames = {
+        "actions": batch["actions"][inner, env],
+        "rewards": batch.rewards[inner, env] * flags[:, None],
+        "valid": batch.valid[inner, env] & flags[:, None],
+        "terminated": terminated[inner, env] & flags,
+        "acted": flags,
+        "source": batch["source"][inner, env],
+    }
+    for name, final in batch["final_inputs"].items():
+        seen = batch.forward_inputs[name][inner, env]
+        seen[is_final] = final[inner[is_final], env[is_final]]
+        frames[INPUT + name] = seen
+    return frames

@@ -1,0 +1,149 @@
+"""The network and the distribution of a Gaussian policy.
+
+Shapes: B batch, V cameras, H picture side, S padded state, F features, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodrl.models.common.init import init_matrix
+from embodrl.models.gaussian.spec import GaussianArchitectureConfig
+
+LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+LAST_LAYER_GAIN = 0.01
+"""A policy begins with actions around 0, whatever it sees."""
+_QUADRATURE_POINTS = 16
+
+
+@dataclass(frozen=True)
+class GaussianSpec:
+    """Dimensions of a policy; see ``GaussianArchitectureConfig``."""
+
+    num_action_chunks: int
+    action_dim: int
+    use_images: bool
+    image_size: int
+    num_cameras: int
+    channels: tuple[int, ...]
+    feature_dim: int
+    max_state_dim: int
+    hidden_sizes: tuple[int, ...]
+    initial_std: float
+
+    @classmethod
+    def of(cls, shape: GaussianArchitectureConfig, num_action_chunks: int, action_dim: int) -> GaussianSpec:
+        """Return the dimensions that the settings ask for."""
+        return cls(num_action_chunks, action_dim, **shape.model_dump())
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        return self.max_state_dim + (self.feature_dim if self.use_images else 0)
+
+
+class TanhGaussian(NamedTuple):
+    """``a = tanh(u)``, ``u ~ N(mean, std^2)``, independently for each number of a chunk; both ``float32[B,C,A]``.
+
+    The change of variables is that of Haarnoja et al. 2018, "Soft Actor-Critic Algorithms and Applications",
+    arXiv 1812.05905, appendix C.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """Return ``u float32[B,C,A]`` with gradients, from standard normal noise of that shape."""
+        return self.mean + self.std * noise
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        """Return ``log p(tanh(u)) float32[B,C,A]``."""
+        normal = -0.5 * ((u - self.mean) / self.std).square() - self.std.log() - 0.5 * math.log(2 * math.pi)
+        return normal - log_slope(u)
+
+    def entropy(self) -> Tensor:
+        """Return the differential entropy ``float32[B,C,A]`` in nats: ``H(u) + E[log(1 - tanh(u)^2)]``.
+
+        The expectation is taken by Gauss-Hermite quadrature.
+        """
+        points, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_POINTS)
+        u = self.mean[..., None] + self.std[..., None] * self.mean.new_tensor(points)
+        slope = (log_slope(u) * self.mean.new_tensor(weights / weights.sum())).sum(-1)
+        return self.std.log() + 0.5 * math.log(2 * math.pi * math.e) + slope
+
+
+def log_slope(u: Tensor) -> Tensor:
+    """Return ``log(1 - tanh(u)^2)``, finite for any ``u``."""
+    return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
+
+
+class Cnn(nn.Module):
+    """Convolutions of stride 2, a linear layer and a norm: ``uint8[B,V,H,H,3]`` to ``float32[B,feature_dim]``."""
+
+    def __init__(self, spec: GaussianSpec) -> None:
+        super().__init__()
+        channels, side = (3 * spec.num_cameras, *spec.channels), spec.image_size
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairwise(channels))
+        for _ in spec.channels:
+            side = (side + 1) // 2
+        self.proj = nn.Linear(channels[-1] * side * side, spec.feature_dim)
+        self.norm = nn.LayerNorm(spec.feature_dim)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float() / 255.0 - 0.5
+        for conv in self.convs:
+            x = F.relu(conv(x))
+        return torch.tanh(self.norm(self.proj(x.flatten(1))))
+
+
+class GaussianModel(nn.Module):
+    """Features of an observation, and the distribution of a chunk given these."""
+
+    def __init__(self, spec: GaussianSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.vision = Cnn(spec) if spec.use_images else None
+        sizes = (spec.num_features, *spec.hidden_sizes)
+        self.policy = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
+        self.policy.append(nn.Linear(sizes[-1], 2 * spec.num_action_chunks * spec.action_dim))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw weights; the standard deviation begins at ``initial_std`` whatever is seen."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d):
+                init_matrix(module.weight, generator, math.sqrt(2.0))
+                nn.init.zeros_(module.bias) if module.bias is not None else None
+            elif isinstance(module, nn.LayerNorm):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+        last = self.policy[-1]
+        assert isinstance(last, nn.Linear)
+        init_matrix(last.weight, generator, LAST_LAYER_GAIN)
+        middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
+        last.bias.data[last.out_features // 2 :] = math.atanh((math.log(self.spec.initial_std) - middle) / half)
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the state."""
+        state = inputs["state"].float()
+        return state if self.vision is None else torch.cat([self.vision(inputs["images"]).float(), state], -1)
+
+    def distribution(self, features: Tensor) -> TanhGaussian:
+        """Return the distribution of a chunk ``[B,C,A]``.
+
+        ``log std`` is a tanh scaled to -5 to 2, as CleanRL's sac_continuous_action.py has it.
+        """
+        x = features
+        for layer in self.policy[:-1]:
+            x = F.relu(layer(x))
+        mean, log_std = self.policy[-1](x).float().chunk(2, -1)
+        log_std = LOG_STD_MIN + 0.5 * (LOG_STD_MAX - LOG_STD_MIN) * (torch.tanh(log_std) + 1.0)
+        shape = (len(x), self.spec.num_action_chunks, self.spec.action_dim)
+        return TanhGaussian(mean.view(shape), log_std.exp().view(shape))

@@ -1,0 +1,240 @@
+"""A small Gaussian policy: trained by PPO and its variants, by imitation, or off-policy.
+
+Shapes: B batch, C actions in a chunk, A action dimensions, F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.fields import Fields
+from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
+from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, check_family, read_file, size
+from embodrl.models.common.flow import standard_normal
+from embodrl.models.common.heads import build_value_head, save_heads
+from embodrl.models.common.images import resize_area
+from embodrl.models.common.init import new_generator
+from embodrl.models.common.value_head import ValueHead
+from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
+from embodrl.models.gaussian.spec import GaussianModelConfig
+from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+
+DRAWN = "pre_tanh"
+"""In ``forward_inputs``: what was drawn, ``float32[B,C,A]``; the action is its tanh."""
+FAMILY = "gaussian"
+
+
+class GaussianPolicy(VLAPolicy, OffPolicyActor):
+    """A chunk of actions from a tanh-Gaussian, in environment units.
+
+    Args:
+        model: the network.
+        config: section ``model``.
+        value_head: the critic of PPO, on the features.
+    """
+
+    draws_by_row = True
+
+    def __init__(self, model: GaussianModel, config: GaussianModelConfig, value_head: ValueHead | None) -> None:
+        super().__init__()
+        self.model, self.value_head = model, value_head
+        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        self.detach_value = config.value_head.detach
+
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return ``state float32[B,S]``, padded, and with a CNN ``images uint8[B,V,H,H,3]``.
+
+        Raises:
+            EmbodrlError: the state has more numbers than there is room for, or there are other cameras.
+        """
+        spec, rows = self.model.spec, observation.batch_size
+        dims, cameras = observation.state.shape[1], observation.images.shape[1]
+        if dims > spec.max_state_dim:
+            raise EmbodrlError(
+                f"the state has {dims} numbers, the policy has room for {spec.max_state_dim}",
+                f"set model.gaussian.max_state_dim={dims} without a checkpoint, or env.include_state=false",
+                code="state-size",
+            )
+        state = torch.zeros(rows, spec.max_state_dim)
+        state[:, :dims] = torch.from_numpy(np.ascontiguousarray(observation.state))
+        inputs = {"state": state.to(self.device)}
+        if spec.use_images:
+            if cameras != spec.num_cameras:
+                raise EmbodrlError(
+                    f"the policy reads {spec.num_cameras} picture(s), and there are {cameras}",
+                    "use the cameras that it was trained with",
+                    code="policy-cameras",
+                )
+            images = torch.from_numpy(np.ascontiguousarray(observation.images)).flatten(0, 1)
+            images = resize_area(images, spec.image_size, spec.image_size)
+            inputs["images"] = images.view(rows, cameras, *images.shape[1:]).to(self.device)
+        return inputs
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Draw a chunk for each row; in ``eval`` mode it is the tanh of the mean. ``sampling`` is for token policies.
+
+        Raises:
+            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        """
+        inputs = self.preprocess(observation)
+        features = self.model.features(inputs)
+        chunk = self.model.distribution(features)
+        u = chunk.mean
+        if mode == "train":
+            u = chunk.sample(standard_normal(u.shape, generator, self.device))
+        values = self._values(features) if compute_values else None
+        actions = torch.tanh(u).cpu().numpy()
+        return PolicyOutput(actions, chunk.log_prob(u), values, {**inputs, DRAWN: u})
+
+    @torch.no_grad()
+    def predict_values(self, observation: Observation) -> Tensor:
+        return self._values(self.model.features(self.preprocess(observation)))
+
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        features = self.model.features(forward_inputs)
+        chunk = self.model.distribution(features)
+        entropy = chunk.entropy() if compute_entropy else None
+        values = self._values(features) if compute_values else None
+        return EvalOutput(chunk.log_prob(forward_inputs[DRAWN].float()), entropy, values)
+
+    def _values(self, features: Tensor) -> Tensor:
+        if self.value_head is None:
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
+        return self.value_head(features.detach() if self.detach_value else features)
+
+    # Imitation -------------------------------------------------------------------------------------------------------
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return what ``preprocess`` returns and ``target float32[B,C,A]``."""
+        return {**self.preprocess(observation), "target": actions.float().to(self.device)}
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean squared error of the greedy action, and ``l1``; the standard deviation does not train.
+
+        Args:
+            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
+            label_smoothing_bins: for token policies.
+        """
+        chunk: TanhGaussian = self.model.distribution(self.model.features(batch))
+        error = torch.tanh(chunk.mean) - batch["target"]
+        weight = torch.ones_like(error)
+        if "action_mask" in batch:
+            weight = weight * batch["action_mask"][..., None]
+        total = weight.sum().clamp(min=1.0)
+        l1 = (error.detach().abs() * weight).sum() / total
+        return (error.square() * weight).sum() / total, {"l1": l1}
+
+    # Off-policy ------------------------------------------------------------------------------------------------------
+
+    @property
+    def feature_dim(self) -> int:
+        return self.model.spec.num_features
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        return self.model.features(inputs)
+
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        return [] if self.model.vision is None else list(self.model.vision.parameters())
+
+    def sample_chunk(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        chunk = self.model.distribution(features)
+        u = chunk.sample(noise)
+        return torch.tanh(u), chunk.log_prob(u).sum((1, 2))
+
+    # Parts and files -------------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``vision`` with a CNN, ``policy``, and ``value_head`` where there is one."""
+        parts = {"vision": self.model.vision, "policy": self.model.policy, "value_head": self.value_head}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.policy[-1].parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def enable_gradient_checkpointing(self) -> None:
+        """There is nothing worth computing again: the activations are small."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write config.json, the weights and the value head."""
+        with checkpoint.policy_directory(directory) as staging:
+            checkpoint.save_weights(self.model.state_dict(), staging, one_file=True)
+            save_heads(staging, self.value_head, None)
+            checkpoint.write_json(staging / CONFIG_FILE, {"model_type": FAMILY, **asdict(self.model.spec)})
+
+
+def build_gaussian(
+    config: GaussianModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[GaussianPolicy, LoadReport]:
+    """Build the policy that a configuration asks for; with ``model_path`` it has the dimensions of the checkpoint.
+
+    Arguments and errors as of ``models.registry.build_policy``.
+    """
+    device = torch.device(device)
+    directory, report = checkpoint.locate(config)
+    spec = wanted = GaussianSpec.of(config.gaussian, config.num_action_chunks, config.action_dim)
+    files: list[Path] = []
+    if directory is not None:
+        spec = read_spec(directory / CONFIG_FILE)
+        parts = list(asdict(wanted)) if config.model_path is None else ["num_action_chunks", "action_dim"]
+        checkpoint.check_size(spec, wanted, [part for part in parts if part != "initial_std"], directory, "model")
+        files = checkpoint.weight_files(directory)
+    generator = new_generator(device, seed)
+    with torch.device("meta"):
+        model = GaussianModel(spec)
+    checkpoint.fill(model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype)
+    head = build_value_head(config, spec.num_features, directory, report, device, generator)
+    return GaussianPolicy(model, config, head), report
+
+
+def read_spec(path: Path) -> GaussianSpec:
+    """Return the dimensions in config.json.
+
+    Raises:
+        PolicyFileError: it is damaged.
+        CheckpointError: it is of another family.
+    """
+    fields = read_file(path)
+    check_family(fields, (FAMILY,))
+    numbers = ("num_action_chunks", "action_dim", "image_size", "num_cameras", "feature_dim", "max_state_dim")
+    return GaussianSpec(
+        use_images=fields.flag("use_images"),
+        channels=_sizes(fields, "channels"),
+        hidden_sizes=_sizes(fields, "hidden_sizes"),
+        initial_std=fields.number("initial_std", low=1e-6, high=7.0),
+        **{name: size(fields, name) for name in numbers},
+    )
+
+
+def _sizes(fields: Fields, name: str) -> tuple[int, ...]:
+    items = fields.items(name)
+    if not 1 <= len(items) <= 64 or not all(type(item) is int and 1 <= item <= 2**17 for item in items):
+        fields.refuse(f"'{name}' is not a list of 1 to 64 sizes")
+    return tuple(item for item in items if isinstance(item, int))

@@ -1,0 +1,145 @@
+"""A small Gaussian policy: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.specs import ModelSpec
+
+
+class GaussianArchitectureConfig(Section):
+    """Dimensions of a Gaussian policy."""
+
+    use_images: bool = Field(default=False, description="read the pictures by a CNN; false: the state alone")
+    image_size: PositiveInt = Field(default=64, description="pixels, square; pictures are resized to it")
+    num_cameras: PositiveInt = Field(default=1, description="pictures an observation")
+    channels: tuple[PositiveInt, ...] = Field(
+        default=(16, 32, 64, 64), description="of the CNN's convolutions, each of which halves the picture"
+    )
+    feature_dim: PositiveInt = Field(default=128, description="numbers that the CNN makes of an observation")
+    max_state_dim: PositiveInt = Field(default=64, description="states are padded to this with zeros")
+    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of the MLP")
+    initial_std: PositiveFloat = Field(
+        default=0.6, description="standard deviation before the tanh that a policy without weights begins with", lt=7
+    )
+
+
+class GaussianModelConfig(ModelConfig):
+    """A small Gaussian policy."""
+
+    gaussian: GaussianArchitectureConfig = Field(
+        default=GaussianArchitectureConfig(), description="dimensions without a checkpoint"
+    )
+
+
+RULES = RuleSet()
+
+
+@RULES.rule("model.gaussian", "env.include_state", "env.cameras")
+def gaussian_policy_sees_something(context: Context) -> Iterator[Finding]:
+    """There is an input, and pictures are as many as the CNN takes."""
+    shape, env = context.model(GaussianModelConfig).gaussian, context.config.env
+    if not (shape.use_images or env.include_state):
+        message = "neither pictures nor the state reach the policy: env.include_state is false"
+        hint = "set env.include_state=true (model=mlp does), or model.gaussian.use_images=true"
+        yield Finding("model.gaussian.use_images", message, hint, "true", others=("env.include_state",))
+    if shape.use_images and shape.num_cameras != len(env.cameras):
+        yield Finding(
+            "model.gaussian.num_cameras",
+            f"the CNN reads {shape.num_cameras} picture(s), and env.cameras has {len(env.cameras)}",
+            f"set it to {len(env.cameras)}",
+            str(len(env.cameras)),
+            others=("env.cameras",),
+        )
+
+
+@RULES.rule("model.gaussian")
+def gaussian_layers_exist(context: Context) -> Iterator[Finding]:
+    """The MLP has a layer, and every convolution has a picture to halve."""
+    shape = context.model(GaussianModelConfig).gaussian
+    if not shape.hidden_sizes:
+        yield Finding("model.gaussian.hidden_sizes", "the MLP has no hidden layer", "set it to [256,256]")
+    most = (shape.image_size - 1).bit_length()
+    if shape.use_images and not 1 <= len(shape.channels) <= most:
+        message = f"{len(shape.channels)} convolutions, and pictures of {shape.image_size} pixels can be halved"
+        message += f" {most} times"
+        yield Finding("model.gaussian.channels", message, "set it to [16,32,64,64]", f"1 to {most} numbers")
+
+
+@RULES.rule("model")
+def gaussian_policy_has_plain_actions(context: Context) -> Iterator[Finding]:
+    """Its actions are the environment's, its pictures whole, its weights all trained."""
+    model = context.config.model
+    wanted = {
+        **{"unnorm_key": None, "stats_path": None, "lora_path": None},
+        **{"center_crop": False, "gripper": "as_is"},
+    }
+    for name, value in wanted.items():
+        if getattr(model, name) != value:
+            allowed = "null" if value is None else str(value).lower()
+            message = "is for policies with action statistics or pretrained vision, which this one does not have"
+            yield Finding(f"model.{name}", message, f"set it to {allowed}", allowed, others=("model.model_type",))
+
+
+@RULES.rule("model.gaussian", "model.freeze_vision")
+def frozen_vision_was_trained(context: Context) -> Iterator[Finding]:
+    """Without pictures there is no CNN to freeze."""
+    model = context.model(GaussianModelConfig)
+    if model.freeze_vision and not model.gaussian.use_images:
+        message = "there is no vision backbone: model.gaussian.use_images is false"
+        yield Finding("model.freeze_vision", message, "set it to false", "false", others=("model.gaussian.use_images",))
+
+
+@RULES.note("env.tasks", "model.model_type")
+def gaussian_policy_reads_no_instruction(context: Context) -> Iterator[Finding]:
+    """Several tasks can be distinguished only by what is seen."""
+    if len(context.config.env.tasks) > 1:
+        message = f"the policy reads no instruction, so that it can't tell the {len(context.config.env.tasks)} tasks"
+        yield Finding("env.tasks", f"{message} apart unless they look different", "train one policy a task")
+
+
+@RULES.note("algorithm.sampling", "sft.label_smoothing_bins")
+def gaussian_policy_has_no_bins(context: Context) -> Iterator[Finding]:
+    """Temperature, top-k and bins belong to action tokens."""
+    for key in ("algorithm.sampling.temperature", "algorithm.sampling.top_k", "sft.label_smoothing_bins"):
+        if context.by_user(key):
+            yield Finding(key, "has no effect on a Gaussian policy", "leave it out")
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return about how many parameters a policy without a checkpoint has: matrices only."""
+    assert isinstance(config, GaussianModelConfig)
+    shape, total, inputs = config.gaussian, 0, config.gaussian.max_state_dim
+    if shape.use_images:
+        side, planes = shape.image_size, 3 * shape.num_cameras
+        for before, after in pairwise((planes, *shape.channels)):
+            total, side = total + 9 * before * after, (side + 1) // 2
+        total += shape.channels[-1] * side * side * shape.feature_dim
+        inputs += shape.feature_dim
+    sizes = (inputs, *shape.hidden_sizes, 2 * config.num_action_chunks * config.action_dim)
+    return total + sum(a * b for a, b in pairwise(sizes))
+
+
+SPEC = ModelSpec(
+    name="gaussian",
+    target="embodrl.models.gaussian.policy:build_gaussian",
+    description="small policy without language: an MLP on the state, or a CNN on pictures, and a tanh-Gaussian",
+    settings=GaussianModelConfig,
+    rules=(RULES,),
+    kind="gaussian",
+    value_inputs=(),
+    trainable=("all", "head"),
+    uses_state=True,
+    uses_images="model.gaussian.use_images",
+    off_policy=True,
+    num_parameters=num_parameters,
+    sizes="0.1 M (mlp), 0.3 M (cnn)",
+    actions="continuous chunk, a Gaussian through tanh",
+    checkpoint="embodrl's own",
+    rl="log-probs of the tanh-Gaussian; re-parameterised samples for sac and rlpd",
+)

@@ -1,0 +1,123 @@
+"""`embodrl profile`: where the time of an iteration goes, in every process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.load import LoadedConfig
+from embodrl.errors import OutputError
+from embodrl.processes.trace import VARIABLE
+from embodrl.runs.files import removed_if_empty
+from embodrl.runs.result import TrainResult
+from embodrl.runs.train import train
+from embodrl.storage.json_file import write_text_file
+
+TRACE_DIR = "trace"
+TRACE_FILE = "trace.json"
+WAITING = ("wait for simulators", "rollout")
+"""Spans in which a process may be idle; what lies within them counts by itself."""
+Event = dict[str, Any]
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class ProcessShare:
+    """What a process did while the measured iterations ran.
+
+    Attributes:
+        name: of the process.
+        busy: share of the time, 0 to 1.
+        seconds: of each kind of span, summed, the longest first.
+        counts: how often there was one.
+    """
+
+    name: str
+    busy: float
+    seconds: dict[str, float]
+    counts: dict[str, int]
+
+
+def profile(loaded: LoadedConfig, run_dir: Path) -> TrainResult:
+    """Train, recording the spans of all processes of this machine; write ``trace.json`` into the run.
+
+    Args:
+        loaded: the run, of some iterations.
+        run_dir: its directory, absolute, as configured.
+
+    Raises:
+        EmbodrlError: as ``train``.
+    """
+    directory = run_dir / TRACE_DIR
+    with removed_if_empty(run_dir):
+        directory.mkdir(parents=True, exist_ok=True)
+        os.environ[VARIABLE] = str(directory)
+        try:
+            return train(loaded)
+        finally:
+            del os.environ[VARIABLE]
+            if events := read_events(directory):
+                write_text_file(run_dir / TRACE_FILE, json.dumps({"traceEvents": events}))
+
+
+def read_events(directory: Path) -> list[Event]:
+    """Return the events that processes have written; a last line that a kill has cut off is left out."""
+    events: list[Event] = []
+    for path in sorted(directory.glob("*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue
+    return events
+
+
+def shares(events: Sequence[Event], first_iteration: int = 2) -> list[ProcessShare]:
+    """Return what each process did from the start of an iteration to the end of the last one.
+
+    The first iterations are left out because caches and code are cold.
+
+    Raises:
+        OutputError: no such iteration was done.
+    """
+    iterations = [e for e in events if e["ph"] == "X" and e["name"].startswith("iteration ")]
+    measured = [e for e in iterations if int(e["name"].split()[1]) >= first_iteration]
+    if not measured:
+        message = f"iteration {first_iteration} was not done, and the first one is no measure"
+        raise OutputError(message, "profile more iterations", code="profile-short")
+    window = (min(e["ts"] for e in measured), max(e["ts"] + e["dur"] for e in measured))
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    found: list[ProcessShare] = []
+    for pid, name in names.items():
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == pid and e not in iterations]
+        within = [e for e in spans if e["ts"] < window[1] and e["ts"] + e["dur"] > window[0]]
+        if not within:
+            continue
+        busy = _union([_clipped(e, window) for e in within if e["name"] not in WAITING])
+        seconds: defaultdict[str, float] = defaultdict(float)
+        counts: defaultdict[str, int] = defaultdict(int)
+        for event in within:
+            start, end = _clipped(event, window)
+            seconds[event["name"]] += (end - start) / 1e6
+            counts[event["name"]] += 1
+        ordered = dict(sorted(seconds.items(), key=lambda pair: -pair[1]))
+        found.append(ProcessShare(name, busy / (window[1] - window[0]), ordered, dict(counts)))
+    return found
+
+
+def _clipped(event: Mapping[str, float], window: Span) -> Span:
+    return max(event["ts"], window[0]), min(event["ts"] + event["dur"], window[1])
+
+
+def _union(spans: Sequence[Span]) -> float:
+    """Return the length of what spans cover together; those of threads overlap, and inner ones lie in outer ones."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

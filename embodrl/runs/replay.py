@@ -1,0 +1,143 @@
+"""What an off-policy run learns from: its replay buffer, and demonstrations as transitions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.config.schema import Config, SftConfig
+from embodrl.data.demos import REWARDS, Demos, Outcomes
+from embodrl.data.facts import RAW_INDEX
+from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
+from embodrl.data.lerobot import OWN_META
+from embodrl.data.load import is_lerobot
+from embodrl.data.replay import EXPERT, INPUT, ReplayBuffer, ReplayStores
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import EmbodrlError, FileDamagedError
+from embodrl.fields import read_fields
+from embodrl.models.base import VLAPolicy
+from embodrl.types import Observation
+
+logger = logging.getLogger(__name__)
+
+GB = 10**9
+ROWS_AT_ONCE = 256
+
+
+def reward_settings(config: Config) -> dict[str, object]:
+    """Return what the rewards of an environment follow from."""
+    env, algorithm = config.env, config.algorithm
+    settings: dict[str, object] = {"reward_mode": env.reward_mode, "success_bonus": env.success_bonus}
+    if env.reward_mode == "potential":
+        settings |= {"gamma": algorithm.gamma, "reward_type": algorithm.reward_type}
+    return settings
+
+
+def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStores:
+    """Return an empty replay buffer, and the demonstrations that the configuration names.
+
+    Args:
+        config: the run.
+        policy: makes inputs of observations.
+        pool: the simulators; demonstrations have their state.
+
+    Raises:
+        EmbodrlError: the demonstrations are not of this environment, or have no rewards or others.
+    """
+    settings = config.algorithm.off_policy
+    online = ReplayBuffer(settings.capacity, int(settings.memory_gb * GB))
+    if settings.demos is None:
+        return ReplayStores(online)
+    config = config.model_copy(update={"sft": SftConfig(data_dir=settings.demos)})
+    check_robot(config)
+    _check_rewards(Path(settings.demos).expanduser(), config)
+    demos = load_configured_demos(config)
+    check_demos(demos, config)
+    known, wanted = demos.state.shape[1], pool.spec.state_dim
+    if config.env.include_state and known != wanted:
+        raise EmbodrlError(
+            f"states in {settings.demos} have {known} numbers, those of the environment {wanted}",
+            "collect demonstrations with the same env.state",
+            code="demos-other-state",
+        )
+    if demos.outcomes is None:
+        raise _no_rewards(settings.demos)
+    frames = demo_frames(demos, demos.outcomes, policy)
+    kept = ReplayBuffer(len(frames["acted"]), 2**62)
+    kept.add_frames(frames)
+    logger.info("%d demonstrations: %d chunks, %.0f MB", len(demos.tasks), len(kept), kept.num_bytes / 2**20)
+    return ReplayStores(online, kept)
+
+
+def _check_rewards(directory: Path, config: Config) -> None:
+    """Refuse demonstrations whose rewards were made otherwise than those of the run."""
+    path = directory / (OWN_META if is_lerobot(directory) else RAW_INDEX)
+    if not path.is_file():
+        raise _no_rewards(str(directory))
+    made = read_fields(path, FileDamagedError, "re-collect the demonstrations")
+    made = made if is_lerobot(directory) else made.fields("meta", {})
+    found, wanted = made.fields(REWARDS, {}).content, reward_settings(config)
+    if not found:
+        raise _no_rewards(str(directory))
+    if found != wanted:
+        raise EmbodrlError(
+            f"the rewards of {directory} are not those of the run: {dict(found)} instead of {wanted}",
+            "collect demonstrations with the same env.reward_mode and env.success_bonus, or train with theirs",
+            code="demos-other-rewards",
+        )
+
+
+def _no_rewards(source: str) -> EmbodrlError:
+    return EmbodrlError(
+        f"{source} does not tell rewards and executed actions, so that it can only be imitated",
+        "collect demonstrations with this version of `embodrl collect`",
+        code="demos-no-rewards",
+    )
+
+
+def demo_frames(demos: Demos, outcomes: Outcomes, policy: VLAPolicy) -> dict[str, Tensor]:
+    """Return demonstrations as frames of a replay buffer, with a chunk from every frame on.
+
+    An episode of L frames becomes C episodes, which begin at its first C frames and move on by chunks: every frame is
+    kept once. Where an episode was not terminated its last chunk is not used: what it led to is not recorded.
+    """
+    size = policy.num_action_chunks
+    order = np.concatenate([*_every_offset(demos.last, size)])
+    last = demos.last[order]
+    terminated = outcomes.terminated[last] & (order + size > last)
+    acted = terminated | (order + size <= last)
+    index = order[:, None] + np.arange(size)
+    valid = (index <= last[:, None]) & acted[:, None]
+    index = np.minimum(index, last[:, None])
+    frames = {
+        "actions": torch.from_numpy(outcomes.executed[index]),
+        "rewards": torch.from_numpy(outcomes.rewards[index] * valid),
+        "valid": torch.from_numpy(valid),
+        "terminated": torch.from_numpy(terminated),
+        "acted": torch.from_numpy(acted),
+        "source": torch.full((len(order),), EXPERT, dtype=torch.int8),
+    }
+    parts = [_inputs(demos, rows, policy) for rows in np.array_split(order, -(-len(order) // ROWS_AT_ONCE))]
+    return frames | {INPUT + name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def _every_offset(last: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    """Yield the frames of each episode that are ``size`` apart, from each of its first ``size`` frames on."""
+    first = 0
+    while first < len(last):
+        end = int(last[first])
+        for offset in range(min(size, end + 1 - first)):
+            yield np.arange(first + offset, end + 1, size)
+        first = end + 1
+
+
+def _inputs(demos: Demos, rows: NDArray[np.int64], policy: VLAPolicy) -> dict[str, Tensor]:
+    words = [demos.instructions[number] for number in demos.episode[rows]]
+    observation = Observation(demos.images[rows], demos.state[rows], words, np.zeros(len(rows), np.int32))
+    return {name: tensor.cpu() for name, tensor in policy.preprocess(observation).items()}

@@ -1,0 +1,97 @@
+"""Whole off-policy runs on the toy environment: they learn, and a killed one continues bit-exactly."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from runs import embodrl, metrics
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+TOY = """
+presets: {env: toy, model: mlp, algorithm: sac}
+env:
+  state: full
+  pin_cpus: false
+  cameras: [{height: 16, width: 16}]
+  train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
+  eval: {num_episodes: 64}
+model: {gaussian: {max_state_dim: 4, hidden_sizes: [64, 64]}}
+algorithm: {off_policy: {critic_hidden_sizes: [64, 64], warm_up: 300}}
+actor: {global_batch_size: 64, micro_batch_size: 64}
+cluster: {num_threads: 1}
+collect: {num_episodes: 20}
+runner:
+  max_iterations: 12
+  eval_interval: 12
+  save_interval: 2
+  logger: {tensorboard: false, console: plain}
+extensions: [stop_at]
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "sac.yaml"
+    path.write_text(TOY)
+    return path
+
+
+@pytest.fixture(scope="module")
+def demos(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demos") / "toy"
+    outcome = embodrl("collect", "--config", config, f"collect.output_dir={directory}")
+    assert outcome.code == 0, outcome.stderr
+    return directory
+
+
+def settings(algorithm: str, config: Path, demos: Path, iterations: int, run_dir: Path) -> list[object]:
+    given = [f"algorithm.off_policy.demos={demos}"] if algorithm == "rlpd" else []
+    chosen = [f"algorithm={algorithm}", *given, "algorithm.off_policy.warm_up=300", f"runner.output_dir={run_dir}"]
+    return ["train", "--config", config, *chosen, f"runner.max_iterations={iterations}"]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "rlpd"])
+def test_it_learns_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
+    outcome = embodrl(*settings(algorithm, config, demos, 12, tmp_path / "run"))
+    assert outcome.code == 0, outcome.stderr
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["eval/success_rate"] < 0.3  # as random weights act
+    assert rows[-1]["eval/success_rate"] > 0.8
+    assert rows[-1]["train/demo_share"] == (0.5 if algorithm == "rlpd" else 0)
+    assert rows[-1]["replay/size"] == rows[-1]["env_steps"]
+    names = ("q_mean", "critic_loss", "alpha", "entropy", "policy_loss")
+    assert all(isinstance(rows[-1][f"train/{name}"], float) for name in names)
+
+
+@pytest.mark.parametrize("stop_at", ["act:71:SIGKILL", "store:5:SIGKILL", "learn:400:SIGKILL"])
+def test_a_killed_run_is_resumed_bit_exactly(stop_at: str, config: Path, demos: Path, tmp_path: Path) -> None:
+    algorithm = "rlpd" if stop_at.startswith("store") else "sac"
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert embodrl(*settings(algorithm, config, demos, 5, whole)).code == 0
+    assert embodrl(*settings(algorithm, config, demos, 5, run_dir), stop_at=stop_at).code == -signal.SIGKILL
+    assert len(rows_of(run_dir)) in (3, 4, 5), "it was killed after the first checkpoint"
+    outcome = embodrl("resume", run_dir)
+    assert outcome.code == 0 and "starts over" not in outcome.stderr, outcome.stderr
+    assert metrics(run_dir) == metrics(whole)
+    left, right = (load_file(path / "policy" / "model.safetensors") for path in (run_dir, whole))
+    assert all(left[name].equal(right[name]) for name in left) and left.keys() == right.keys()
+
+
+def test_demonstrations_that_changed_are_refused_when_a_run_is_resumed(
+    config: Path, demos: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    assert embodrl(*settings("rlpd", config, demos, 4, run_dir), stop_at="store:4:SIGKILL").code == -signal.SIGKILL
+    other = tmp_path / "other"
+    assert embodrl("collect", "--config", config, "collect.seed=9", f"collect.output_dir={other}").code == 0
+    outcome = embodrl("resume", run_dir, f"algorithm.off_policy.demos={other}")
+    assert outcome.code == 1 and "replay-other-demos" in outcome.stderr

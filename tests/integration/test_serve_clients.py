@@ -1,0 +1,80 @@
+"""Clients from their own packages complete episodes against `embodrl serve`, with the success of `embodrl eval`.
+
+Needs an interpreter with openpi-client, vla-eval, json-numpy, requests, pyzmq and msgpack-numpy in the variable
+EMBODRL_CLIENTS_PYTHON, and the extra serve.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import runs
+
+pytest.importorskip("aiohttp", reason="the extra serve is not installed")
+pytest.importorskip("zmq", reason="the extra serve is not installed")
+PYTHON = os.environ.get("EMBODRL_CLIENTS_PYTHON", "")
+HERE = Path(__file__).parent
+EPISODES, SEED, TOKEN = 6, 1_000_000, "a-token-of-the-tests"
+PROTOCOLS = ("openpi", "vla_eval", "gr00t", "act")
+CONFIG = """
+presets: {env: toy}
+env:
+  tasks: [reach-red]
+  max_episode_steps: 20
+  pin_cpus: false
+  eval: {total_num_envs: 3, num_episodes: 6}
+model:
+  warm_start: null
+  num_action_chunks: 2
+  architecture:
+    image_size: 16
+    patch_size: 8
+    dino: {width: 16, depth: 1, num_heads: 1, mlp_dim: 32}
+    siglip: {width: 16, depth: 1, num_heads: 1, mlp_dim: 32}
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 1
+    num_attention_heads: 2
+  value_head: {hidden_sizes: [8]}
+sft: {max_steps: 60, batch_size: 32, lr: 3.0e-3}
+collect: {num_episodes: 60}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not PYTHON, reason="EMBODRL_CLIENTS_PYTHON names no interpreter with the clients' packages")
+def test_clients_see_the_success_of_an_evaluation(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    common, sft, policy = ("-c", config), tmp_path / "sft", tmp_path / "sft" / "policy"
+    for verb in ("collect", "sft"):
+        settings = [f"collect.output_dir={tmp_path}/demos", f"sft.data_dir={tmp_path}/demos", f"sft.output_dir={sft}"]
+        mine = [text for text in settings if text.startswith(verb)]
+        assert runs.embodrl(verb, *common, *mine).code == 0
+    assert runs.embodrl("eval", policy, *common, "-o", tmp_path / "eval").code == 0
+    wanted = [bool(one["success"]) for one in json.loads((tmp_path / "eval" / "eval.json").read_text())["per_episode"]]
+    protocols = f"protocol={','.join(PROTOCOLS)}"
+    server = runs.start("serve", policy, *common, protocols, "serve.port=0", f"serve.token={TOKEN}")
+    try:
+        urls = {}
+        for line in server.stdout:
+            if found := re.fullmatch(r"listening: (\w+) at (\S+)\n", line):
+                urls[found[1]] = found[2]
+            if line == "ready\n":
+                break
+        assert set(urls) == set(PROTOCOLS)
+        for name in PROTOCOLS:
+            command = [PYTHON, HERE / "serve_toy_client.py", name, urls[name], TOKEN, str(EPISODES), str(SEED)]
+            environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+            assert done.returncode == 0, done.stderr
+            assert json.loads(done.stdout.splitlines()[-1]) == wanted, name
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()

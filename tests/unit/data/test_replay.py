@@ -1,0 +1,130 @@
+"""The replay buffer: which chunks of a rollout it keeps, what follows them, and its bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expect import raises_code
+
+from embodrl.data.replay import ReplayBuffer, ReplayStores, frames_of
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import CheckpointError
+
+T, C, A = 4, 2, 3
+
+
+def rollout() -> TrajectoryBatch:
+    """Five environments of four chunks; an observation is its number ``10 * env + time``, a last one 100 more."""
+    rows = 5
+    number = 10.0 * torch.arange(rows)[None] + torch.arange(T)[:, None]
+    valid = torch.ones(T, rows, C, dtype=torch.bool)
+    terminated, truncated = torch.zeros_like(valid), torch.zeros_like(valid)
+    terminated[1, 0, 0] = True  # 0: solved in chunk 1, in its first action, then a new episode
+    valid[1, 0, 1] = False
+    truncated[2, 1, 1] = True  # 1: out of time after chunk 2, then a new episode of one chunk
+    valid[2, 2], truncated[2, 2, 0] = False, True  # 2: lost in chunk 2, then a new episode
+    terminated[0, 3, 1] = True  # 3: solved at once, and no new episode
+    valid[1:, 3] = False
+    return TrajectoryBatch.from_rollout(  # 4: goes on at the end of the rollout
+        forward_inputs={"state": number[..., None], "drawn": number[..., None]},
+        final_inputs={"state": number[..., None] + 100},
+        logprobs=torch.zeros(T, rows, C, A),
+        values=torch.zeros(T + 1, rows, 1),
+        rewards=number[..., None].expand(T, rows, C) * valid,
+        valid=valid,
+        terminated=terminated,
+        truncated=truncated,
+        bootstrap_values=torch.zeros(T, rows, 1),
+        policy_version=torch.zeros(T, rows, dtype=torch.int64),
+        task_id=torch.zeros(T, rows, dtype=torch.int64),
+        actions=number[..., None, None].expand(T, rows, C, A),
+        source=torch.zeros(T, rows, dtype=torch.int8),
+    )
+
+
+FRAMES = [
+    *[(0, True), (1, True), (2, True), (3, True), (103, False)],
+    *[(10, True), (11, True), (12, True), (112, False), (13, True), (113, False)],
+    *[(20, True), (21, True), (22, False), (23, True), (123, False)],
+    *[(30, True)],
+    *[(40, True), (41, True), (42, True), (43, True), (143, False)],
+]
+
+
+def test_a_rollout_becomes_episodes_with_their_last_observations() -> None:
+    frames = frames_of(rollout())
+    seen = frames["inputs.state"].squeeze(-1).int().tolist()
+    assert list(zip(seen, frames["acted"].tolist(), strict=True)) == FRAMES
+    assert sorted(frames) == ["acted", "actions", "inputs.state", "rewards", "source", "terminated", "valid"]
+    terminated = [number for number, flag in zip(seen, frames["terminated"].tolist(), strict=True) if flag]
+    assert terminated == [1, 30]
+    for number, acted, valid, rewards in zip(seen, frames["acted"], frames["valid"], frames["rewards"], strict=True):
+        assert valid.tolist() == ([True, number != 1] if acted else [False, False])
+        assert rewards.tolist() == [number if one else 0 for one in valid]
+
+
+def test_what_is_drawn_is_followed_by_what_it_led_to() -> None:
+    buffer = ReplayBuffer(100, 10**9)
+    assert buffer.add(rollout()) == len(buffer) == buffer.stored == sum(acted for _, acted in FRAMES)
+    places = buffer.draw(200, torch.Generator().manual_seed(0))
+    seen = buffer.inputs(places)["state"].squeeze(-1)
+    assert set(seen.int().tolist()) == {number for number, acted in FRAMES if acted}
+    assert torch.equal(buffer.column("actions", places)[:, 0, 0], seen)
+    follower = buffer.inputs(places + 1)["state"].squeeze(-1)
+    window = buffer.window(places, 2)
+    for now, later, over, goes_on in zip(seen, follower, window.terminated[:, 0], window.acted[:, 1], strict=True):
+        if not over:
+            assert later == now + 1 or (later == now + 100 and not goes_on)
+
+
+def test_the_oldest_make_room() -> None:
+    buffer = ReplayBuffer(30, 10**9)
+    for _ in range(3):
+        buffer.add(rollout())
+    assert (buffer.capacity, buffer.stored) == (30, 3 * 16)
+    kept = (FRAMES * 3)[-30:]
+    order = (torch.arange(30) + 3 * len(FRAMES)) % 30
+    assert buffer.inputs(order)["state"].squeeze(-1).int().tolist() == [number for number, _ in kept]
+    assert len(buffer) == sum(acted for _, acted in kept)
+
+
+def test_bytes_bound_it() -> None:
+    frames = frames_of(rollout())
+    frame = sum(column[0].nbytes for column in frames.values())
+    buffer = ReplayBuffer(10**6, 30 * frame + frame - 1)
+    buffer.add_frames(frames)
+    assert buffer.capacity == 30 and buffer.num_bytes == len(FRAMES) * frame
+    with raises_code("replay-too-small"):
+        ReplayBuffer(10**6, 3 * frame).add_frames(frames)
+
+
+@pytest.mark.parametrize("rollouts", [1, 3])
+def test_a_restored_buffer_draws_and_forgets_the_same(rollouts: int) -> None:
+    buffer, again = ReplayBuffer(30, 10**9), ReplayBuffer(30, 10**9)
+    for _ in range(rollouts):
+        buffer.add(rollout())
+    again.load_state({name: tensor.clone() for name, tensor in buffer.state().items()})
+    for one in (buffer, again):
+        one.add(rollout())
+    draws = [one.draw(50, torch.Generator().manual_seed(1)) for one in (buffer, again)]
+    assert torch.equal(*draws) and (again.stored, len(again)) == (buffer.stored, len(buffer))
+    assert all(torch.equal(x, buffer.state()[name]) for name, x in again.state().items())
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    buffer = ReplayBuffer(30, 10**9)
+    for _ in range(2):
+        buffer.add(rollout())
+    for capacity in (20, 40):  # a ring that has come round has its size
+        with raises_code("replay-other-size", CheckpointError):
+            ReplayBuffer(capacity, 10**9).load_state(buffer.state())
+    empty = ReplayBuffer(30, 10**9)
+    empty.load_state(ReplayBuffer(30, 10**9).state())
+    assert len(empty) == 0
+    demos = ReplayBuffer(30, 10**9)
+    demos.add(rollout())
+    state = ReplayStores(buffer, demos).state()
+    ReplayStores(ReplayBuffer(30, 10**9), demos).load_state(state)
+    for other in (None, buffer):
+        with raises_code("replay-other-demos", CheckpointError):
+            ReplayStores(ReplayBuffer(30, 10**9), other).load_state(state)
