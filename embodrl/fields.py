@@ -6,9 +6,13 @@ reported with file and key before anything is built from it. Simulator processes
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Iterator, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import NoReturn, TypeVar, overload
 
@@ -156,6 +160,33 @@ class Fields:
         return Fields(content, f"{self.source}, {name}", self._error, self._hint)
 
 
+def open_regular_file(path: Path, follow_links: bool = False) -> BufferedReader:
+    """Open a file for reading that is neither a pipe nor a device, nor a link unless links are followed.
+
+    Raises:
+        OSError: it is one, or can't be read.
+    """
+    links = 0 if follow_links else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)  # a pipe must not block
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular_file(path: Path, max_bytes: int, follow_links: bool = False) -> bytes:
+    """Return the content of a file; see ``open_regular_file``.
+
+    Raises:
+        OSError: it is no such file, is larger than ``max_bytes``, or can't be read.
+    """
+    with open_regular_file(path, follow_links) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes, the limit for such a file", str(path))
+    return content
+
+
 def read_fields(
     path: Path,
     error: type[EmbodrlError] = FileFormatError,
@@ -174,8 +205,7 @@ def read_fields(
         EmbodrlError: of class ``error``: the file can't be read, is too large, nested too deeply, or not such JSON.
     """
     try:
-        with path.open("rb") as file:
-            encoded = file.read(max_bytes + 1)
+        encoded = read_regular_file(path, max_bytes, follow_links=True)
     except OSError as cause:
         raise error(f"{path} can't be read: {cause.strerror or cause}", hint) from cause
     return parse_fields(encoded, str(path), error, hint, max_bytes)

@@ -112,7 +112,7 @@ def import_workflow(path: str) -> Any:
 
 @contextmanager
 def exits_named(what: str) -> Generator[None, None, None]:
-    """Turn an exit of custom code into an error that names it.
+    """Turn an exit of custom code, or what it raises and is not an Exception, into an error that names it.
 
     ``sys.exit`` raises SystemExit, which would end the run with its status and no message; ``os._exit`` would end it
     at once. Forked children, other threads and embodrl's own code (such as a second SIGTERM) leave as usual.
@@ -121,7 +121,7 @@ def exits_named(what: str) -> Generator[None, None, None]:
         what: what is called, for the message.
 
     Raises:
-        EmbodrlError: it called ``sys.exit`` or ``os._exit``.
+        EmbodrlError: it called ``sys.exit`` or ``os._exit``, or raised another BaseException.
     """
     caller, leave = (os.getpid(), threading.get_ident()), os._exit
 
@@ -141,15 +141,20 @@ def exits_named(what: str) -> Generator[None, None, None]:
     try:
         yield
     except SystemExit as error:
-        if _raised_by_embodrl(error):
+        if raised_by_embodrl(error):
             raise
         raise refused(f"sys.exit({error.code!r})") from error
+    except (Exception, KeyboardInterrupt):  # Ctrl-C comes from wherever the interpreter is
+        raise
+    except BaseException as error:
+        text = f"{what} raised {type(error).__name__}, which is not an Exception: {error}"
+        raise EmbodrlError(text, "raise an Exception that says what is wrong", code="function-exit") from error
     finally:
         os._exit = leave
 
 
-def _raised_by_embodrl(error: SystemExit) -> bool:
-    """Return whether the exit was raised by embodrl itself, e.g. by its signal handlers, within custom code."""
+def raised_by_embodrl(error: BaseException) -> bool:
+    """Return whether an exit was raised by embodrl itself, e.g. by its signal handlers, within custom code."""
     last = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         last = frame

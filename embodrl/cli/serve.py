@@ -19,7 +19,7 @@ def arguments_of(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
         name, equals, value = text.partition("=")
         if (name, equals) == ("protocol", "="):
             settings.append(f"serve.protocols=[{value.strip('[]')}]")
-        elif (name, equals) == ("policy", "=") and not Path(value).expanduser().exists() and _is_hub_id(value):
+        elif (name, equals) == ("policy", "=") and _is_hub_id(value):
             settings.append(f"model.model_path={value}")
         elif (name, equals) == ("policy", "="):
             path = Path(value)
@@ -31,7 +31,7 @@ def arguments_of(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
 def _is_hub_id(text: str) -> bool:
     from embodrl.hub import parse
 
-    return parse(text) is not None
+    return parse(text) is not None and not Path(text).expanduser().parent.is_dir()
 
 
 def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:

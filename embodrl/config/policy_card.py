@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from embodrl.config.schema import Config, ModelConfig
+from embodrl.fields import MAX_JSON_BYTES, read_regular_file
 from embodrl.hub import MODEL_FACTS, cached, parse
 from embodrl.interface import ZERO_CLOSES
 from embodrl.specs import ENVS, MODELS
@@ -85,7 +86,7 @@ def checkpoint_name(model: ModelConfig) -> str:
 def read_card(directory: Path) -> dict[str, Any] | None:
     """Return the card of a policy; None if it has none (e.g. a published checkpoint) or it can't be read."""
     try:
-        card = json.loads((directory / CARD_FILE).read_bytes())
+        card = json.loads(read_regular_file(directory / CARD_FILE, MAX_JSON_BYTES, follow_links=True))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(card, dict):

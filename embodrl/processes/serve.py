@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypedDict
 
 from embodrl.errors import EmbodrlError, user_frames
@@ -38,6 +39,7 @@ class ErrorReport(TypedDict):
     user_traceback: str
 
 
+_STOPS_RUNS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
 _PR_SET_PDEATHSIG = 1
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _MPOL_PREFERRED = 1
@@ -47,13 +49,14 @@ _SET_MEMPOLICY_SYSCALL = {"x86_64": 238, "aarch64": 237}
 def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, Any]]:
     """Prepare this child process; return the connection to its parent and the value of its START frame.
 
-    Ctrl-C is left to the parent; SIGUSR1 writes the stack of every thread to the log.
+    Signals that ask a run to stop are left to the parent; SIGUSR1 writes the stack of every thread to the log.
 
     Raises:
         PeerGoneError: the parent has gone.
     """
     adopt()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_signals_to_parent()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sock = socket.socket(fileno=socket_fd)
@@ -63,6 +66,38 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
     start_beating(start["heartbeat_fd"])
     sys.path[:0] = [path for path in start["sys_path"] if path not in sys.path]
     return connection, start
+
+
+def leave_signals_to_parent() -> None:
+    """Live on when a signal that asks a run to stop reaches each of its processes.
+
+    systemd (``KillMode=control-group``) and schedulers signal all of them; the parent needs this one to save, and ends
+    it. A handler that does nothing takes the place of SIG_IGN, which programs that this process starts would inherit:
+    they, and its forked children, end by these signals as usual.
+    """
+
+    def mask(how: int) -> None:
+        signal.pthread_sigmask(how, _STOPS_RUNS)
+
+    def restore() -> None:
+        for number in _STOPS_RUNS:
+            if signal.getsignal(number) is _live_on:
+                signal.signal(number, signal.SIG_DFL)
+        mask(signal.SIG_UNBLOCK)
+
+    for number in _STOPS_RUNS:
+        signal.signal(number, _live_on)
+        signal.siginterrupt(number, False)  # native code may not expect EINTR
+    # Blocked meanwhile: a signal to a child that has this handler still would be lost.
+    os.register_at_fork(
+        before=lambda: mask(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
+        after_in_child=restore,
+    )
+
+
+def _live_on(_number: int, _frame: FrameType | None) -> None:
+    return
 
 
 def _die_with_parent(sock: socket.socket, started_by_main_thread: bool) -> None:

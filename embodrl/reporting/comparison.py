@@ -13,12 +13,12 @@ import yaml
 
 from embodrl.config.load import leaf_keys
 from embodrl.errors import OutputError
+from embodrl.fields import read_regular_file
 from embodrl.reporting.charts import Series, line_chart
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
 from embodrl.reporting.page import Html, page, table
 from embodrl.reporting.rows import elapsed_s, is_number, lookup, points, setting_text, task_names
-from embodrl.storage.atomic import read_regular_file
 
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 4

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
+import stat
 import sys
+import time
 from dataclasses import dataclass
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +24,7 @@ PER_WINDOW, WINDOW_S = 200, 60.0
 
 @dataclass
 class _Place:
-    """What a place in the code has logged since the time ``start`` (``LogRecord.created``)."""
+    """What a place in the code has logged since the time ``start`` (``time.monotonic``)."""
 
     start: float
     count: int = 0
@@ -49,9 +54,10 @@ class _FloodFilter(logging.Filter):
         # Python's warnings all come from one line of the interpreter, and begin with their own.
         own = record.getMessage().partition(": ")[0] if record.name == "py.warnings" else ""
         key = (record.name, record.lineno, own)
-        place = self.places.setdefault(key, _Place(record.created))
-        if record.created - place.start >= WINDOW_S:
-            self.places[key], old = _Place(record.created), place
+        now = time.monotonic()  # the clock of the records may be set back
+        place = self.places.setdefault(key, _Place(now))
+        if now - place.start >= WINDOW_S:
+            self.places[key], old = _Place(now), place
             place = self.places[key]
             if old.dropped:
                 record.msg, record.args = f"{record.getMessage()} [{old.dropped} like it were left out]", None
@@ -59,10 +65,23 @@ class _FloodFilter(logging.Filter):
         return place.count <= PER_WINDOW
 
 
+def _open_regular(path: str, flags: int) -> int:
+    """Open a file; refuse a pipe, which would wait for a reader, and a device."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
+    return descriptor
+
+
 class _LogFile(RotatingFileHandler):
     """A file whose loss, such as by a full disk, is reported once and costs nothing else."""
 
     lost = False
+
+    def _open(self) -> TextIOWrapper:
+        # Text from elsewhere may hold surrogates, which have no encoding.
+        return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=_open_regular)
 
     def handleError(self, record: logging.LogRecord) -> None:
         self.lost = True
@@ -100,7 +119,7 @@ class RunLog:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _LogFile(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8")
+            self._file = _LogFile(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES)
         except OSError as error:
             self._problem = error
             return

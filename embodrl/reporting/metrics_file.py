@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from embodrl.storage.atomic import atomic_file, read_regular_file
+from embodrl.fields import read_regular_file
+from embodrl.storage.atomic import atomic_file
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from embodrl.fields import MAX_JSON_BYTES, read_regular_file
+
 PROVENANCE_FILE = "provenance.json"
 
 
@@ -20,7 +22,7 @@ def is_damaged(run_dir: Path) -> bool:
 
 def _read(path: Path) -> list[dict[str, object]] | None:
     try:
-        records: object = json.loads(path.read_bytes())
+        records: object = json.loads(read_regular_file(path, MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(records, list) or not all(map(_is_record, records)):

@@ -17,6 +17,7 @@ from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import EmbodrlError, OutputError
+from embodrl.fields import read_regular_file
 from embodrl.hybrid_engines.weight_sync.buckets import num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
@@ -29,7 +30,7 @@ from embodrl.models.common.lora import (
 )
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
-from embodrl.storage.atomic import atomic_directory, read_regular_file
+from embodrl.storage.atomic import atomic_directory
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file

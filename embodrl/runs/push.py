@@ -9,7 +9,7 @@ from embodrl import __version__
 from embodrl.config.explain import to_yaml
 from embodrl.config.schema import Config
 from embodrl.errors import HubError, UsageError
-from embodrl.fields import Fields, read_fields
+from embodrl.fields import Fields, read_fields, read_regular_file
 from embodrl.hub import HubName, explained, parse
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.metrics_file import METRICS_FILE
@@ -17,7 +17,6 @@ from embodrl.runs.eval_output import JSON_FILE, VIDEO_DIR
 from embodrl.runs.files import base_of
 from embodrl.runs.sft import METRICS_FILE as SFT_METRICS
 from embodrl.runs.sft import is_sft_run
-from embodrl.storage.atomic import read_regular_file
 from embodrl.storage.checkpoint import Checkpoint
 
 CARD, CONFIG, METRICS = "README.md", "training/config.yaml", "training/metrics.jsonl"

@@ -23,7 +23,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.gr00t.config import PUBLIC as GR00T
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import load_chat_tokenizer

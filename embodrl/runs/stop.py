@@ -20,7 +20,7 @@ from embodrl.processes.liveness import Activity, hurry
 
 TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
-_RAISE_AFTER, _END_AFTER = 0.7, 0.9  # of the timeout
+_RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
 _END = b"\0"
 # The last three announce a preemption or a limit of CPU time on clusters, or come from Ctrl-\\.
@@ -46,12 +46,14 @@ class StopSignal:
 
     Attributes:
         number: of the first signal; 0 without one.
+        late: what is under way did not end in time, and was interrupted; what there is may still be saved.
         graceful: there is something to save. Without it, and from the second signal on, a signal ends the process at
             once, through the ``finally`` clauses that close the simulators.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.number = 0
+        self.late = False
         self.graceful = False
         self._timeout_s = timeout_s
         self._saving = False
@@ -142,7 +144,7 @@ class StopSignal:
                 left_s -= now - before
             before = now
             if left_s < raise_s and not asked_again:
-                asked_again = True
+                asked_again = self.late = True
                 signal.pthread_kill(threading.main_thread().ident or 0, first[0])
         _end_now(first[0])
 

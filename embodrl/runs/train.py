@@ -160,7 +160,10 @@ class Runner:
                     self._count(metrics, start)
                     record(f"iteration {self.iteration}", start, time.perf_counter())
                     self._complete()
-            except InterruptedError:  # during a rollout: nothing was learned from it; or an evaluation, still pending
+            except (InterruptedError, SystemExit, KeyboardInterrupt) as error:
+                # Nothing was learned from the rollout, or from a reward that hangs; an evaluation is still pending.
+                if not isinstance(error, InterruptedError) and (self._updating or not self.stop.late):
+                    raise
                 self._undo()
         if not self.saved:
             with self.stop.saving():
@@ -177,9 +180,10 @@ class Runner:
         """Save the last complete iteration if the block raises; name an exit of custom code."""
         try:
             yield
-        except (Exception, SystemExit) as error:  # a user's function may raise anything; raised again
+        except BaseException as error:  # a user's function may raise anything; raised again
             if self.stop:  # there was no time, or what holds the state hangs
-                self._say_what_is_lost()
+                if self.iteration and not self.saved:
+                    logger.error("%s", what_is_left(self.run_dir, self.iteration))
             elif not lost_trainers(self.engine):
                 self._save_complete_state()
             if isinstance(error, SystemExit) and not self.stop:
@@ -209,10 +213,6 @@ class Runner:
         except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
             why = str(error) or type(error).__name__
             logger.error("the state after iteration %d could not be saved: %s", self.iteration, why)
-
-    def _say_what_is_lost(self) -> None:
-        if self.iteration and not self.saved:
-            logger.error("%s", what_is_left(self.run_dir, self.iteration))
 
     def _context(self) -> Context:
         engine, rewards = self.engine, self.rewards

@@ -13,7 +13,6 @@ import errno
 import glob
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -138,22 +137,6 @@ def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
     finally:
         os.close(descriptor)
     return num_bytes
-
-
-def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a file that is neither a link nor a pipe or device.
-
-    Raises:
-        OSError: it is one, is larger than ``max_bytes``, or can't be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe must not block
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes", str(path))
-    return content
 
 
 def sync_tree(directory: Path) -> None:

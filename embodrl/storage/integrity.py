@@ -7,11 +7,12 @@ can change a file can change the list. Torch-free.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Collection
 from pathlib import Path
 
 from embodrl.errors import FileDamagedError
-from embodrl.fields import read_fields
+from embodrl.fields import open_regular_file, read_fields
 from embodrl.storage.json_file import write_json_file
 
 CHECKSUMS = "checksums.json"
@@ -24,7 +25,7 @@ def sha256_of(path: Path) -> str:
     Raises:
         OSError: it can't be read.
     """
-    with path.open("rb") as file:
+    with open_regular_file(path, follow_links=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -40,7 +41,7 @@ def write_checksums(directory: Path, added: Collection[str] | None = None) -> No
     """
     path = directory / CHECKSUMS
     content: dict[str, object] = {}
-    if added is not None and path.is_file():
+    if added is not None and os.path.lexists(path):
         content.update(read_fields(path, hint=_HINT).content)
         files = [directory / name for name in added]
     else:
@@ -68,10 +69,10 @@ def check_checksums(
 
     Raises:
         FileDamagedError: a listed file is missing or differs; the message names all of them.
-        FileFormatError: the list itself is invalid.
+        FileFormatError: the list itself is invalid, or no regular file.
     """
     path = directory / CHECKSUMS
-    if not path.is_file():
+    if not os.path.lexists(path):
         return False
     listed = read_fields(path, hint=_HINT)
     if not listed.content:

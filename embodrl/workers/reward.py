@@ -23,7 +23,7 @@ from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, RewardError, user_location
-from embodrl.names import import_function
+from embodrl.names import import_function, raised_by_embodrl
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -242,18 +242,25 @@ async def _invoke(function: Callable[[Episode], object], episode: Episode) -> ob
             running = function(episode)
             assert inspect.isawaitable(running)
             return await running
-        except SystemExit as error:
-            raise _ended(error.code).with_traceback(error.__traceback__) from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # its time is over
+                raise
+            raise _as_exception(error) from None
+        except (SystemExit, KeyboardInterrupt) as error:
+            if raised_by_embodrl(error):  # the run is to end
+                raise
+            raise _as_exception(error) from None
+        except BaseException as error:  # noqa: BLE001  (raised as an error of the function)
+            raise _as_exception(error) from None
     future: Future[object] = Future()
 
     def work() -> None:
         _running.process = os.getpid()
         try:
             result = function(episode)
-        except SystemExit as error:
-            _settle(future.set_exception, _ended(error.code).with_traceback(error.__traceback__))
         except BaseException as error:  # noqa: BLE001  (it is raised again where it is awaited)
-            _settle(future.set_exception, error)
+            _settle(future.set_exception, _as_exception(error))
         else:
             _settle(future.set_result, result)
 
@@ -268,6 +275,16 @@ _leave = os._exit
 
 def _ended(code: object) -> RuntimeError:
     return RuntimeError(f"it ended the process with exit code {code}; return a reward, or raise an exception")
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """Return what a function raised as an error of it: another BaseException would end the run, or cancel its loop."""
+    if isinstance(error, SystemExit):
+        return _ended(error.code).with_traceback(error.__traceback__)
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
+        return error
+    text = f"it raised {type(error).__name__} ({error}), which is not an Exception; raise one that says what is wrong"
+    return RuntimeError(text).with_traceback(error.__traceback__)
 
 
 def _leave_unless_in_reward(code: int) -> NoReturn:

@@ -3,7 +3,8 @@
     python tests/crash/crash.py [--scenario NAME]... [--part power|damage] [--sample N] [--jobs N] [--json FILE]
 
 Each distinct directory is recovered once, by a process forked from one that has the imports. Exit code 1: a recovery
-gave another result without a word, a traceback, a signal, a hang, or a refusal that names no file.
+gave another result without a word, a traceback, a signal, a hang, or a refusal that names no file; or a checkpoint
+that was saved is gone, even if the run that starts over ends with the same result.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -31,13 +31,13 @@ from damage import DAMAGED, damaged_trees
 from disk_model import Disk, State, Tree, joined, read_tree, states, write_tree
 from recorder import Op, RecordingError, missing_tool, record
 from runs import environment
-from scenarios import SCENARIOS, Bench, Result, Scenario, Verdict
+from scenarios import SCENARIOS, STARTS_OVER, Bench, Result, Scenario, Verdict
 
 _LEAST_SHM_BYTES = 256 * 2**20
 ONLY_WRITTEN = re.compile(r"(logs|tensorboard)/|\.lock$|(.*/)?\.[^/]*(\.partial|staging_|probe)")
 """What recoveries append to, replace or remove; directories that differ only in what these hold are tried once."""
 
-_CHECKPOINT = re.compile(r"checkpoints/step_\d+")
+_CHECKPOINT = re.compile(r"checkpoints/step_(\d+)")
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Trial:
     Attributes:
         what: cut or damage.
         names: one of which a refusal has to name.
-        saved: a checkpoint had been reported as saved, so that a refusal loses it.
+        saved: step of the newest checkpoint that had been reported as saved; None without one.
     """
 
     what: str
     tree: Tree
     names: Sequence[str]
-    saved: bool = False
+    saved: int | None = None
     verdict: Verdict | None = None
 
 
@@ -82,13 +82,26 @@ def distinct(tree: Tree) -> object:
     return frozenset((path, bool(data) if ONLY_WRITTEN.match(path) else data) for path, data in tree.items())
 
 
-def saved_after(operations: Sequence[Op], start: Tree) -> float:
-    """Return after how many operations a checkpoint is there and other work has begun; infinity if never."""
-    if any(_CHECKPOINT.fullmatch(path) for path in start):
-        return 0
-    named = [n for n, op in enumerate(operations) if op.kind == "rename" and _CHECKPOINT.fullmatch(op.other)]
-    later = (n for n, op in enumerate(operations) if named and n > named[0] and not op.path.startswith("checkpoints"))
-    return next(later, math.inf)
+def steps(tree: Tree) -> list[int]:
+    """Return the steps of the checkpoints in a directory."""
+    found = (match for path in tree if (match := _CHECKPOINT.fullmatch(path)) and f"{path}/manifest.json" in tree)
+    return [int(match[1]) for match in found]
+
+
+def saved_step(done: Sequence[Op], start: Tree) -> int | None:
+    """Return the newest checkpoint that is saved after these operations: other work has begun since it was renamed."""
+    found = dict.fromkeys(steps(start), True)
+    for op in done:
+        if op.kind == "rename" and (match := _CHECKPOINT.fullmatch(op.other)):
+            found[int(match[1])] = False
+        elif not op.path.startswith("checkpoints"):
+            found = dict.fromkeys(found, True)
+    return max((step for step, is_saved in found.items() if is_saved), default=None)
+
+
+def is_lost(tree: Tree, saved: int | None) -> bool:
+    """Return whether a saved checkpoint is gone, and no newer one is there."""
+    return saved is not None and max(steps(tree), default=-1) < saved
 
 
 class Harness:
@@ -141,8 +154,7 @@ class Harness:
         """Recover every directory that a power cut may leave."""
         ops, start, directory = self.recorded(scenario)
         operations = joined(ops)
-        saved = saved_after(operations, start)
-        known = {name for op in ops for path in (op.path, op.other) if path for name in (path, Path(path).name)}
+        known = {name for op in ops for path in (op.path, op.other) for name in (path, Path(path).name)} - {"", "."}
 
         def trial(state: State) -> Trial:
             last = operations[state.done - 1] if state.done else "the start"
@@ -150,7 +162,7 @@ class Harness:
                 f"cut after {state.done} operations ({last}), {state.variant}",
                 state.tree,
                 sorted(known),
-                state.done >= saved,
+                saved_step(operations[: state.done], start),
             )
 
         trials = [trial(state) for state in states(ops, start, distinct)]
@@ -178,9 +190,9 @@ class Harness:
         directory = self.place / "trials" / name.replace(" ", "_").replace(":", "") / f"{number}"
         try:
             write_tree(trial.tree, directory / "dir")
-            names = [str(directory / "dir")] if "cut after" in trial.what else []
-            trial.verdict = self.bench.judge(scenario, directory / "dir", reference, [*trial.names, *names])
-            if trial.saved and trial.verdict.kind == "refused":
+            trial.verdict = self.bench.judge(scenario, directory / "dir", reference, trial.names)
+            over = trial.verdict.kind == "refused" or trial.verdict.detail == STARTS_OVER
+            if is_lost(trial.tree, trial.saved) or (trial.saved is not None and over):
                 trial.verdict = Verdict("FAILED", f"a saved checkpoint is lost: {trial.verdict.detail}")
         except Exception as error:  # noqa: BLE001  whatever it is, this trial has failed
             trial.verdict = Verdict("FAILED", f"the harness: {type(error).__name__}: {error}")

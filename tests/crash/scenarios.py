@@ -19,6 +19,8 @@ from runs import TINY, Outcome, environment
 
 TIMEOUT_S = 240.0
 """Beyond it a recovery hangs; the machine may be busy."""
+STARTS_OVER = "it starts over"
+"""What `resume` says of a run without a checkpoint, and the detail of a verdict on one."""
 SMALL = """
 runner:
   max_iterations: 3
@@ -227,7 +229,9 @@ class Bench:
             return Verdict("FAILED", f"exit 0, and the result can't be read: {type(error).__name__} {error}")
         finally:
             shutil.rmtree(out, ignore_errors=True)
-        return verdict(outcome, result, reference, names)
+        own = str(directory.resolve())  # of all files: it names none
+        said = (text.replace(own, "DIR").replace(str(directory), "DIR") for text in (outcome.stdout, outcome.stderr))
+        return verdict(Outcome(outcome.code, *said), result, reference, names)
 
 
 def verdict(outcome: Outcome, result: Result | None, reference: Result, names: Sequence[str]) -> Verdict:
@@ -243,7 +247,7 @@ def verdict(outcome: Outcome, result: Result | None, reference: Result, names: S
         return Verdict("refused", first) if named else Verdict("FAILED", f"a refusal that names no file: {first}")
     different = [name for name in reference if result[name] != reference[name]]
     if not different:
-        return Verdict("identical")
+        return Verdict("identical", STARTS_OVER if STARTS_OVER in said else "")
     where = ", ".join(different)
     if different == ["metrics.jsonl"] and named and _is_part(result[where], reference[where]):
         return Verdict("noted", "rows are missing, and the file is named")

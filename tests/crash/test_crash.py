@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from crash import Harness, failures, saved_after, scratch
+from crash import Harness, Trial, failures, is_lost, saved_step, scratch
 from damage import DAMAGED, changes
-from recorder import Op, missing_tool
-from runs import Outcome
-from scenarios import SCENARIOS, verdict
+from disk_model import joined, states
+from recorder import Op, missing_tool, record
+from runs import Outcome, environment
+from scenarios import SCENARIOS, STARTS_OVER, Bench, Scenario, Verdict, verdict
 
 STATES = 6
 DAMAGES = 4
@@ -61,9 +62,70 @@ def test_a_checkpoint_counts_as_saved_when_other_work_follows() -> None:
         Op("rename", "checkpoints/.staging_step_1", "checkpoints/step_1"),
         Op("sync", "checkpoints"),
         Op("write", "metrics.jsonl", data=b"{}"),
+        Op("rename", "checkpoints/.staging_step_2", "checkpoints/step_2"),
     ]
-    assert saved_after(ops, {}) == 3 and saved_after(ops[:3], {}) == math.inf
-    assert saved_after(ops, {"checkpoints/step_7": None}) == 0
+    assert saved_step(ops, {}) == saved_step(ops[:4], {}) == 1 and saved_step(ops[:3], {}) is None
+    start = {"checkpoints/step_7": None, "checkpoints/step_7/manifest.json": b"{}"}
+    assert saved_step(ops, start) == 7
+    assert is_lost({}, 7) and is_lost(start, 8) and not is_lost(start, 7) and not is_lost({}, None)
+
+
+SAVING = """
+import sys
+from pathlib import Path
+from embodrl.storage import atomic
+
+root, mutation = Path(sys.argv[1]), sys.argv[2]
+(root / "checkpoints").mkdir()
+atomic.sync_directory(root)
+for step in (1, 2):
+    staging = root / "checkpoints" / f".staging_step_{step}"
+    staging.mkdir()
+    atomic.write_file(staging / "manifest.json", iter([b"{}"]))
+    atomic.sync_tree(staging)
+    synced = atomic.sync_directory
+    if mutation:
+        atomic.sync_directory = lambda path: None
+    atomic.publish_directory(staging, root / "checkpoints" / f"step_{step}")
+    atomic.sync_directory = synced
+    (root / "metrics.jsonl").open("a").write("{}")
+"""
+
+
+@pytest.mark.skipif(bool(missing_tool()), reason=missing_tool())
+@pytest.mark.parametrize("mutation", ["", "the parent directory is not synced after the rename"])
+def test_a_saved_checkpoint_that_vanishes_is_a_failure(tmp_path: Path, mutation: str) -> None:
+    """The run that starts over ends as the undisturbed one, so that the result alone does not tell."""
+    root = tmp_path / "root"
+    root.mkdir()
+    ops = record([sys.executable, "-c", SAVING, str(root), mutation], root, environment())
+    operations = joined(ops)
+    found = [is_lost(state.tree, saved_step(operations[: state.done], {})) for state in states(ops)]
+    assert any(found) == bool(mutation)
+
+
+def test_a_recovery_that_starts_over_after_a_checkpoint_was_saved_has_failed(tmp_path: Path) -> None:
+    class StartsOver:
+        def judge(self, *_: object) -> Verdict:
+            return Verdict("identical", STARTS_OVER)
+
+    harness = Harness.__new__(Harness)
+    harness.place, harness.bench = tmp_path, StartsOver()  # type: ignore[assignment]
+    whole = {"checkpoints": None, "checkpoints/step_1": None, "checkpoints/step_1/manifest.json": b"{}"}
+    for tree, saved, kind in (({}, None, "identical"), ({}, 1, "FAILED"), (whole, 1, "FAILED")):
+        trial = Trial("cut", tree, [], saved)
+        harness._try(SCENARIOS["train"], trial, 0, "train", {})
+        assert trial.verdict is not None and trial.verdict.kind == kind
+
+
+def test_the_path_of_the_run_does_not_name_a_file(tmp_path: Path) -> None:
+    class Refuses(Bench):
+        def __init__(self) -> None: ...
+        def recover(self, scenario: Scenario, directory: Path, out: Path) -> tuple[Outcome, None]:
+            return Outcome(1, "", f"error: {directory} is damaged"), None
+
+    judged = Refuses().judge(SCENARIOS["train"], tmp_path / "logs", {}, ["logs"])
+    assert judged.kind == "FAILED" and "names no file" in judged.detail
 
 
 def test_verdicts() -> None:
@@ -74,6 +136,7 @@ def test_verdicts() -> None:
         return verdict(Outcome(code, "", stderr), result, reference, names).kind
 
     assert kind(0, "", reference) == "identical"
+    assert verdict(Outcome(0, "", f"DIR has no checkpoint: {STARTS_OVER}"), reference, reference, names).detail
     assert kind(0, "", reference | {"policy": "abd"}) == "FAILED"
     assert kind(0, "state.json was damaged", reference | {"policy": "abd"}) == "FAILED"
     assert kind(0, "state.json was damaged", reference | {"metrics.jsonl": [{"iteration": 2}]}) == "noted"

@@ -53,6 +53,16 @@ def gone(pidfd: int) -> bool:
     return bool(poller.poll(SOON_S * 1000))
 
 
+def test_a_worker_outlives_signals_that_ask_a_run_to_stop(group: WorkerGroup) -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+    pids = group.pid().result(SOON_S)
+    for number in (*numbers, signal.SIGUSR1, signal.SIGINT):
+        os.kill(pids[0], number)
+        assert group.pid().result(SOON_S) == pids
+    for number in numbers:
+        assert group.forked_child_ends_by(int(number)).result(SOON_S) == [True, True]
+
+
 def test_a_stopped_worker_fails_the_calls_of_all_ranks_and_is_named(group: WorkerGroup) -> None:
     pids = group.pid().result(SOON_S)
     watched = os.pidfd_open(pids[1])
@@ -195,6 +205,27 @@ def test_a_signal_ends_a_run_that_waits_for_a_stopped_process(config: Path, tmp_
     )
     assert done.code == 143, done.stderr
     assert "actor[0] is stopped by a signal (state T)" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_to_every_process_of_a_run_saves(config: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """As systemd and schedulers send it; no simulator is lost, so that the resumed run is the undisturbed one."""
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    settings = ("actor.own_process=true", "rollout.own_process=true", "runner.save_interval=100")
+    done = embodrl(
+        *("train", "--config", config, f"runner.output_dir={run_dir}", *settings),
+        stop_at=f"act:10:{number.name}:all_of_0",
+        children=children,
+        timeout_s=SOON_S,
+    )
+    assert done.code == 128 + number, done.stderr
+    assert list((run_dir / "checkpoints").glob("step_*"))
+    log = (run_dir / "logs" / "embodrl.log").read_text()
+    assert "restart" not in log and "killed by" not in log
+    assert embodrl("resume", run_dir, timeout_s=SOON_S).code == 0
+    undisturbed = embodrl("train", "--config", config, f"runner.output_dir={tmp_path / 'other'}", *settings)
+    assert undisturbed.code == 0 and metrics(run_dir) == metrics(tmp_path / "other")
 
 
 @pytest.mark.long

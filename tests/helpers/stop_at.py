@@ -3,8 +3,9 @@
 ``STOP_AT=act:3:SIGINT`` interrupts the third call of the function called ``act`` in POINTS; several are separated by
 commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead; with
 ``fsdp_step:6:SIGKILL:rank_1`` only the process of that rank takes the signal, with ``rank_1_once`` not the one that is
-started in its place, with ``parent_of_1`` the main process takes it, and with ``worker`` its youngest worker. The
-process ids of the children at that moment go to the file ``STOP_AT_CHILDREN``.
+started in its place, with ``parent_of_1`` the main process takes it, with ``worker`` its youngest worker, and with
+``all_of_1`` the main process and all that it has started. The process ids of the children at that moment go to the
+file ``STOP_AT_CHILDREN``.
 """
 
 import os
@@ -71,7 +72,8 @@ def install(point, wanted, number, whom):
         owner = getattr(owner, parent)
     original, calls = getattr(owner, name), 0
     rank, once = os.environ.get("RANK"), whom.endswith("_once")
-    here = whom in ("", "simulator", "worker", f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}")
+    ranked = (f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}", f"all_of_{rank}")
+    here = whom in ("", "simulator", "worker", *ranked)
 
     def replacement(*args, **kwargs):
         nonlocal calls
@@ -85,6 +87,11 @@ def install(point, wanted, number, whom):
                 child.send_signal(number)
                 while lives(child):
                     os.sched_yield()
+            elif whom.startswith("all"):
+                driver = psutil.Process(os.getppid())
+                for member in (driver, *driver.children(recursive=True)):
+                    if member is driver or not is_helper(member):
+                        member.send_signal(number)
             else:
                 os.kill(os.getppid() if whom.startswith("parent") else os.getpid(), number)
         return original(*args, **kwargs)

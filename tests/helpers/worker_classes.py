@@ -93,6 +93,15 @@ class Trouble(Worker):
         return os.getpid()
 
     @dispatch()
+    def forked_child_ends_by(self, number: int) -> bool:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, number)
+        return os.WTERMSIG(os.waitpid(child, 0)[1]) == number
+
+    @dispatch()
     def kill_yourself(self, rank: int, number: int = signal.SIGKILL) -> None:
         if self.rank == rank:
             print("these are my last words", flush=True)

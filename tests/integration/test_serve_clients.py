@@ -26,15 +26,15 @@ env:
   tasks: [reach-red]
   max_episode_steps: 20
   pin_cpus: false
-  eval: {total_num_envs: 3, num_episodes: 6}
+  eval: {total_num_envs: 2, num_episodes: 6}
 model:
   warm_start: null
   num_action_chunks: 2
   architecture:
     image_size: 16
     patch_size: 8
-    dino: {width: 16, depth: 1, num_heads: 1, mlp_dim: 32}
-    siglip: {width: 16, depth: 1, num_heads: 1, mlp_dim: 32}
+    dino: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
+    siglip: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
     hidden_size: 32
     intermediate_size: 64
     num_hidden_layers: 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,14 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with raises_code("file-format") as caught:
         read_fields(tmp_path / "absent.json")
     assert "absent.json" in str(caught.value)
+
+
+def test_a_pipe_or_directory_is_refused_without_waiting_for_it_and_links_are_followed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    for name in ("pipe", "to_pipe", "."):
+        with raises_code("checkpoint", CheckpointError):
+            read_fields(tmp_path / name, CheckpointError)
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "to_file").symlink_to("file")
+    assert read_fields(tmp_path / "to_file").content == {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import Field
 
@@ -176,6 +176,25 @@ def even(key: str, value: int, why: str) -> Iterator[Finding]:
     """The value of a key is even."""
     if value % 2:
         yield Finding(key, f"{value} is odd; {why}", f"set it to {multiples(value, 2)}", "an even number")
+
+
+class VlmSizes(Protocol):
+    """Settings of a tiny SigLIP and the language model that reads its features."""
+
+    image_size: int
+    patch_size: int
+    siglip: SiglipConfig
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def vlm_fits(base: str, shape: VlmSizes, merge: int = 1) -> Iterator[Finding]:
+    """Patches, ``merge`` by ``merge`` of them a token, tile the image; heads divide widths and are even."""
+    yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size * merge, shape.image_size)
+    yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
+    yield from divides(f"{base}.num_kv_heads", f"{base}.num_heads", shape.num_kv_heads, shape.num_heads)
+    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
 
 
 def at_most(key: str, value: int, limit_key: str, limit: int, what: str) -> Iterator[Finding]:

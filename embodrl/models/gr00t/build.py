@@ -10,8 +10,8 @@ import torch
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION
+from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
 from embodrl.models.common.heads import build_noise_head, build_value_head
-from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets

@@ -11,7 +11,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common.images import resize_bicubic
 from embodrl.models.gr00t.build_n1_7 import Gr00tN17Processor, Version, build
 from embodrl.models.gr00t.config import SYSTEM_PROMPT
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config
 from embodrl.models.gr00t.modeling import Gr00tN16Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (

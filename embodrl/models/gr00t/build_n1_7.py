@@ -14,13 +14,13 @@ from torch import Tensor
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
+from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import build_noise_head, build_value_head
-from embodrl.models.common.hub import fetch_tokenizer
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.policy import Gr00tPolicy
 from embodrl.models.gr00t.processing import (

@@ -19,7 +19,7 @@ from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.gr00t import eagle3
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.eagle3 import Eagle3Tower
 from embodrl.models.gr00t.qwen3_vl import QwenBackbone
 from embodrl.models.openvla.modeling import causal_mask, token_positions

@@ -23,7 +23,7 @@ from embodrl.models.common.parity import (
     compare,
     read_tensors,
 )
-from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.sidecars import identity_sidecars
 

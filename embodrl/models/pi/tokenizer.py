@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.errors import CheckpointError, MissingDependencyError, PolicyFileError
-from embodrl.models.common.hub import fetch_tokenizer
+from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
 from embodrl.models.pi.stats import lerobot_steps

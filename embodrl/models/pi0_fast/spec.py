@@ -8,7 +8,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
-from embodrl.models.common.flow_spec import WHOLE_PICTURES, SiglipConfig, at_most, divides, even, libero_interface
+from embodrl.models.common.flow_spec import WHOLE_PICTURES, SiglipConfig, at_most, libero_interface, vlm_fits
 from embodrl.specs import ModelSpec
 
 
@@ -60,10 +60,7 @@ def pi0_fast_dimensions_fit(context: Context) -> Iterator[Finding]:
     if config.model.model_path is not None:
         return
     shape = context.model(Pi0FastModelConfig).pi0_fast
-    yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size, shape.image_size)
-    yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
-    yield from divides(f"{base}.num_kv_heads", f"{base}.num_heads", shape.num_kv_heads, shape.num_heads)
-    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
+    yield from vlm_fits(base, shape)
     chunk, horizon = config.model.num_action_chunks, shape.action_horizon
     yield from at_most("model.num_action_chunks", chunk, f"{base}.action_horizon", horizon, "actions to run")
     cameras = len(config.env.cameras)

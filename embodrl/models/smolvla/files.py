@@ -16,7 +16,7 @@ from torch import Tensor
 from embodrl.fields import Fields
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
-from embodrl.models.common.hub import fetch_tokenizer
+from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.pi.config import Normalization
 from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline

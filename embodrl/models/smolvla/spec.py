@@ -13,9 +13,9 @@ from embodrl.models.common.flow_spec import (
     FlowModelConfig,
     SiglipConfig,
     chunk_fits,
-    divides,
     even,
     flow_family,
+    vlm_fits,
 )
 
 
@@ -57,11 +57,7 @@ def smolvla_dimensions_fit(context: Context) -> Iterator[Finding]:
     if config.model.model_path is not None:
         return
     shape = context.model(SmolVlaModelConfig).smolvla
-    tile = shape.patch_size * shape.scale_factor
-    yield from divides(f"{base}.patch_size", f"{base}.image_size", tile, shape.image_size)
-    yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
-    yield from divides(f"{base}.num_kv_heads", f"{base}.num_heads", shape.num_kv_heads, shape.num_heads)
-    yield from even(f"{base}.head_dim", shape.head_dim, "rotary embeddings turn pairs")
+    yield from vlm_fits(base, shape, shape.scale_factor)
     yield from even(f"{base}.expert_width", shape.expert_width, "the time embedding has as many sines as cosines")
     yield from chunk_fits(config.model, base, shape.action_horizon, shape.max_action_dim)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,13 @@ def test_a_debug_run_has_no_notes_about_itself_or_its_evaluation() -> None:
     assert load_config([*base, "env.eval.num_episodes=8", "env.eval.total_num_envs=8"]).notes == []
     (note,) = load_config([*base, "env.video.every_eval=true"]).notes
     assert note.key == "env.video.every_eval"
+
+
+def test_a_card_that_is_a_pipe_or_too_large_counts_as_none(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / CARD_FILE)
+    assert read_card(tmp_path) is None
+    (tmp_path / CARD_FILE).unlink()
+    with (tmp_path / CARD_FILE).open("wb") as file:
+        file.write(b"{}")
+        file.truncate(1 << 40)  # sparse
+    assert read_card(tmp_path) is None

@@ -17,7 +17,7 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel
 from embodrl.errors import CheckpointError
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.gr00t import eagle3
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config
 from embodrl.models.gr00t.modeling import Gr00tN16Model
 from embodrl.models.gr00t.qwen3_vl import VisionSpec
 

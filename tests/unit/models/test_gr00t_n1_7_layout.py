@@ -18,7 +18,7 @@ from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.images import center_crop, resize_area
 from embodrl.models.common.norm_stats import stats_sets
 from embodrl.models.gr00t.build_n1_7 import Gr00tN17Processor, QwenTokenizer
-from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.gr00t.qwen3_vl import patchify, rope_positions

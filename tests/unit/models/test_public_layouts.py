@@ -31,7 +31,7 @@ from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
 from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.config_n1_7 import Gr00tN16Config, Gr00tN17Config
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openvla.config import OpenVLAConfig

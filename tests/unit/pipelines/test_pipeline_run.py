@@ -254,7 +254,10 @@ def test_nodes_that_exit_are_named() -> None:
     def gone(context: Any) -> None:
         os._exit(9)
 
-    for node, call in ((leaves, "sys.exit(7)"), (gone, "os._exit(9)")):
+    def raises(context: Any) -> None:
+        raise GeneratorExit("gone")
+
+    for node, call in ((leaves, "sys.exit(7)"), (gone, "os._exit(9)"), (raises, "GeneratorExit")):
         graph = Graph("exits", (Node("mine", node, f"{__name__}:{node.__name__}", (), "sink", 0),))
         with raises_code("function-exit") as caught:
             graph.run(cast(Any, None))

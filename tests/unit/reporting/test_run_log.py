@@ -1,6 +1,7 @@
 """The log of a run: how much of it there is, whatever is logged."""
 
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -28,8 +29,7 @@ def test_a_full_log_becomes_an_older_file_and_the_oldest_goes(tmp_path: Path, mo
 
 def test_a_flood_is_cut_down_and_others_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("logging.time.time", lambda: clock[0])
-    monkeypatch.setattr("logging.time.time_ns", lambda: int(clock[0] * 1e9), raising=False)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     path = tmp_path / "embodrl.log"
     with RunLog(path):
         flood(module.PER_WINDOW + 5)
@@ -60,3 +60,38 @@ def test_warnings_of_different_places_are_counted_apart(tmp_path: Path) -> None:
         warnings.warn_explicit("of the second", UserWarning, "second.py", 1)
     text = path.read_text()
     assert text.count("of the first") == module.PER_WINDOW and "of the second" in text
+
+
+def test_a_clock_that_is_set_back_silences_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, wall = [1000.0], [1e6]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("logging.time.time", lambda: wall[0])
+    monkeypatch.setattr("logging.time.time_ns", lambda: int(wall[0] * 1e9), raising=False)
+    path = tmp_path / "embodrl.log"
+    with RunLog(path):
+        flood(module.PER_WINDOW)
+        clock[0] += module.WINDOW_S
+        wall[0] -= 86400
+        flood(module.PER_WINDOW)
+    assert path.read_text().count(": round ") == 2 * module.PER_WINDOW
+
+
+def test_text_that_has_no_encoding_does_not_end_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "embodrl.log"
+    with RunLog(path):
+        logging.getLogger("embodrl.x").info("file \udce9")
+        logging.getLogger("embodrl.x").info("later")
+    assert "file \\udce9" in path.read_text() and "later" in path.read_text()
+
+
+def test_a_pipe_in_the_place_of_the_log_costs_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "embodrl.log"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    for _ in range(2):  # with a reader, and without one
+        with RunLog(path):
+            flood(1)
+        assert "no log file" in capsys.readouterr().err
+        if reader >= 0:
+            os.close(reader)
+            reader = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from embodrl.config import load_config
-from embodrl.reporting.provenance import read_provenance
+from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
 from embodrl.runs.files import summary_lines
 from embodrl.runs.provenance import add_provenance, changes_so_far, git_state
 from embodrl.runs.settings import changed_settings
@@ -77,3 +78,13 @@ def test_a_finished_run_ends_with_its_gain_and_the_next_command(tmp_path: Path) 
     rows[0]["iteration"], rows[1]["iteration"] = 0, 5
     worse = {"iteration": 9, "eval/success_rate": 0.5, "eval/episodes": 16.0}
     assert "56.2 % after iteration 5" in summary_lines(tmp_path, [*rows, worse])[1]
+
+
+def test_a_pipe_or_a_huge_file_counts_as_damaged(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / PROVENANCE_FILE)
+    assert is_damaged(tmp_path)
+    (tmp_path / PROVENANCE_FILE).unlink()
+    with (tmp_path / PROVENANCE_FILE).open("wb") as file:
+        file.write(b"[]")
+        file.truncate(1 << 40)  # sparse
+    assert is_damaged(tmp_path) and read_provenance(tmp_path) == []

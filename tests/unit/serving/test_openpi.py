@@ -1,6 +1,10 @@
 """openpi's protocol: whole conversations in bytes, tokens, errors, and what a connection may do to the server."""
 
 import asyncio
+import contextlib
+import shutil
+import ssl
+import subprocess
 
 import numpy as np
 import pytest
@@ -196,3 +200,41 @@ def test_several_cameras_and_a_state():
             assert (found == wanted(3 + 2, "")).all()
 
     run(test, cameras=("a", "b"), openpi={"images": ("images.a", "images.b"), "state": ("state:1",)})
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls(tmp_path):
+    files = {"tls_cert": str(tmp_path / "cert.pem"), "tls_key": str(tmp_path / "key.pem")}
+    command = "openssl req -x509 -nodes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -subj /CN=localhost -days 1"
+    outputs = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files["tls_cert"], "-keyout", files["tls_key"]]
+    subprocess.run([*command.split(), *outputs], check=True, capture_output=True)
+
+    async def test(server):
+        assert server.urls["openpi"].startswith("wss://")
+        trusted = aiohttp.TCPConnector(ssl=ssl.create_default_context(cafile=files["tls_cert"]))
+        url = f"{server.urls['openpi']}/?token={TOKEN}"
+        async with aiohttp.ClientSession(connector=trusted) as session, session.ws_connect(url) as socket:
+            await socket.receive_bytes(timeout=10)
+            await socket.send_bytes(observation(5))
+            found = unpack(await socket.receive_bytes(timeout=10), openpi_envelope)["actions"]
+            assert (found == wanted(5, "push")).all()
+
+    run(test, **files)
+    (tmp_path / "key.pem").write_text("no key")
+    with raises_code("server-tls", ServingError):
+        run(test, **files)
+
+
+def test_idle_connections_do_not_delay_a_client():
+    async def test(server):
+        async with contextlib.AsyncExitStack() as stack:
+            idle = [await stack.enter_async_context(websocket(server.urls["openpi"])) for _ in range(50)]
+            socket = await stack.enter_async_context(websocket(server.urls["openpi"]))
+            for each in (*idle, socket):
+                await each.receive_bytes(timeout=10)
+            for _ in range(3):  # waiting for the others would take longer than the limit
+                await socket.send_bytes(observation(5))
+                await socket.receive_bytes(timeout=10)
+        assert server.policy.batches == [1, 1, 1]
+
+    run(test, max_wait_ms=10_000.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,22 @@ def test_an_empty_list_does_not_switch_checking_off(directory: Path) -> None:
     (directory / CHECKSUMS).write_text("{}")
     with raises_code("file-damaged"):
         check_checksums(directory)
+
+
+def test_a_list_that_is_no_regular_file_does_not_switch_checking_off(directory: Path) -> None:
+    (directory / CHECKSUMS).unlink()
+    for name, make in enumerate((os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere"))):
+        make(directory / CHECKSUMS)
+        with raises_code("file-format"):
+            check_checksums(directory)
+        (directory / CHECKSUMS).rename(directory / str(name))
+
+
+def test_a_pipe_in_the_place_of_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    write_checksums(tmp_path)
+    (tmp_path / "empty").unlink()
+    os.mkfifo(tmp_path / "empty")
+    with raises_code("file-damaged") as caught:
+        check_checksums(tmp_path)
+    assert "empty" in str(caught.value)

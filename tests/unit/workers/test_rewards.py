@@ -423,3 +423,33 @@ def test_an_empty_rollout_needs_no_reward() -> None:
     batch = batch.replace(valid=torch.zeros_like(batch.valid))
     assert worker_of("algorithm.srpo.enabled=true").apply(batch)["srpo/failure_reward"] == 0
     assert worker_of(function="steps").apply(batch)["reward/errors"] == 0
+
+
+class Own(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit, Own])
+def test_what_is_no_exception_is_an_error_of_the_function(kind: type[BaseException], asynchronous: bool) -> None:
+    def fails(_: Episode) -> float:
+        raise kind("gone")
+
+    async def fails_later(episode: Episode) -> float:
+        return fails(episode)
+
+    episodes = [Episode(torch.zeros(2), True, True, "reach", torch.zeros(1))]
+    config = RewardConfig(retries=1, timeout_s=60.0)
+    ((outcome,), failed) = call_all(fails_later if asynchronous else fails, episodes, config)
+    assert isinstance(outcome, RewardError) and failed == 2
+    assert "in fails" in outcome.message and "gone" in outcome.message
+
+
+def test_an_async_function_whose_time_is_over_is_counted_as_before() -> None:
+    async def waits(_: Episode) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    episodes = [Episode(torch.zeros(2), True, True, "reach", torch.zeros(1))]
+    ((outcome,), failed) = call_all(waits, episodes, RewardConfig(retries=0, timeout_s=0.01))
+    assert isinstance(outcome, RewardError) and "took more than" in outcome.message and failed == 1
