@@ -72,12 +72,13 @@ class Attention(nn.Module):
         self, modules: tuple[nn.Linear, ...], x: Tensor, rope: tuple[Tensor, Tensor], turned: int
     ) -> tuple[Tensor, ...]:
         """Return ``[B,H,S,E]`` of each module's heads; the first ``turned`` ones are turned."""
-        counts = tuple(module.out_features // self.head_dim for module in modules)
         if (weight := together(x, *modules)) is not None:
+            counts = tuple(module.out_features // self.head_dim for module in modules)
             return split_heads(F.linear(x, weight), self.head_dim, counts, rope, turned)
+        outputs = [module(x) for module in modules]  # with tensor parallelism a part of the heads
         return tuple(
-            split_heads(module(x), self.head_dim, (count,), rope, int(place < turned))[0]
-            for place, (module, count) in enumerate(zip(modules, counts, strict=True))
+            split_heads(out, self.head_dim, (out.shape[-1] // self.head_dim,), rope, int(place < turned))[0]
+            for place, out in enumerate(outputs)
         )
 
 
