@@ -11,7 +11,9 @@ disconnect  its connection to the parent is shut down; of the driver: its termin
 
 Detection is the time from the fault to the first line of the log, or the end of the run, that comes of it. A cell that
 is not over after CELL_S counts as hung. A driver that is stopped can't find out: it gets a second SIGTERM, and ends as
-soon as it is continued. What the run leaves behind is counted, too.
+soon as it is continued. A run that continues is then ended by SIGTERM; what a run leaves behind is counted.
+
+The exit code is 1 if a run hangs, ends otherwise than it should, leaves a process, or finds a fault after DETECTED_S.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ from embodrl.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 
 CELL_S = 180.0
+DETECTED_S = 30.0
+"""Longest time that a fault may go unnoticed at default settings."""
+ENDS = {("driver", "kill"): -9, ("driver", "stop"): 143, ("driver", "memory"): 1, ("driver", "disconnect"): 129}
+"""Exit codes of runs that can't continue; all others have to, and end with 143 after SIGTERM."""
 FIRST_ITERATION_S = 120.0
 _PIDFD_GETFD = 438
 SETTINGS = (
@@ -71,6 +77,7 @@ signal.signal(signal.SIGUSR2, leak)
 FSDP = ("actor.training_backend=fsdp", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}")
 AHEAD = "runner.max_staleness=1"  # rollouts run while the policy trains
 FAULTS = ("kill", "stop", "slow", "memory", "disconnect")
+CONTINUES = "continues"
 
 
 @dataclass(frozen=True)
@@ -156,10 +163,8 @@ class Run:
 
     @property
     def log(self) -> list[str]:
-        """Lines of its log and of its output."""
-        log = self.run_dir / "train.log"
-        text = log.read_text(errors="replace") if log.is_file() else ""
-        return (text + self.output.read_text(errors="replace")).replace(str(self.run_dir), "RUN").splitlines()
+        """Lines of its output, which has all that its log has."""
+        return self.output.read_text(errors="replace").replace(str(self.run_dir), "RUN").splitlines()
 
     def wait_for(self, rows: int, seconds: float) -> bool:
         """Wait for so many iterations, or the end of the run."""
@@ -175,6 +180,14 @@ class Run:
         if not kind.pattern:
             return driver
         return next(found for found in self.family if kind.pattern in _description(found))
+
+    def terminate(self) -> int | None:
+        """Ask the run to end; return its exit code, None if it does not."""
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(CELL_S)
+        return self.process.poll()
 
     def close(self) -> int:
         """End what is left; return how many processes outlived the driver."""
@@ -260,11 +273,12 @@ def try_cell(name: str, fault: str) -> Cell:
                 detected = time.monotonic() - start if detected is None else detected
                 told = _first_sign(run.log[known:])
                 outcome = f"ends with {code}"
+            elif run.rows >= rows + 2:
+                over.set()
+                outcome, code = CONTINUES, run.terminate()
             else:
-                outcome = "continues" if run.rows >= rows + 2 else "HANGS"
-            return Cell(
-                name, fault, detected, outcome, code, run.rows, 0 if code is None else run.close(), told.strip()
-            )
+                outcome = "HANGS"
+            return Cell(name, fault, detected, outcome, code, run.rows, run.close(), told.strip())
         finally:
             over.set()
             run.close()
@@ -293,6 +307,21 @@ def _first_sign(lines: list[str]) -> str:
     return ""
 
 
+def wrongs(cell: Cell) -> list[str]:
+    """Return what should not have been."""
+    code = ENDS.get((cell.kind, cell.fault))
+    found = [f"{cell.left} processes are left"] if cell.left else []
+    if code is None and cell.outcome != CONTINUES:
+        found.append(f"{cell.outcome}, and should continue")
+    if cell.exit_code != (code or 143):
+        found.append(f"exit code {cell.exit_code}, not {code or 143}")
+    if cell.detected_s is None and cell.fault != "slow":  # a slow process is no fault to find
+        found.append("never found")
+    if cell.detected_s is not None and cell.detected_s > DETECTED_S:
+        found.append(f"found after {cell.detected_s:.0f} s, more than {DETECTED_S:.0f}")
+    return found
+
+
 def main() -> None:
     """Run all cells, or those of the kinds and faults that are named, and print the table."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would ignore it, too
@@ -308,11 +337,13 @@ def main() -> None:
             seconds = "-" if cell.detected_s is None else f"{cell.detected_s:.1f} s"
             print(f"| {kind} | {fault} | {seconds} | {cell.outcome} | {cell.left} | {cell.told[:110]} |", flush=True)
     longest = max((cell.detected_s or 0.0 for cell in cells), default=0.0)
-    hung = [cell for cell in cells if cell.outcome in ("HANGS", "did not start")]
-    print(f"\nlongest detection {longest:.1f} s, {len(hung)} of {len(cells)} hang or did not start")
+    wrong = {cell: reasons for cell in cells if (reasons := wrongs(cell))}
+    print(f"\nlongest detection {longest:.1f} s, {len(wrong)} of {len(cells)} went wrong")
+    for cell, reasons in wrong.items():
+        print(f"{cell.kind}, {cell.fault}: {', '.join(reasons)}")
     if target is not None:
         write_json_file(target, {"hardware": describe_hardware(), "cells": [asdict(cell) for cell in cells]})
-    sys.exit(1 if hung else 0)
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -216,10 +216,11 @@ class Soak:
         try:
             children = psutil.Process(self._process.pid).children(recursive=True)
             for child in sorted(children, key=lambda child: child.create_time()):
-                if any(script in part for part in child.cmdline()) and shared_memories(child.pid):
-                    found.append(child)
-        except (psutil.Error, OSError):
-            return []  # one of them has just gone
+                with contextlib.suppress(psutil.Error, OSError):  # it has just gone
+                    if any(script in part for part in child.cmdline()) and shared_memories(child.pid):
+                        found.append(child)
+        except psutil.Error:
+            return []  # the run has
         return found
 
     def _simulators(self) -> list[psutil.Process]:

@@ -80,7 +80,10 @@ def load_config(config: ConfigLike = None, overrides: Sequence[str] = ()) -> Loa
 def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResult:
     """Train a policy in a new run directory, as `embodrl train`.
 
-    Ctrl-C stops it after the iteration under way with a checkpoint (``exit_code`` 130). Signal handlers, torch's
+    Ctrl-C stops it with a checkpoint (``exit_code`` 130): a rollout is dropped and repeated by `embodrl resume`, an
+    update is finished first. What does not advance for ``runner.stop_timeout_s`` is interrupted without saving, by an
+    EmbodrlError with the code ``stopped-unsaved``; a second Ctrl-C raises KeyboardInterrupt. The process itself is
+    never ended. Signal handlers, torch's
     thread count, determinism and random state are those of before when it returns.
 
     Args:

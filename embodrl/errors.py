@@ -113,7 +113,7 @@ class UnknownNameError(EmbodrlError):
 
 
 class UsageError(EmbodrlError):
-    """The command line asks for something that there is not; nothing was started."""
+    """The command line asks for something that does not exist; nothing was started."""
 
     exit_code = 2
 
@@ -162,11 +162,11 @@ class PipelineError(EmbodrlError):
 
 
 class BatchError(EmbodrlError):
-    """Batches don't fit each other, or what is asked of one."""
+    """Incompatible batches, or an invalid operation on one."""
 
 
 class BatchKeyError(BatchError):
-    """A batch lacks columns that it should have."""
+    """A batch lacks required columns."""
 
 
 class BatchShapeError(BatchError):
@@ -183,7 +183,7 @@ class CheckpointError(EmbodrlError):
     Args:
         message: what went wrong, naming the checkpoint.
         hint: what the user can do about it.
-        report: what became of each name (a ``LoadReport``), where names or shapes do not match.
+        report: the outcome for each name (a ``LoadReport``), where names or shapes do not match.
     """
 
     def __init__(self, message: str, hint: str = "", report: object = None, *, code: str | None = None) -> None:
@@ -208,7 +208,7 @@ class EnvError(EmbodrlError):
 
 
 class EnvOrderError(EnvError):
-    """A simulator is asked for what does not come next: it has not started, is busy, offloaded or never reset."""
+    """A simulator was called out of order: it has not started, is busy, offloaded or never reset."""
 
 
 class EnvWorkerDied(EnvError):
@@ -228,11 +228,11 @@ class EnvRaised(EnvError):
 
 
 class EnvQuarantined(EnvError):
-    """What a simulator says can't be true, too often in a row; a new episode does not help."""
+    """A simulator returned invalid values in too many consecutive episodes; a new episode does not help."""
 
 
 class TaskRunnerError(EmbodrlError):
-    """A task runner is closed, its loop has failed, or it is asked for what it can't do."""
+    """A task runner is closed, its loop has failed, or an unsupported operation was requested."""
 
 
 class TaskQueueFull(TaskRunnerError):

@@ -54,10 +54,10 @@ def import_object(path: str) -> Any:
 
 
 def nearest_module(missing: str) -> str:
-    """Return the module whose name is closest to one that there is not, or ""; its parents must be there."""
+    """Return the module whose name is closest to one that does not exist, or ""; its parents must be there."""
     parent, _, leaf = missing.rpartition(".")
     search = list(getattr(importlib.import_module(parent), "__path__", [])) if parent else None
-    near = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)])
+    near = nearest(leaf, [found.name for found in pkgutil.iter_modules(search)], cutoff=0.85)
     return f"{parent}.{near}" if parent and near else near
 
 

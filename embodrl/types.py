@@ -1,6 +1,6 @@
 """Records that cross package borders.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, V cameras,
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, A action dimensions, V cameras,
 H x W image, S state dimensions. Arrays on the environment side are numpy, tensors on the policy side torch;
 this module imports no torch, so that simulators can run without the training stack.
 """

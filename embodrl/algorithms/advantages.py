@@ -1,6 +1,6 @@
 """Advantages and returns of a rollout.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C),
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C),
 S reward steps (T at chunk level, T*C at action level).
 """
 
@@ -311,7 +311,7 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
     if not isinstance(estimate, Advantages):
         raise EmbodrlError(
             f"adv_type '{name}' returned {type(estimate).__name__}",
-            "return embodrl.algorithms.advantages.Advantages(advantages, returns, valid)",
+            "return embodrl.Advantages(advantages, returns, valid)",
             code="advantage-result",
         )
     num_steps, num_envs, chunk = batch.rewards.shape

@@ -9,7 +9,7 @@ another precision, gave their log-probs. There w is cut at ``algorithm.engine_we
 sampling (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", eq.
 of TIS, whose C is 2 in verl's examples).
 
-Legend: T policy steps (chunks), B environments, N chunks, C actions in a chunk, A action dimensions.
+Shapes: T policy steps (chunks), B environments, N chunks, C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Episodes within a rollout.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, E episodes.
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes.
 """
 
 from __future__ import annotations

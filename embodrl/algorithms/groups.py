@@ -1,6 +1,6 @@
 """Advantages without a critic: the return of an episode relative to those of its group.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C), E episodes,
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, K values per chunk (1 or C), E episodes,
 S reward steps (T at chunk level, T*C at action level).
 """
 

@@ -1,6 +1,6 @@
 """PPO losses.
 
-Legend: N chunks, C actions in a chunk, A action dimensions (tokens per action), K values per chunk (1 or C).
+Shapes: N chunks, C actions in a chunk, A action dimensions (tokens per action), K values per chunk (1 or C).
 
 Every term is a sum over valid elements divided by a count. Pass the counts of a whole minibatch, and the losses and
 metrics of its micro-batches add up to those of the minibatch, however the valid elements are spread over them.

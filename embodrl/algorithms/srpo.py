@@ -11,7 +11,7 @@ distance of its trajectory embedding to those of the successes. What differs her
 - The distance of DBSCAN is the root mean square over standardised dimensions. There it is their Euclidean norm, which
   grows with the width of the encoder: at 1408 dimensions nothing is within 0.5 of anything.
 
-Legend: E episodes, D dimensions of an embedding, T frames, H x W pixels.
+Shapes: E episodes, D dimensions of an embedding, T frames, H x W pixels.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plain way to choose actions, as the public reference implementations do it, on embodrl's own weights.
 
-Legend: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions.
+Shapes: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def bench(
     render     camera pictures on this machine, against stock ManiSkill
     e2e        environment steps per second of a whole training iteration, and where the time goes
     inference  actions per second of every model family, against the plain way of their reference implementations
-    async      rollouts beside training, against taking turns, and the ideal of both
+    async      asynchronous against synchronous training, and the theoretical optimum
     tasks      coroutines per second of the asynchronous task runner, against asyncio.gather
     envs       environment steps per second of every simulator here, against its own vectorisation
     weight-sync  weights from a trainer to a rollout by every kind of sync, against memcpy

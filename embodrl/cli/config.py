@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load, show_notes
+from embodrl.errors import ConfigProblem
 
 if TYPE_CHECKING:
     from embodrl.config.schema import Config
@@ -35,7 +36,8 @@ def say_what_ran(config: Config) -> None:
     paths = (config.pipeline.fn, config.reward.fn, config.rollout.workflow)
     imported = [*config.extensions, *(path for path in paths if path is not None)]
     if imported:
-        print(f"note: imported to check the settings: {', '.join(imported)}", file=sys.stderr)
+        message, hint = f"imported to check the settings: {', '.join(imported)}", "its code at module level has run"
+        show_notes([ConfigProblem("extensions", message, hint=hint, code="code-imported")])
 
 
 def show(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from embodrl.cli.common import Debug, Overrides, execute
+
+if TYPE_CHECKING:
+    from embodrl.preflight.findings import Finding
 
 
 def doctor(
@@ -27,17 +30,22 @@ def doctor(
       embodrl doctor env=metaworld env.python=/path/to/python
     """
 
+    def show_progress(finding: Finding) -> None:
+        if not json_output:
+            print(f"  {finding.name}: {finding.status}", file=sys.stderr, flush=True)
+
     def action() -> int | None:
         if not json_output:
             print("checking packages, drivers and simulators: up to a minute ...", file=sys.stderr, flush=True)
         from embodrl.preflight.doctor import run_doctor
 
         if not overrides:
-            return run_doctor(json_output=json_output)
+            return run_doctor(json_output, progress=show_progress)
         from embodrl.runs.load import load_config
         from embodrl.workers.env import try_simulator
 
         config = load_config(overrides).config
-        return run_doctor(json_output, further=lambda: try_simulator(config), extensions=config.extensions)
+        further = lambda: try_simulator(config)  # noqa: E731
+        return run_doctor(json_output, further=further, extensions=config.extensions, progress=show_progress)
 
     execute(action, debug)

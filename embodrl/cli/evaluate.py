@@ -47,8 +47,8 @@ def evaluate(
 ) -> None:
     """Measure a policy on fixed seeds; write eval.html, eval.json and videos.
 
-    Before other ARGS may stand what to measure: a run (its final policy, or its newest checkpoint), one of its
-    checkpoints, or a policy directory. The configuration of the run applies, and ARGS change it.
+    The first argument may be a run (its final policy, or its newest checkpoint), one of its checkpoints, or a policy
+    directory. The configuration of the run applies, and ARGS change it.
 
     \b
     Examples:

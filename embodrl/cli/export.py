@@ -40,9 +40,7 @@ def export(
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, too", show_default=False),
     ] = None,
-    public: Annotated[
-        bool, typer.Option("--public", help="what is pushed may be read by everybody", show_default=False)
-    ] = False,
+    public: Annotated[bool, typer.Option("--public", help="make the repository public", show_default=False)] = False,
     licence: Annotated[str, typer.Option("--license", metavar="ID", help="of the hub's list, for the card")] = "other",
     overrides: Overrides = None,
     trust: Trust = False,

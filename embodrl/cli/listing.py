@@ -126,7 +126,7 @@ def protocols() -> list[Entry]:
             steps = ", ".join(f"{suite} {steps}" for suite, steps in limits.items())
             facts.append((f"steps, {name}" if name else "steps", steps))
         facts.append(
-            ("episodes", f"{spec.episodes_per_task} a task, cameras of {spec.camera_px} x {spec.camera_px} pixels")
+            ("episodes", f"{spec.episodes_per_task} per task, cameras of {spec.camera_px} x {spec.camera_px} pixels")
         )
         facts += [("differs", spec.differs)] if spec.differs else []
         found.append(Entry(spec.name, spec.description, [*facts, ("source", spec.source)]))

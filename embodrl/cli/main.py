@@ -25,6 +25,7 @@ from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
 from embodrl.cli.watch import watch
+from embodrl.processes.ending import own_process
 
 SIGNALLED = 128
 """Exit codes above it are 128 + the signal that has stopped the command."""
@@ -67,8 +68,8 @@ def about(
       130  stopped by Ctrl-C
       143  stopped by SIGTERM
 
-    A stopped training saves a checkpoint first; `embodrl resume RUN` continues it. Shell completion of presets and
-    settings: `embodrl --install-completion`.
+    A stopped training saves a checkpoint first, unless it hangs; `embodrl resume RUN` continues it. Shell completion of
+    presets and settings: `embodrl --install-completion`.
     """
 
 
@@ -97,6 +98,7 @@ add(app, parity)
 
 def main() -> None:
     """Run the command line. What a signal has stopped ends soon: its time is limited."""
+    own_process()  # not where the commands are called by a process of somebody else, such as a test
     try:
         app(prog_name="embodrl")
     except SystemExit as leaving:

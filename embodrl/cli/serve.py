@@ -37,8 +37,8 @@ def _is_hub_id(text: str) -> bool:
 def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
     """Serve a policy to robots and benchmarks, until Ctrl-C or SIGTERM.
 
-    Before other ARGS may stand what to serve, also as policy=PATH: a run (its final policy, or its newest checkpoint),
-    one of its checkpoints, a policy directory, or a model on the hub. protocol=openpi,http says how (serve.protocols).
+    The first argument, or policy=PATH, may be a run (its final policy, or its newest checkpoint), one of its
+    checkpoints, a policy directory, or a model on the hub. protocol=openpi,http says how (serve.protocols).
     The environment says which cameras the policy sees; no simulator is started. Clients need the token that is printed
     (serve.token); see docs/serving.md.
 

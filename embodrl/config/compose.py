@@ -377,7 +377,7 @@ def _experiment_overridden(
     return [
         ConfigProblem(
             group,
-            f"is {choices[group]} on request, and the experiment '{name}' is made of {group}={own[group]}",
+            f"{group}={choices[group]} overrides {group}={own[group]} of experiment '{name}'",
             wanted[group][1],
             hint=f"leave out experiment={name} unless its other settings are wanted",
             code="experiment-overridden",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from embodrl.config.nodes import Node, lookup
-from embodrl.config.rules.base import what_is
+from embodrl.config.rules.base import path_kind
 from embodrl.config.rules.verbs import Verb
 from embodrl.errors import ConfigProblem, HubError
 from embodrl.hub import DATASET_FACTS, MODEL_FACTS, fetch, parse, parse_dataset
@@ -31,7 +31,7 @@ def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], lis
     for key in keys:
         node = lookup(tree, key)
         value = node.value if node is not None else None
-        if node is None or not isinstance(value, str) or what_is(value):
+        if node is None or not isinstance(value, str) or path_kind(value):
             continue
         name = parse_dataset(value) if key == DATA_KEY else parse(value)
         if name is None or (key != DATA_KEY and name.is_dataset):

@@ -18,7 +18,7 @@ from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, 
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
-from embodrl.config.rules.base import Context, Rule, what_is
+from embodrl.config.rules.base import Context, Rule, path_kind
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
@@ -80,7 +80,7 @@ class LoadedConfig:
         changes = {
             name: str(Path(text).expanduser().absolute())
             for name in ("model_path", "warm_start", "lora_path", "stats_path")
-            if (text := getattr(model, name)) is not None and what_is(text) and text != BUILTIN
+            if (text := getattr(model, name)) is not None and path_kind(text) and text != BUILTIN
         }
         config = self.config.model_copy(update={"model": model.model_copy(update=changes)})
         return replace(self, config=config)

@@ -23,11 +23,11 @@ MAX_CANDIDATES = 4
 # To be raised when what is measured changes, so that numbers of before are not used any more.
 MEASUREMENT = 2
 # Settings of section env that do not change how fast a step is.
-WITHOUT_EFFECT = (
+IGNORED_KEYS = (
     *("num_processes", "train", "eval", "video", "start_timeout_s", "reset_timeout_s", "step_timeout_s"),
     *("max_restarts", "max_abs_reward", "max_abs_state"),
 )
-USED = ("env.train.total_num_envs", "env.eval.total_num_envs", "algorithm.group_size", "rollout.pipeline_stages")
+COUNT_KEYS = ("env.train.total_num_envs", "env.eval.total_num_envs", "algorithm.group_size", "rollout.pipeline_stages")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def fill_processes(tree: Node, schema: type[Config]) -> ProcessChoice | None:
     if node is None or node.value != AUTO:
         return None
     defaults: dict[str, Any] = json.loads(schema().model_dump_json())
-    counts = [_value(tree, defaults, key) for key in USED]
+    counts = [_value(tree, defaults, key) for key in COUNT_KEYS]
     if any(type(count) is not int or count < 1 for count in counts):
         node.value = 1  # what is wrong with those keys is reported, not what follows from it
         return None
@@ -61,7 +61,7 @@ def fill_processes(tree: Node, schema: type[Config]) -> ProcessChoice | None:
     batched_by = ENVS.entry(env_type).batched_by if env_type in ENVS else None
     one_process = batched_by is not None and _value(tree, defaults, f"env.{batched_by[0]}") == batched_by[1]
     found = candidates(*counts, cores=len(os.sched_getaffinity(0)), most=1 if one_process else None)
-    env = {name: value for name, value in _section(tree, "env").items() if name not in WITHOUT_EFFECT}
+    env = {name: value for name, value in _section(tree, "env").items() if name not in IGNORED_KEYS}
     settings = {"env": env, "counts": counts, "chunk": _value(tree, defaults, "model.num_action_chunks")}
     path = cache_path({"machine": machine(), "version": __version__, "measurement": MEASUREMENT, "settings": settings})
     measured = read_choice(path)

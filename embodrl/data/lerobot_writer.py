@@ -15,7 +15,7 @@ import numpy as np
 from embodrl.data import lerobot as layout
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import Episode
+from embodrl.data.demos import REWARD, TERMINATED, Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.parquet import Table
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
@@ -243,6 +243,7 @@ class LeRobotWriter(DatasetWriter):
             kept = pixels.fields(key)
             counts = np.array(kept.items("counts", 3), np.int64)
             self._pixels[key] = PixelStats(counts, kept.integer("frames"))
+        flat = {*layout.COUNTERS, REWARD, TERMINATED}
         for path in sorted((self.staging / "data").glob("*/*.parquet")):
             table = Table(path)
             for name in table.names:
@@ -250,7 +251,7 @@ class LeRobotWriter(DatasetWriter):
                     values: Array = table.integers(name)
                 else:
                     values = table.vectors(name, int(state.fields("features").fields(name).numbers("shape", 1)[0]))
-                self._vectors.setdefault(name, []).append(values.ravel() if name in layout.COUNTERS else values)
+                self._vectors.setdefault(name, []).append(values.ravel() if name in flat else values)
 
     def _write_meta(self, meta: Mapping[str, object]) -> None:
         self._pq.write_table(self._task_table(), self.staging / layout.TASKS)

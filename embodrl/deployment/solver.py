@@ -83,7 +83,7 @@ class Deployment:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """A line of ``cluster.component_placement`` that can't be read or had.
+    """A line of ``cluster.component_placement`` that is invalid or cannot be satisfied.
 
     Attributes:
         names: its key.

@@ -1,6 +1,6 @@
 """The interface of every simulator: a batch of environments that steps in chunks.
 
-Legend: B environments, C actions in a chunk, A action dimensions.
+Shapes: B environments, C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class VectorEnv(ABC):
         "get_row_state",
         "set_row_state",
         "check_state",
+        "check_episodes",
     )
 
     @abstractmethod
@@ -92,7 +93,7 @@ class VectorEnv(ABC):
         """Return versions and graphics driver of this process; see ``describe_simulator``."""
         return describe_simulator()
 
-    # The next seven are optional: a simulator without history, cameras for people or experts has nothing to do.
+    # The next eight are optional: a simulator without history, cameras for people or experts has nothing to do.
 
     def solved_now(self) -> NDArray[np.bool_] | None:
         """Return ``bool[B]``: the task was solved after the last step of an environment; None if that is not known."""
@@ -100,6 +101,13 @@ class VectorEnv(ABC):
 
     def check_state(self) -> None:  # noqa: B027
         """Raise what ``get_state`` will raise whenever it is asked: a run wants to know before it begins."""
+
+    def check_episodes(self) -> list[str]:
+        """Return the codes of what is wrong with episodes: ``seed-ignored``, ``instruction-empty``. Before any reset.
+
+        A simulator that is known to be seeded has nothing to do.
+        """
+        return []
 
     def rebuild(self) -> None:  # noqa: B027
         """Forget all history: what follows a reset depends on its seed alone. Nothing to do for most simulators."""

@@ -1,6 +1,6 @@
 """One episode at a time, asynchronously: the environment that a workflow runs in.
 
-Legend: C actions in a chunk, A action dimensions. An observation here is a batch of one.
+Shapes: C actions in a chunk, A action dimensions. An observation here is a batch of one.
 """
 
 from __future__ import annotations

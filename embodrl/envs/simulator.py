@@ -1,6 +1,6 @@
 """One environment of one task, and B of them as a VectorEnv.
 
-Legend: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
+Shapes: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from embodrl.envs.base import SavedState
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec
+
+_CHECKED_SEED = 1
+_IMAGE_NOISE = 16  # of 255, between two drawings of one scene
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Simulator(ABC):
         state_dim: S, what ``proprioception`` returns; 0 for nothing.
         instruction: for the policy, in words.
         control_hz: actions per second of the robot's time; videos and datasets state it.
+        is_seeded: ``reset`` is known to follow from its seed; else one of them is repeated before a run, and compared.
     """
 
     action_low: tuple[float, ...]
@@ -54,6 +58,7 @@ class Simulator(ABC):
     state_dim: int = 0
     instruction: str = ""
     control_hz: float = EnvSpec.control_hz
+    is_seeded: bool = False
 
     @abstractmethod
     def reset(self, seed: int) -> None:
@@ -137,7 +142,7 @@ class Replayed(Simulator):
         self.simulator = simulator
         self.action_low, self.action_high = simulator.action_low, simulator.action_high
         self.state_dim, self.instruction = simulator.state_dim, simulator.instruction
-        self.control_hz = simulator.control_hz
+        self.control_hz, self.is_seeded = simulator.control_hz, simulator.is_seeded
         self._seed: int | None = None
         self._actions: list[NDArray[np.float32]] = []
         self._checksum = 0
@@ -303,19 +308,36 @@ class SimulatorVectorEnv(SteppingEnv):
             terminated[row], truncated[row], diverged[row] = step.terminated, step.truncated, step.diverged
         return StepResult(reward, success, terminated, truncated, diverged)
 
+    def _checked_images(self, row: int) -> NDArray[np.uint8]:
+        found, cameras = self._sim(row).images(), self.spec.cameras
+        shape = (len(cameras), cameras[0].height, cameras[0].width, 3)
+        if found.dtype != np.uint8 or found.shape != shape:
+            raise EnvError(
+                f"images() of {type(self._sim(row)).__name__} returned {found.dtype}{list(found.shape)}, not"
+                f" uint8{list(shape)} ([V,H,W,3])",
+                "scale to 0..255 and convert: (pictures * 255).astype(np.uint8)"
+                if found.dtype != np.uint8
+                else "return one picture of env.cameras' height and width for each camera",
+                code="simulator-images",
+            )
+        return found
+
+    def check_episodes(self) -> list[str]:
+        sim = self._sim(0)
+        found = [] if sim.instruction else ["instruction-empty"]
+        if not sim.is_seeded:
+            seen: list[tuple[NDArray[np.int16], NDArray[np.float32]]] = []
+            for _ in range(2):
+                sim.reset(_CHECKED_SEED)
+                seen.append((self._checked_images(0).astype(np.int16), np.array(sim.proprioception())))
+            (image, state), (other_image, other_state) = seen
+            if np.abs(image - other_image).max() > _IMAGE_NOISE or not np.allclose(state, other_state, atol=1e-4):
+                found.append("seed-ignored")
+        return found
+
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
         for row in rows.tolist():
-            found = self._sim(row).images()
-            if found.dtype != np.uint8 or found.shape != images[row].shape:
-                raise EnvError(
-                    f"images() of {type(self._sim(row)).__name__} returned {found.dtype}{list(found.shape)}, not"
-                    f" uint8{list(images[row].shape)} ([V,H,W,3])",
-                    "scale to 0..255 and convert: (pictures * 255).astype(np.uint8)"
-                    if found.dtype != np.uint8
-                    else "return one picture of env.cameras' height and width for each camera",
-                    code="simulator-images",
-                )
-            images[row] = found
+            images[row] = self._checked_images(row)
             if self.spec.state_dim:
                 state[row] = self._sim(row).proprioception()
 

@@ -3,7 +3,7 @@
 Two classes to build on. ``Simulator`` is one environment with reset, step and images, of which ``SimulatorVectorEnv``
 runs B; most adapters are that. ``SteppingEnv`` is for what simulates its B environments together.
 
-Legend: B environments, C actions in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
+Shapes: B environments, C actions in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from embodrl.errors import EnvError
 from embodrl.processes.codec import decode, encode
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
-_BOOKS = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
+_EPISODE_STATE = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
 
 
 def next_seed(seed: int) -> int:
@@ -297,11 +297,11 @@ class SteppingEnv(VectorEnv):
     # -- state and requests -------------------------------------------------------------------------------------------
 
     def get_state(self) -> bytes:
-        return encode({"sim": self.get_sim_state(), **{name: getattr(self, name) for name in _BOOKS}})
+        return encode({"sim": self.get_sim_state(), **{name: getattr(self, name) for name in _EPISODE_STATE}})
 
     def set_state(self, state: bytes) -> None:
         content = decode(state)
-        for name in filter(content.__contains__, _BOOKS):
+        for name in filter(content.__contains__, _EPISODE_STATE):
             saved, present = content[name], getattr(self, name)
             if saved.shape != present.shape:
                 raise EnvError(
@@ -315,10 +315,10 @@ class SteppingEnv(VectorEnv):
         self.set_sim_state(content["sim"])
 
     def get_row_state(self, row: int) -> dict[str, object]:
-        return {"sim": self.get_sim_row(row), **{name: getattr(self, name)[row].copy() for name in _BOOKS}}
+        return {"sim": self.get_sim_row(row), **{name: getattr(self, name)[row].copy() for name in _EPISODE_STATE}}
 
     def set_row_state(self, row: int, state: Mapping[str, SavedState]) -> None:
-        for name in _BOOKS:
+        for name in _EPISODE_STATE:
             getattr(self, name)[row] = state[name]
         self.assign(np.array([row]), self.task_id[[row]])
         self.set_sim_row(row, state["sim"])

@@ -70,7 +70,7 @@ def build_policy(
         seed: of weights that come from no checkpoint.
 
     Returns:
-        The policy, and what became of the checkpoint.
+        The policy, and how the checkpoint was loaded.
 
     Raises:
         UnknownNameError: no such model family.

@@ -31,7 +31,7 @@ ENDS = ("train", "sync", "sink")
 """Roles of nodes that no other node has to depend on."""
 CHANGES = ("store", "train")
 """Roles of nodes that change what the run has learned from and what it has learned: they can't be undone."""
-TAKEN = ("env", "policy", "total", "eval")
+RESERVED_NAMES = ("env", "policy", "total", "eval")
 """Names whose times are metrics with another meaning."""
 
 
@@ -120,7 +120,7 @@ def _check_name(spec: NodeSpec) -> Iterator[PipelineProblem]:
             "use lower-case letters, digits and _, e.g. reward_shaping",
             code="pipeline-node-name",
         )
-    elif spec.name in TAKEN:
+    elif spec.name in RESERVED_NAMES:
         message = f"its time would be the metric time/{spec.name}_s, which means something else"
         yield PipelineProblem(spec.name, message, "choose another name", code="pipeline-node-taken")
 

@@ -10,8 +10,9 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -147,23 +148,15 @@ def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
     return Finding("GPU", "ok", text)
 
 
-def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> list[Finding]:
+def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> Iterator[Finding]:
     """Run every check; a frame is drawn only where the driver could do it."""
     torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
-    findings = [
-        check_python(),
-        check_cpu(),
-        check_memory(),
-        check_shared_memory(),
-        check_disk(output_dir),
-        check_torch(),
-        check_torchvision(torch, installed_version("torchvision")),
-        check_gpu(gpus, torch),
-        libraries,
-        check_vulkan(driver),
-        *check_simulators(extensions, driver.usable and libraries.status == "ok"),
-    ]
-    return findings + check_all_pins() + check_extras()
+    yield from (check_python(), check_cpu(), check_memory(), check_shared_memory(), check_disk(output_dir))
+    yield from (check_torch(), check_torchvision(torch, installed_version("torchvision")), check_gpu(gpus, torch))
+    yield from (libraries, check_vulkan(driver))
+    yield from check_simulators(extensions, driver.usable and libraries.status == "ok")
+    yield from check_all_pins()
+    yield from check_extras()
 
 
 def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
@@ -183,6 +176,7 @@ def run_doctor(
     console: Console | None = None,
     further: Callable[[], Finding] | None = None,
     extensions: Sequence[str] = (),
+    progress: Callable[[Finding], None] = lambda _: None,
 ) -> int:
     """Examine the machine and show what was found.
 
@@ -192,13 +186,17 @@ def run_doctor(
         console: where to write; standard output by default.
         further: one check more, such as of the simulator of a configuration.
         extensions: modules that register environments, whose examples and probes are checked as well.
+        progress: called with every check that is complete.
 
     Returns:
         0 if training can run, 1 otherwise.
     """
     console = console or Console()
     gpus = list_gpus() if importlib.util.find_spec("pynvml") else []
-    findings = examine(output_dir, gpus, extensions) + ([further()] if further else [])
+    findings: list[Finding] = []
+    for finding in chain(examine(output_dir, gpus, extensions), (check() for check in filter(None, [further]))):
+        findings.append(finding)
+        progress(finding)
     presets = preset_lacks(summarize(findings, gpus))
     if json_output:
         console.out(as_json(findings, presets), highlight=False)

@@ -164,7 +164,7 @@ def _locked(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            tell("another process is at it; waiting")
+            tell("another process is installing it; waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
@@ -290,18 +290,15 @@ def _is_absent(spec: SimulatorSpec) -> bool:
     return spec.isolated and _own_python(spec.name) is None and importlib.util.find_spec(spec.name) is None
 
 
-def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) -> list[Finding]:
+def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) -> Iterator[Finding]:
     """Run the checks of all simulators; frames are drawn by Vulkan only where it was found usable."""
-    findings = [
-        check_simulator(spec.name, extensions, vulkan_draws or spec.draws_with != "vulkan")
-        for spec in _checked()
-        if not _is_absent(spec)
-    ]
-    for spec in _checked():
-        findings += [] if _is_absent(spec) else find_warnings(spec.name, _own_python(spec.name))
+    installed = [spec for spec in _checked() if not _is_absent(spec)]
+    for spec in installed:
+        yield check_simulator(spec.name, extensions, vulkan_draws or spec.draws_with != "vulkan")
+    for spec in installed:
+        yield from find_warnings(spec.name, _own_python(spec.name))
     if importlib.util.find_spec("mujoco") is not None:
-        findings.append(check_mujoco_rendering())
-    return findings
+        yield check_mujoco_rendering()
 
 
 def problems(findings: list[Finding]) -> dict[str, str]:
@@ -334,7 +331,7 @@ def preflight(env_type: str, python: str | None = None, settings: EnvConfig | No
     spec, missing = ENVS.entry(env_type), missing_packages(env_type, python)
     if missing:
         raise MissingDependencyError(
-            f"env.env_type {env_type} needs {', '.join(missing)}, which {python or 'this environment'} has not",
+            f"env.env_type {env_type} needs {', '.join(missing)}, not installed in {python or 'this environment'}",
             f"{_install_hint(spec, missing)}, or set env.python to an interpreter that has it",
         )
     found = probe(env_type, settings, python)
@@ -356,6 +353,6 @@ def preflight_videos(python: str | None = None) -> None:
     """
     if missing_modules(VIDEO_MODULES, python):
         raise MissingDependencyError(
-            f"videos need the packages imageio and imageio-ffmpeg, which {python or 'this environment'} has not",
+            f"videos need the packages imageio and imageio-ffmpeg, not installed in {python or 'this environment'}",
             f"{python or 'python'} -m pip install 'imageio[ffmpeg]', or set env.video.enabled=false",
         )

@@ -264,10 +264,18 @@ class ChildProcess:
                     end_family(gone)
                 return code
             except subprocess.TimeoutExpired as error:
+                gone, self._family = self._family, ""
+                threading.Thread(target=self._reap_late, args=(gone,), name="reap", daemon=True).start()
                 raise self._stuck_error(
                     f"process {self._popen.pid} was killed and still exists {_REAP_S:.0f} s later",
                     "it waits for a driver or a disk: look at `dmesg`; if the machine is only busy, try again",
                 ) from error
+
+    def _reap_late(self, family: str) -> None:
+        """Wait for a killed process that a driver, a disk or a busy machine holds up: it would stay a zombie."""
+        self._popen.wait()
+        if family:
+            end_family(family)
 
     def release(self) -> None:
         """Close socket, log and pidfd; the process has ended."""

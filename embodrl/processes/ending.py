@@ -16,6 +16,21 @@ from embodrl.processes.liveness import hurry
 HANDLERS_S = 1.0
 """What exit handlers may take."""
 
+
+class _Process:
+    is_ours = False
+
+
+def own_process() -> None:
+    """Declare that this process is the command line's, not one of a user's that has imported embodrl."""
+    _Process.is_ours = True
+
+
+def owns_process() -> bool:
+    """Return whether this process may be ended: it is the command line's."""
+    return _Process.is_ours
+
+
 _WITH_BUFFERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 OUT_OF_MEMORY = 12

@@ -3,7 +3,7 @@
 A thread of the child counts up in a memory file; whatever stops all threads (SIGSTOP, native code that never releases
 the interpreter lock, a frozen machine) stops the count. A silent process is only called hung if the kernel confirms it:
 it is stopped, or uses neither processor nor disk. One that computes while it holds the lock gets ``stall_s``, as does
-one that lives but makes no progress in a call (a collective whose peer never comes, say).
+one that lives but makes no progress in a call (e.g. a collective whose peer never comes).
 
 The parent reads the memory file with ``pread`` instead of mapping it: a child that shrinks it can't cause a bus error.
 """
@@ -14,11 +14,13 @@ import os
 import struct
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 _BEAT_S = 0.5
-_BEAT = struct.Struct("<Q")
+_BEAT = struct.Struct("<QQ")  # beats, and pieces of work that were completed
 _MAX_STEP_S = 2.0  # what a look may add at most: this process may have been stopped itself
 _MIN_CPU = 0.03  # of one core; threads that wait for the interpreter lock use about 0.01
 _MIN_IO_BYTES_PER_S = 65536
@@ -43,12 +45,27 @@ class Limits:
     stall_s: float = 600.0
 
 
+class _Work:
+    completed = 0
+    watched: ClassVar[weakref.WeakSet[Liveness]] = weakref.WeakSet()
+
+
+def report_work() -> None:
+    """Count a piece of work, such as a micro-batch, as completed."""
+    _Work.completed += 1
+
+
+def completed_work() -> int:
+    """Return how many pieces of work this process and the children that it watches have completed."""
+    return _Work.completed + sum(child.completed for child in list(_Work.watched))
+
+
 def start_beating(memory_fd: int) -> None:
     """Let a thread of this process beat until its end."""
 
     def beat() -> None:
         for count in range(1, 1 << 62):
-            os.pwrite(memory_fd, _BEAT.pack(count), 0)
+            os.pwrite(memory_fd, _BEAT.pack(count, _Work.completed), 0)
             time.sleep(_BEAT_S)
 
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()
@@ -138,15 +155,20 @@ class Liveness:
         pid: of the child.
         memory_fd: of its heartbeat; stays the caller's.
         limits: when it counts as hung.
+
+    Attributes:
+        completed: pieces of work, as of the last look.
     """
 
     def __init__(self, pid: int, memory_fd: int, limits: Limits) -> None:
+        self.completed = 0
         self.pid, self.limits, self._fd = pid, limits, memory_fd
         self._looked = time.monotonic()
         self._beat = b""
         self._use = _Use.of(pid)
         self._family = Activity(pid)
         self._silent_s = self._idle_s = self._stalled_s = 0.0
+        _Work.watched.add(self)
 
     def look(self, busy: bool) -> str:
         """Return why the child counts as hung; "" while it does not. To be called about once per second.
@@ -161,6 +183,8 @@ class Liveness:
         if use is None or before is None or elapsed <= 0:
             return ""  # it has ended, which its pidfd reports
         self._silent_s = 0.0 if beat != self._beat else self._silent_s + elapsed
+        if len(beat) == _BEAT.size:
+            self.completed = _BEAT.unpack(beat)[1]
         self._beat = beat
         progressed = use.progressed_since(before, elapsed)
         self._idle_s = 0.0 if progressed else self._idle_s + elapsed
@@ -188,7 +212,7 @@ class Liveness:
             return f"hangs (state {use.state}): {silent}; native code holds the interpreter lock"
         if self._stalled_s >= self.limits.stall_s:
             stalled = self._stalled_s
-            if self._family.progressed():  # a simulator that it waits for, say
+            if self._family.progressed():  # e.g. a simulator that it waits for
                 self._stalled_s = 0.0
                 return ""
             return (

@@ -227,7 +227,7 @@ class MetricsLogger:
             except MissingDependencyError:
                 raise
             except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
-                logger.warning("%s is off for this run, it could not be started: %s", name, error)
+                logger.warning("%s is disabled for this run: it could not be started: %s", name, error)
         return trackers
 
     def log(self, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
@@ -263,7 +263,7 @@ class MetricsLogger:
         try:
             call(self._trackers[name])
         except Exception as error:  # noqa: BLE001  a tracker raises what it likes, and must not cost a run
-            logger.warning("%s is off for the rest of this run: %s; metrics.jsonl is complete", name, error)
+            logger.warning("%s is disabled for the rest of this run: %s; metrics.jsonl is complete", name, error)
             del self._trackers[name]
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
 from embodrl.workers.actor import launch_trainers, make_native_engine
-from embodrl.workers.env import check_simulator, check_videos, make_pool
+from embodrl.workers.env import check_environments, check_simulator, check_videos, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, resolve_device
 from embodrl.workers.remote_backend import (
@@ -149,7 +149,7 @@ def build(
     rollouts: RolloutBackend
     if pool is not None:
         pool.wait_started()
-        pool.call("check_state", restart=True)
+        check_environments(config, pool)
         threads = deployment.threads_of(deployment.of("rollout")[0])
         acting = make_rollout_engine(config, policy, threads, memory=memory)
         collector = make_collector(config, pool, acting, should_stop, keep_frames)

@@ -268,7 +268,7 @@ def collect(config: Config) -> CollectResult:
         if earlier := int(collector.kept.sum()):
             progress.message(f"continuing an interrupted collection: {earlier} episodes are there")
             progress.start_at(earlier)
-        stop.graceful = True
+        stop.can_save("the same command continues with the episodes that were kept")
         try:
             collector.run(progress)
         finally:

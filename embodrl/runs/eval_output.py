@@ -54,6 +54,12 @@ class EvalOutput:
         self.simulator: dict[str, object] = {}
         check_videos(config, here=True)
         self.directory = directory or self._new_directory()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise OutputError(
+                f"{self.directory} is a file, not a directory",
+                "name a new directory with --output",
+                code="output-not-a-directory",
+            )
         if self.directory.is_dir() and any(self.directory.iterdir()):
             raise OutputError(
                 f"{self.directory} is not empty", "name a new directory with --output", code="output-not-empty"

@@ -193,15 +193,20 @@ def saved_metrics(checkpoint: Checkpoint) -> bytes | None:
     return zlib.decompress(checkpoint.blob(METRICS_BLOB)) if checkpoint.has_blob(METRICS_BLOB) else None
 
 
-def how_to_go_on(run_dir: Path) -> str:
+def resume_hint(run_dir: Path) -> str:
     """Say what the user can do with a run that an error has ended."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
+    return hint_from(run_dir, None if checkpoint is None else checkpoint.path)
+
+
+def hint_from(run_dir: Path, checkpoint: Path | None) -> str:
+    """Say how a run with this checkpoint as its newest continues."""
     if checkpoint is None:
         return "rerun the command (no checkpoint was saved yet)"
-    return f"`embodrl resume {run_dir}` continues from {checkpoint.path}"
+    return f"`embodrl resume {run_dir}` continues from {checkpoint}"
 
 
-def what_is_left(run_dir: Path, iteration: int) -> str:
+def unsaved_run_message(run_dir: Path, iteration: int) -> str:
     """Say where a run continues whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
@@ -225,7 +230,7 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
     return [*lines, f"next: embodrl eval {shlex.quote(str(run_dir))}"]
 
 
-def without_lost_warm_start(config: Config) -> Config:
+def drop_missing_warm_start(config: Config) -> Config:
     """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
     model = config.model
     if model.model_path is not None or model.warm_start in (None, "builtin"):

@@ -19,7 +19,7 @@ from embodrl.errors import UsageError
 from embodrl.hub import parse
 from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, without_lost_warm_start
+from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
 from embodrl.runs.load import load_config
 from embodrl.runs.settings import is_run, load_saved
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
@@ -83,7 +83,7 @@ class PolicySource:
         """
         if self.checkpoint is None:
             return build_policy(config, device)
-        policy = build_policy(without_lost_warm_start(config), device)
+        policy = build_policy(drop_missing_warm_start(config), device)
         if self.checkpoint.state.flag("sharded", False):
             read_whole(self.checkpoint.path, "policy", policy.state_dict())
         else:

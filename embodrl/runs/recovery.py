@@ -11,7 +11,7 @@ from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
-from embodrl.runs.files import how_to_go_on
+from embodrl.runs.files import resume_hint
 from embodrl.runs.settings import last_settings
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 
@@ -89,8 +89,8 @@ def attempts(
         assert error is not None
         if not budget.take():
             if restarted:
-                error.add(f"given up after {budget} of the training processes")
-            error.add_hint(how_to_go_on(run_dir))
+                error.add(f"stopped after {budget} of the training processes")
+            error.add_hint(resume_hint(run_dir))
             raise error from error.__cause__
         check_directory()
         checkpoint, problems = CheckpointManager(run_dir, 1).latest_good()
@@ -99,7 +99,7 @@ def attempts(
             raise error from error.__cause__
         message = error.message
         del error
-        gc.collect()  # what the frames of the error have held: a policy, say
+        gc.collect()  # what the frames of the error have held, e.g. a policy
         where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
         restarted, old_settings = True, last_settings(run_dir)

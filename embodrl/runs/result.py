@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from embodrl.config.schema import Config
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics, restore_metrics
-from embodrl.runs.files import saved_metrics
+from embodrl.reporting.report import write_report
+from embodrl.runs.files import POLICY_DIR, export_policy, saved_metrics, summary_lines, unsaved_run_message
 from embodrl.storage.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,31 @@ def already_complete(
         if overrides:
             console.message(f"nothing was trained, so these settings had no effect: {' '.join(overrides)}")
     return TrainResult(directory, 0, None)
+
+
+def conclude(
+    config: Config, run_dir: Path, policy: VLAPolicy, console: Console, iteration: int, *, finished: bool, saved: bool
+) -> None:
+    """Export the policy of a finished run, write the report, and print what a user needs next.
+
+    Args:
+        config: the run.
+        run_dir: its directory.
+        policy: as trained so far.
+        console: what the user sees.
+        iteration: the last complete one.
+        finished: all iterations are done.
+        saved: there is a checkpoint of the last one.
+    """
+    if finished:
+        export_policy(policy, run_dir / POLICY_DIR, config, iteration=iteration)
+    if not saved:
+        logger.error("%s", unsaved_run_message(run_dir, iteration))
+    if rows := read_metrics(run_dir / METRICS_FILE):
+        console.message(f"report: {write_report(run_dir)}")
+        if finished:
+            console.phase("finished")
+            for line in summary_lines(run_dir, rows):
+                console.message(line)
+    if saved and not finished:
+        console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")

@@ -36,11 +36,11 @@ from embodrl.runs.files import (
     METRICS_BLOB,
     POLICY_DIR,
     check_disk_space,
+    drop_missing_warm_start,
     export_policy,
-    how_to_go_on,
     removed_if_empty,
+    resume_hint,
     saved_metrics,
-    without_lost_warm_start,
 )
 from embodrl.runs.lock import LOCK_FILE, RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
@@ -273,7 +273,7 @@ def _run(
 def _execute(
     loaded: LoadedConfig, directory: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
 ) -> int:
-    """Run, and tell of an error what became of the run; see ``_train``."""
+    """Run, and add to an error how to continue; see ``_train``."""
     with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
         try:
             return _train(loaded, directory, lock, checkpoint, old_settings, stop)
@@ -281,7 +281,7 @@ def _execute(
             if stop:
                 error.exit_code = stop.exit_code
             if not isinstance(error, OutputError) and CheckpointManager(directory, 1).steps():
-                error.add_hint(how_to_go_on(directory))
+                error.add_hint(resume_hint(directory))
             raise
 
 
@@ -307,7 +307,7 @@ def _train(
         demos = load_configured_demos(config)
         check_demos(demos, config)
         progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
-        weights_from = config if checkpoint is None else without_lost_warm_start(config)
+        weights_from = config if checkpoint is None else drop_missing_warm_start(config)
         statistics = directory / STATISTICS_FILE
         if checkpoint is not None and statistics.is_file():  # as the run began
             weights_from = with_model(weights_from, stats_path=str(statistics))
@@ -340,7 +340,7 @@ def _train(
         for line in add_provenance(directory, loaded.to_yaml(), old_settings, trainer.step):
             progress.message(line)
         settings_text = write_settings(directory, loaded.to_yaml(), changes_so_far(directory))
-        stop.graceful = True
+        stop.can_save(f"`embodrl resume {directory}` continues from its last checkpoint")
         try:
             trainer.run(settings_text)
         except EmbodrlError as error:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from embodrl.errors import EmbodrlError, user_location
-from embodrl.processes.guard import end_family, family
-from embodrl.processes.liveness import Activity, hurry
+from embodrl.processes.ending import owns_process
+from embodrl.processes.guard import CALM, PAUSE, end_family, family, keep_time, release_signals, watch_signals
+from embodrl.processes.liveness import Activity, completed_work, hurry
 
 TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
@@ -36,25 +37,30 @@ class StopSignal:
     While it is entered it replaces the handlers of these signals; afterwards the previous ones are back. Outside the
     main thread, where Python allows no handlers, it does nothing.
 
-    The process ends in time even if the main thread waits for a process that hangs, or for native code: a thread gets
+    The loop ends in time even if the main thread waits for a process that hangs, or for native code: a thread gets
     the signals from the interpreter's C handler and keeps the time. Late in it, the main thread is interrupted by an
-    exception; near its end, everything is killed. What is being saved (``saving``) has as long as it makes
-    progress. If native code holds the interpreter lock, so that no thread runs, the second signal kills this process.
+    exception; near its end, all processes that were started are killed. The time begins again with every piece of work
+    that is completed (``report_work``): weights in the middle of an update can't be saved, so an update that advances
+    is finished. What is being saved (``saving``) has as long as it makes progress.
+
+    The command line ends itself as well, and if native code holds the interpreter lock, so that no thread runs, the
+    guard or the second signal kills it. A process of the user's that has imported embodrl is never ended: there the
+    block raises.
 
     Args:
-        timeout_s: seconds from the first signal to the end.
+        timeout_s: seconds from the first signal, or the last completed piece of work, to the end.
 
     Attributes:
         number: of the first signal; 0 without one.
-        late: what is under way did not end in time, and was interrupted; what there is may still be saved.
-        graceful: there is something to save. Without it, and from the second signal on, a signal ends the process at
-            once, through the ``finally`` clauses that close the simulators.
+        late: that signal, once what was under way did not end in time and was interrupted; what there is may still be
+            saved.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self.number = 0
-        self.late = False
-        self.graceful = False
+        self.late = 0
+        self._hint: str | None = None
+        self._owns_process = owns_process()
         self._timeout_s = timeout_s
         self._saving = False
         self._before: dict[int, Handler] = {}
@@ -72,6 +78,8 @@ class StopSignal:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run is to outlive its terminal
             self._before[number] = signal.getsignal(number)
+        if owns_process():
+            watch_signals(self._pipe[0], self._timeout_s * _END_AFTER)
         self.arm()
         self._thread.start()
         return self
@@ -80,10 +88,21 @@ class StopSignal:
         """Take the signals; again, where a library may have installed handlers of its own, as Ray does."""
         for number in self._before:
             signal.signal(number, self._handle)
-            if number != signal.SIGHUP:  # shells and the system send it one after the other
+            if self._owns_process and number != signal.SIGHUP:  # shells and the system send it one after the other
                 _arm_once(number)
 
-    def __exit__(self, *_: object) -> None:
+    def can_save(self, hint: str) -> None:
+        """Let the first signal from now on leave time to save.
+
+        Before, and from the second signal on, a signal ends the block at once, through the ``finally`` clauses that
+        close the simulators.
+
+        Args:
+            hint: what the user can do if nothing more could be saved; to be renewed with every checkpoint.
+        """
+        self._hint = hint
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if not self._thread.is_alive():
             return
         signal.set_wakeup_fd(self._wakeup_before)
@@ -91,13 +110,16 @@ class StopSignal:
             signal.signal(number, handler)
         os.write(self._pipe[1], _END)
         self._thread.join()
+        release_signals()
         for descriptor in self._pipe:
             os.close(descriptor)
         hurry.clear()
+        if self.late and isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise self._not_saved(self.late) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, self._handle)  # as it was for one signal only, see _arm_once
-        if self.number or not self.graceful:
+        if self.number or self._hint is None:
             self.number = self.number or number
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
@@ -116,20 +138,32 @@ class StopSignal:
     def saving(self) -> Iterator[None]:
         """While it is entered, the time stands still as long as this process or one it has started makes progress."""
         self._saving = True
+        self._keep_time(PAUSE)  # writers of weights hold the interpreter lock
         try:
             yield
         finally:
             self._saving = False
+            self._keep_time(self._timeout_s if self.number else CALM)
+
+    def _keep_time(self, seconds: float) -> None:
+        if owns_process():
+            keep_time(PAUSE if self._saving else seconds)
+
+    def _read(self) -> bytes:
+        """Return the number of a signal; the guard gets a time before, as it takes an unread byte for a hang."""
+        select.select([self._pipe[0]], [], [])
+        self._keep_time(self._timeout_s * _END_AFTER)
+        return os.read(self._pipe[0], 1)
 
     def _watch(self) -> None:
         """Keep the time from the first signal on."""
-        while (first := os.read(self._pipe[0], 1)) not in (*_SIGNALS_AS_BYTES, _END):
-            continue  # the pipe gets every signal that Python handles
+        while (first := self._read()) not in (*_SIGNALS_AS_BYTES, _END):
+            self._keep_time(CALM)  # the pipe gets every signal that Python handles
         if first == _END:
             return
         hurry.set()  # processes that hang are given up sooner
         activity, asked_again = Activity(os.getpid()), False
-        left_s, before = self._timeout_s * _END_AFTER, time.monotonic()
+        left_s, before, work = self._timeout_s * _END_AFTER, time.monotonic(), completed_work()
         raise_s = self._timeout_s * (_END_AFTER - _RAISE_AFTER)
         while left_s > 0:
             if select.select([self._pipe[0]], [], [], _LOOK_S)[0]:
@@ -139,14 +173,39 @@ class StopSignal:
                 if got in _SIGNALS_AS_BYTES and not asked_again:  # the user's, not the one below
                     left_s = min(left_s, _AT_ONCE_S)
                     raise_s = 0.0
+            self._keep_time(left_s + 1.0)
             now = time.monotonic()
+            if not asked_again and (done := completed_work()) != work:
+                work, left_s = done, self._timeout_s * _END_AFTER
             if not (self._saving and raise_s and activity.progressed()):
                 left_s -= now - before
             before = now
             if left_s < raise_s and not asked_again:
-                asked_again = self.late = True
+                asked_again, self.late = True, first[0]
                 signal.pthread_kill(threading.main_thread().ident or 0, first[0])
-        _end_now(first[0])
+        self._end(first[0])
+
+    def _end(self, number: int) -> None:
+        """Kill all that this process has started, and end it if it is ours; say what the main thread was at."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            os.write(2, f"{self._not_saved(number)}\n  the main thread was at\n{where}".encode())
+        end_family(family())
+        if self._owns_process:
+            os._exit(128 + number)
+        while os.read(self._pipe[0], 1) != _END:  # what has waited for those processes ends by itself
+            continue
+
+    def _not_saved(self, number: int) -> EmbodrlError:
+        error = EmbodrlError(
+            f"stopped by {signal.Signals(number).name} without saving: what was under way did"
+            f" not end within {self._timeout_s:g} s",
+            self._hint or "rerun the command",
+            code="stopped-unsaved",
+        )
+        error.exit_code = 128 + number
+        return error
 
 
 def _arm_once(number: int) -> None:
@@ -159,16 +218,6 @@ def _arm_once(number: int) -> None:
         libc.signal.restype = ctypes.c_void_p
         libc.signal.argtypes = libc.sysv_signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
         libc.sysv_signal(number, libc.signal(number, None))
-
-
-def _end_now(number: int) -> None:
-    """Kill all that this process has started, and end it; say what the main thread was at."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        os.write(2, f"stopped by signal {number} without saving; the main thread was at\n{where}".encode())
-    end_family(family())
-    os._exit(128 + number)
 
 
 def named_exit(error: SystemExit) -> EmbodrlError:

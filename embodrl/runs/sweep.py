@@ -249,7 +249,7 @@ def run_sweep(sweep: Sweep) -> int:
     """
     slots = make_slots(sweep.jobs)
     with run_lock(sweep.directory), StopSignal(STOP_S) as stop:
-        stop.graceful = True
+        stop.can_save(f"`embodrl resume {sweep.directory}` continues the sweep")
         with Progress("sweep", sum(sweep.max_iterations), "iterations") as progress:
             progress.start_at(_iterations_done(sweep))
             failed = _Queue(sweep, slots, stop, progress).work()

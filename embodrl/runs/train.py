@@ -32,7 +32,6 @@ from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
-from embodrl.reporting.report import write_report
 from embodrl.reporting.sinks import MetricsLogger
 from embodrl.runs.build import Parts, build, check_machine
 from embodrl.runs.files import (
@@ -40,24 +39,23 @@ from embodrl.runs.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
     METRICS_BLOB,
-    POLICY_DIR,
     PUBLISHED_DIR,
     check_disk_space,
+    drop_missing_warm_start,
     export_policy,
     has_results,
-    how_to_go_on,
+    hint_from,
+    resume_hint,
     run_directory,
     saved_metrics,
     sent_num_bytes,
-    summary_lines,
-    what_is_left,
-    without_lost_warm_start,
+    unsaved_run_message,
 )
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.provenance import add_provenance, changes_so_far
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
-from embodrl.runs.result import TrainResult, already_complete
+from embodrl.runs.result import TrainResult, already_complete, conclude
 from embodrl.runs.settings import (
     STATE_KEY,
     is_run,
@@ -124,6 +122,7 @@ class Runner:
         # The metrics of an iteration that lacks its evaluation, and is not logged yet.
         self.pending: Row | None = dict(ROW_0) if runner.eval_at_start else None
         self.saved = False
+        self._last_saved: Path | None = None
         self._settings = ""
         self._before: _Before | None = None  # within an iteration, until its update begins
         self._updating = False
@@ -143,7 +142,7 @@ class Runner:
             settings: of the run, for checkpoints.
         """
         self._settings = settings
-        self.stop.graceful = True
+        self.stop.can_save(hint_from(self.run_dir, self._last_saved))
         if self.config.rollout.publish_weights:
             self.publisher = WeightPublisher(self.run_dir / PUBLISHED_DIR, self.policy, self.engine.version)
         self._publish()
@@ -183,7 +182,7 @@ class Runner:
         except BaseException as error:  # a user's function may raise anything; raised again
             if self.stop:  # there was no time, or what holds the state hangs
                 if self.iteration and not self.saved:
-                    logger.error("%s", what_is_left(self.run_dir, self.iteration))
+                    logger.error("%s", unsaved_run_message(self.run_dir, self.iteration))
             elif not lost_trainers(self.engine):
                 self._save_complete_state()
             if isinstance(error, SystemExit) and not self.stop:
@@ -252,6 +251,9 @@ class Runner:
         self._before, self._updating = None, False
 
     def _before_node(self, node: Node) -> None:
+        """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
+        if self.stop and not self._updating:
+            raise InterruptedError
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
         self._updating = self._updating or node.role in CHANGES
@@ -296,7 +298,7 @@ class Runner:
             self._keep_best(written.get("eval/success_rate"))
         if last or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
-            self.collector.forget_history()
+            self.collector.reset_history()
             with self.stop.saving():
                 self._save()
             self._rest()
@@ -367,7 +369,8 @@ class Runner:
         except OutputError as error:
             logger.error("%s", error)
             return
-        self.saved = True
+        self.saved, self._last_saved = True, path
+        self.stop.can_save(hint_from(self.run_dir, path))
         self.console.message(f"saved {path}")
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -405,7 +408,7 @@ class Runner:
         faults = state.fields("faults")
         vars(self.rollouts.faults).update({name: faults.integer(name) for name in faults})
         self.iteration, self.env_steps = state.integer("iteration"), state.integer("env_steps")
-        self.pending, self.saved = _pending(state), True
+        self.pending, self.saved, self._last_saved = _pending(state), True, checkpoint.path
 
 
 @dataclass(frozen=True)
@@ -483,7 +486,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
         if problems:
             raise CheckpointError(
                 f"no checkpoint of {directory} is intact: {'; '.join(problems)}",
-                "start a new run; remove the checkpoints to start this one over",
+                "start a new run, or delete its checkpoints/ to restart this one",
                 code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
@@ -551,7 +554,7 @@ def _execute(
         try:
             with ExitStack() as closing:  # in reverse order, and all of them, whatever fails
                 console.phase("starting simulators")
-                weights_from = config if checkpoint is None else without_lost_warm_start(config)
+                weights_from = config if checkpoint is None else drop_missing_warm_start(config)
                 parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
                 stop.arm()
                 saved = None if checkpoint is None else saved_metrics(checkpoint)
@@ -577,24 +580,9 @@ def _execute(
             elif runner is not None and lost_trainers(runner.engine):
                 raise TrainersLostError(error) from error
             if not isinstance(error, (ConfigError, OutputError)):
-                error.add_hint(how_to_go_on(run_dir))
+                error.add_hint(resume_hint(run_dir))
             raise
         lock.check()
-        _close(config, run_dir, runner, parts, console)
+        done, finished, saved = runner.iteration, runner.finished, runner.saved
+        conclude(config, run_dir, parts.policy, console, done, finished=finished, saved=saved)
     return TrainResult(run_dir, code, parts.policy)
-
-
-def _close(config: Config, run_dir: Path, runner: Runner, parts: Parts, console: Console) -> None:
-    """Export the policy, write the report, and print what a user needs next."""
-    if runner.finished:
-        export_policy(parts.policy, run_dir / POLICY_DIR, config, iteration=runner.iteration)
-    if not runner.saved:
-        logger.error("%s", what_is_left(run_dir, runner.iteration))
-    if rows := read_metrics(run_dir / METRICS_FILE):
-        console.message(f"report: {write_report(run_dir)}")
-        if runner.finished:
-            console.phase("finished")
-            for line in summary_lines(run_dir, rows):
-                console.message(line)
-    if not runner.finished and runner.saved:
-        console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")

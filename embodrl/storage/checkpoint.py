@@ -245,10 +245,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open ``RUN/checkpoints/step_N``; changes nothing on disk.
 
     Raises:
-        CheckpointError: its checksums do not hold.
+        CheckpointError: it does not exist, or its checksums do not hold.
     """
+    steps = [step for step in CheckpointManager(path.parent.parent, 1).steps() if step.name != path.name]
+    hint = f"the run has {', '.join(step.name for step in steps)}" if steps else "the run has no other checkpoint"
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist", hint, code="checkpoint-not-found")
     if problem := _problem(path):
-        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", "use another one", code="checkpoint-damaged")
+        raise CheckpointError(f"checkpoint {path} is damaged: {problem}", hint, code="checkpoint-damaged")
     return _open(path)
 
 

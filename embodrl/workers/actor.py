@@ -205,8 +205,8 @@ class ActorWorker(SendingWorker):
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
-    def begin_load(self) -> None:
-        self.engine.begin_load()
+    def start_load(self) -> None:
+        self.engine.start_load()
 
     @dispatch("one_to_all")
     def put(self, section: str, tensors: dict[str, Tensor]) -> None:

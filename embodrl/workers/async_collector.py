@@ -4,7 +4,7 @@ Each stage of environments has a thread, which runs one shard after the other: T
 from fresh episodes, or one episode each of a workflow. A StalenessGate says when a shard may begin and which shards an
 update takes.
 
-Legend: T policy steps (chunks), B environments.
+Shapes: T policy steps (chunks), B environments.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class AsyncCollector:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def forget_history(self) -> None:
+    def reset_history(self) -> None:
         """``state`` holds no simulators, since a shard that is under way starts again."""
 
     def state(self) -> RolloutState:

@@ -1,6 +1,6 @@
 """Gathering experience: the policy acts, the environments answer, and the chunks become a TrajectoryBatch.
 
-Legend: T policy steps (chunks), B environments.
+Shapes: T policy steps (chunks), B environments.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Collector(Protocol):
         """Return a context in which the environments are left to somebody else."""
         ...
 
-    def forget_history(self) -> None:
+    def reset_history(self) -> None:
         """See to it that what follows depends on nothing but ``state``."""
         ...
 
@@ -218,7 +218,7 @@ class SyncCollector:
         """Between two rollouts the environments have nothing to do."""
         yield
 
-    def forget_history(self) -> None:
+    def reset_history(self) -> None:
         """Simulators carry history that a checkpoint would have to replay."""
         self.pool.call("rebuild", restart=True)
 

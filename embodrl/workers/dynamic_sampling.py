@@ -1,6 +1,6 @@
 """DAPO's dynamic sampling: groups that all succeed or all fail teach nothing, so others take their places.
 
-Legend: T policy steps, B environments, C actions in a chunk.
+Shapes: T policy steps, B environments, C actions in a chunk.
 """
 
 from __future__ import annotations

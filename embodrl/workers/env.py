@@ -13,7 +13,7 @@ from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.manager import EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import MissingDependencyError
+from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
 from embodrl.specs import ENVS
@@ -33,6 +33,27 @@ def check_simulator(config: Config) -> None:
     outdated = check_pins(config.env.env_type) if config.env.python == AUTO else None
     for warning in filter(None, (outdated, *find_warnings(config.env.env_type, interpreter_of(config)))):
         logger.warning("%s: %s; %s", warning.name, warning.detail, warning.hint)
+
+
+def check_environments(config: Config, pool: EnvPool, training: bool = True) -> None:
+    """Refuse environments that have just started and can't do what the run relies on; warn of odd ones.
+
+    Raises:
+        EnvError: a state can't be saved, or a seed has no effect and episodes of one seed are to form groups.
+    """
+    if training:
+        pool.call("check_state", restart=True)
+    found = pool.call("check_episodes", restart=True)[0]
+    codes = found if isinstance(found, list) else []
+    name = config.env.env_type
+    if "seed-ignored" in codes:
+        message, hint = f"env {name}: two resets with one seed start different episodes", "seed all generators in reset"
+        if training and (size := config.algorithm.group_size) > 1:
+            message += f", and algorithm.group_size={size} compares episodes of one seed"
+            raise EnvError(message, hint, code="seed-ignored")
+        logger.warning("%s: evaluations are not comparable, and lost episodes not repeatable; %s", message, hint)
+    if "instruction-empty" in codes:
+        logger.warning("env %s has an empty instruction, and the policy gets no task; set Simulator.instruction", name)
 
 
 def check_videos(config: Config, here: bool = False) -> None:

@@ -1,6 +1,6 @@
 """A group of environments that is run in lockstep, chunk by chunk.
 
-Legend: T policy steps (chunks), B environments of the stage, K values per chunk, H x W image.
+Shapes: T policy steps (chunks), B environments of the stage, K values per chunk, H x W image.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def keep_freed_memory() -> None:
 
 
 def build_policy(config: Config, device: torch.device | None = None) -> VLAPolicy:
-    """Build or load the policy, and log what became of the checkpoint's names.
+    """Build or load the policy, and log how the checkpoint's names were loaded.
 
     Args:
         config: the run.

@@ -302,7 +302,7 @@ class RemoteBackend(RolloutBackend):
         rank = error.rank
         if not self._restarts.take():
             raise WorkerDied(
-                f"given up after {self._restarts.limit} restarts of rollout processes: {error.message}",
+                f"stopped after {self._restarts.limit} restarts of rollout processes: {error.message}",
                 error.hint,
                 rank,
                 log_tail=error.log_tail,
@@ -532,8 +532,8 @@ class RemoteCollector:
         """Between two rollouts nothing runs."""
         yield
 
-    def forget_history(self) -> None:
-        self.rollouts.call_all("forget_history")
+    def reset_history(self) -> None:
+        self.rollouts.call_all("reset_history")
 
     def state(self) -> RolloutState:
         """That of one process is as if the driver acted."""

@@ -1,6 +1,6 @@
 """Rewards of whole episodes: by a function of the user's, or by SRPO.
 
-Legend: T policy steps (chunks), B environments, C actions in a chunk, E episodes, n actions of an episode.
+Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes, n actions of an episode.
 """
 
 from __future__ import annotations

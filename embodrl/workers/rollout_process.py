@@ -21,7 +21,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
-from embodrl.workers.env import make_pool
+from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.policy import build_policy, configure_torch
@@ -63,7 +63,7 @@ class RolloutProcess(Worker):
         try:
             self.policy = build_policy(config)
             self.pool.wait_started()
-            self.pool.call("check_state", restart=True)
+            check_environments(config, self.pool)
         except BaseException:  # a signal too must not leave simulators; raised again
             self.pool.close()
             raise
@@ -214,8 +214,8 @@ class RolloutProcess(Worker):
         return self.engine.random_state()
 
     @dispatch()
-    def forget_history(self) -> None:
-        self.collector.forget_history()
+    def reset_history(self) -> None:
+        self.collector.reset_history()
 
     @dispatch()
     def restore(self, carried: Snapshot) -> None:

@@ -1,6 +1,6 @@
 """Workflows: what happens in an episode, as a coroutine of the user's; and what it leaves behind.
 
-Legend: T policy steps (chunks), B episodes, C actions in a chunk, A action dimensions, K values per chunk, H x W image.
+Shapes: T policy steps (chunks), B episodes, C actions in a chunk, A action dimensions, K values per chunk, H x W image.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rollouts whose episodes are run by a workflow, all at the same time.
 
-Legend: T policy steps (chunks), B environments.
+Shapes: T policy steps (chunks), B environments.
 """
 
 from __future__ import annotations

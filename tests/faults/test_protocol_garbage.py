@@ -65,7 +65,7 @@ def test_a_simulator_that_sends_garbage_is_named_and_restarted(
     assert GARBAGE[name][1] in warning
     assert "env manager 'train/1' (broken), envs 2-3" in warning.replace(" (broken,", " (broken),") and TASK in warning
     assert pool.step(ACTIONS).valid.all() and pool.faults.restarts == restarts + 1
-    assert descriptors() == open_before
+    assert descriptors() <= open_before  # what an earlier test left may be closed meanwhile
 
 
 def test_an_answer_that_comes_twice_is_not_taken_for_the_next_one(
@@ -86,4 +86,4 @@ def test_a_simulator_that_sends_garbage_again_and_again_stops_the_run(tmp_path: 
             for _ in range(3):
                 pool.call_one(0, "break_next", {"fault": "sends noise"})
                 pool.step(ACTIONS)
-        assert "given up after 2 restarts" in raised.value.message and "envs 0-1" in raised.value.message
+        assert "stopped after 2 restarts" in raised.value.message and "envs 0-1" in raised.value.message

@@ -1,4 +1,4 @@
-"""Chunks whose numbers can't be true: what is played again, and when it is enough."""
+"""Chunks with invalid values: what is repeated, and when the run stops."""
 
 import numpy as np
 import pytest

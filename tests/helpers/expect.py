@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +32,15 @@ def raises_code(
     text = str(error)
     missing = [name for name in map(str, names) if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
     assert not missing, f"the error names no {missing}: {text}"
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """Number and target of each of this process's open files.
+
+    Compare with ``<=``: what earlier tests left may be closed by a thread or the collector at any time.
+    """
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them
+            found.add((descriptor.name, str(descriptor.readlink())))
+    return found

@@ -174,4 +174,4 @@ def test_a_misspelt_model_of_an_extension_is_reported_with_the_nearest() -> None
     assert outcome.code == 2
     assert "there is no model 'smal_vla'" in outcome.stderr
     assert "nearest:  small_vla" in outcome.stderr
-    assert "allowed:  openvla, " in outcome.stderr and ", lerobot, small_vla" in outcome.stderr
+    assert "allowed:  openvla, " in outcome.stderr and ", small_vla" in outcome.stderr

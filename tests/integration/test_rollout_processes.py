@@ -88,7 +88,7 @@ def test_a_rollout_process_that_dies_again_and_again_ends_the_run(config: Path, 
     order = (f"runner.output_dir={run_dir}", TWO, "rollout.max_restarts=1")
     done = embodrl("train", "--config", config, *order, stop_at="act:6:SIGKILL:rank_1")
     assert done.code == 1
-    assert "given up after 1 restarts of rollout processes: rollout[1] was killed by SIGKILL" in done.stderr
+    assert "stopped after 1 restarts of rollout processes: rollout[1] was killed by SIGKILL" in done.stderr
     assert "embodrl resume" in done.stderr
 
 

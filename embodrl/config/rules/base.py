@@ -195,7 +195,7 @@ def value_of(config: Config, key: str) -> object:
     return reduce(getattr, key.split("."), config)
 
 
-def what_is(text: str) -> str:
+def path_kind(text: str) -> str:
     """Return ``directory``, ``file`` or "" for what a path leads to; ~ is the home directory."""
     try:
         path = Path(text).expanduser()

@@ -107,7 +107,7 @@ def native_is_one_process(context: Context) -> Iterator[Finding]:
         devices = {(p.node, device) for p in processes for device in (p.devices or (-1,))}
         if name == "rollout" and any(len(process.devices) > 1 for process in processes):
             message = f"a process of rollout gets several devices, and {key} '{backend}' acts on one"
-            yield Finding(KEY, message, "write a process per device, e.g. rollout: 0-3", "a process per device")
+            yield Finding(KEY, message, "use one process per device, e.g. rollout: 0-3", "a process per device")
         if name == "actor" and is_single(config, name) and (len(processes) > 1 or len(devices) > 1):
             message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
             message += f" '{backend}' is 1 process on 1 device"

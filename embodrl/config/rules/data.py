@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, rule, what_is
+from embodrl.config.rules.base import Context, Finding, path_kind, rule
 from embodrl.names import nearest
 from embodrl.specs import ENVS
 
@@ -72,11 +72,11 @@ def statistics_exist(context: Context) -> Iterator[Finding]:
     """Statistics come from one place, which is there."""
     chosen, given = context.config.sft.stats, context.config.model.stats_path
     allowed = f"{', '.join(STATISTICS)}, or an existing file"
-    if chosen not in STATISTICS and what_is(chosen) != "file":
+    if chosen not in STATISTICS and path_kind(chosen) != "file":
         near = nearest(chosen, list(STATISTICS))
         hint = f"write sft.stats={near}" if near else "`embodrl data stats` writes such a file"
         yield Finding("sft.stats", f"there is no file '{chosen}'", hint, allowed, near)
-    if given is not None and what_is(given) != "file":
+    if given is not None and path_kind(given) != "file":
         hint = "`embodrl data stats` writes such a file; null takes the checkpoint's"
         yield Finding("model.stats_path", f"there is no file '{given}'", hint, "an existing file, or null")
     elif given is not None and chosen != "auto":

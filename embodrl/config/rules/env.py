@@ -51,7 +51,7 @@ def groups_stay_in_a_process(context: Context) -> Iterator[Finding]:
     if env.train.total_num_envs % env.num_processes == 0 and per_process % size:
         yield Finding(
             "algorithm.group_size",
-            f"{env.train.total_num_envs} environments / {env.num_processes} processes = {per_process} a process,"
+            f"{env.train.total_num_envs} environments / {env.num_processes} processes = {per_process} per process,"
             f" which is not a multiple of the group size {size}",
             f"set env.train.total_num_envs to a multiple of {size * env.num_processes}, or change the group size",
             f"a divisor of {per_process}",

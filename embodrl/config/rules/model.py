@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences, policy_directory, read_card
-from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.hub import parse
 from embodrl.names import nearest
 from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec
@@ -34,22 +34,22 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
         return
     allowed = "an existing directory, a hub id as OWNER/NAME[@REVISION], or null"
     weights = ("model.safetensors", "model.safetensors.index.json")
-    if what_is(f"{path}/{ADAPTER_CONFIG}") == "file" and not any(what_is(f"{path}/{name}") for name in weights):
+    if path_kind(f"{path}/{ADAPTER_CONFIG}") == "file" and not any(path_kind(f"{path}/{name}") for name in weights):
         message = f"'{path}' holds adapters, and not the weights that they change"
         hint = f"set model.lora_path={path}, and model.model_path to the base model that {ADAPTER_CONFIG} names"
         yield Finding("model.model_path", message, hint, allowed)
-    elif what_is(f"{path}/config.json") == "file":
+    elif path_kind(f"{path}/config.json") == "file":
         return
-    elif what_is(path) == "directory":
+    elif path_kind(path) == "directory":
         message, hint = (
             f"'{path}' holds no config.json",
             "give the directory that holds config.json and *.safetensors",
         )
         family = context.family
-        if family is not None and family.missing_config and what_is(f"{path}/model.safetensors") == "file":
+        if family is not None and family.missing_config and path_kind(f"{path}/model.safetensors") == "file":
             hint = family.missing_config
         yield Finding("model.model_path", message, hint, allowed)
-    elif what_is(path) == "file":
+    elif path_kind(path) == "file":
         message, hint = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
         yield Finding("model.model_path", message, hint, allowed)
     elif (name := parse(path)) is None or name.is_dataset:
@@ -72,12 +72,12 @@ def adapters_exist(context: Context) -> Iterator[Finding]:
         yield Finding(
             "model.lora_path", message, "set model.model_path to their base model", others=("model.model_path",)
         )
-    found, hub = what_is(path), parse(path)
-    if what_is(f"{path}/{ADAPTER_CONFIG}") != "file" and (found or not hub):
+    found, hub = path_kind(path), parse(path)
+    if path_kind(f"{path}/{ADAPTER_CONFIG}") != "file" and (found or not hub):
         wrong = f"'{path}' holds no {ADAPTER_CONFIG}" if found else f"there is no directory '{path}'"
         hint = f"give the directory that holds {ADAPTER_CONFIG} and adapter_model.safetensors"
         nested = f"{path}/lora_adapter"  # where OpenVLA-OFT's fine-tuning writes it
-        if what_is(f"{nested}/{ADAPTER_CONFIG}") == "file":
+        if path_kind(f"{nested}/{ADAPTER_CONFIG}") == "file":
             hint = f"write model.lora_path={nested}"
         yield Finding(
             "model.lora_path", wrong, hint, "an existing directory, a hub id as OWNER/NAME[@REVISION], or null"
@@ -90,14 +90,14 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
     model = context.config.model
     if model.warm_start in (None, BUILTIN) or model.model_path is not None or context.resuming:
         return
-    if what_is(f"{model.warm_start}/config.json") != "file":
+    if path_kind(f"{model.warm_start}/config.json") != "file":
         near = nearest(str(model.warm_start), [BUILTIN])
         hint = "give a directory made by `embodrl sft`, builtin for the shipped weights, or null for random ones"
-        found = what_is(str(model.warm_start)) == "directory"
-        if what_is(f"{model.warm_start}/policy/config.json") == "file":
+        found = path_kind(str(model.warm_start)) == "directory"
+        if path_kind(f"{model.warm_start}/policy/config.json") == "file":
             hint = f"write model.warm_start={model.warm_start}/policy"
         elif found and (
-            Path(model.warm_start).parent.name == "checkpoints" or what_is(f"{model.warm_start}/config.yaml")
+            Path(model.warm_start).parent.name == "checkpoints" or path_kind(f"{model.warm_start}/config.yaml")
         ):
             hint = f"write it to a directory first: embodrl export {model.warm_start} outputs/my-policy"
         message = f"'{model.warm_start}' holds no policy" if found else f"there is no directory '{model.warm_start}'"

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_function
 
@@ -66,7 +66,7 @@ def encoder_exists(context: Context) -> Iterator[Finding]:
     key = "algorithm.srpo.encoder"
     if srpo.encoder == "vjepa2":
         path = srpo.encoder_path
-        if path is None or what_is(path) != "directory" or not (Path(path).expanduser() / "config.json").is_file():
+        if path is None or path_kind(path) != "directory" or not (Path(path).expanduser() / "config.json").is_file():
             message = "vjepa2 needs a directory with its config.json and model.safetensors"
             hint = "download the model and give its directory, or set algorithm.srpo.encoder=pixels"
             yield Finding("algorithm.srpo.encoder_path", message, hint, "a directory", others=(key,))

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 
 
 @rule("runner.name")
@@ -37,8 +37,8 @@ def outputs_can_be_written(context: Context) -> Iterator[Finding]:
             yield Finding(key, "the path is empty or holds a zero byte", "give a directory", "a directory")
             continue
         path = Path(text).absolute()
-        present = next(p for p in (path, *path.parents) if what_is(str(p)))
-        if what_is(str(present)) == "file":
+        present = next(p for p in (path, *path.parents) if path_kind(str(p)))
+        if path_kind(str(present)) == "file":
             yield Finding(
                 key, f"'{present}' is a file, not a directory", "give another directory", "a directory, new or old"
             )

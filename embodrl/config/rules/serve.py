@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule, what_is
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.config.schema import GrootKeysConfig
 
 LEAST_TOKEN = 8
@@ -72,7 +72,7 @@ def tls_has_both_files(context: Context) -> Iterator[Finding]:
         key = "serve.tls_key" if serve.tls_key is None else "serve.tls_cert"
         yield Finding(key, "is missing: TLS takes a certificate and its key", "give both, or neither")
     for key, path in (("serve.tls_cert", serve.tls_cert), ("serve.tls_key", serve.tls_key)):
-        if path is not None and what_is(path) != "file":
+        if path is not None and path_kind(path) != "file":
             yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
     if serve.tls_cert is not None and "gr00t" in serve.protocols:
         message = "a protocol over ZMQ has no TLS"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installable
-from embodrl.config.rules.base import Context, Finding, note, rule, value_of, what_is
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
 from embodrl.names import nearest
 from embodrl.specs import ENVS, READABLE
 
@@ -103,7 +103,7 @@ def env_has_the_cameras(context: Context) -> Iterator[Finding]:
 def interpreter_exists(context: Context) -> Iterator[Finding]:
     """The interpreter of the simulator processes can be run."""
     python = context.config.env.python
-    if python is not None and python != AUTO and not (what_is(python) == "file" and os.access(python, os.X_OK)):
+    if python is not None and python != AUTO and not (path_kind(python) == "file" and os.access(python, os.X_OK)):
         hint = "give the path of a Python interpreter that has the simulator, auto, or null for this one"
         message = f"'{python}' is not a program that can be run"
         yield Finding("env.python", message, hint, "the path of an interpreter, auto, or null")

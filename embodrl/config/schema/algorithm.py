@@ -46,7 +46,8 @@ class FilterConfig(Section):
     min_rate: Fraction = Field(default=0.0, description="groups with this success rate or less are dropped")
     max_rate: Fraction = Field(default=1.0, description="groups with this success rate or more are dropped")
     max_resamples: NonNegativeInt = Field(
-        default=2, description="further rollouts to replace what was dropped; what is still missing then stays missing"
+        default=2,
+        description="further rollouts to replace dropped groups; if that is too few, the batch is smaller",
     )
 
 

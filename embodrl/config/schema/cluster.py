@@ -36,7 +36,7 @@ class ClusterConfig(Section):
     num_nodes: PositiveInt = Field(default=1, le=10_000, description="machines; more than one needs launcher ray")
     launcher: Literal["process", "ray"] = Field(
         default="process",
-        description="who brings up actor and rollout processes; ray: as Ray actors, of which the main process is none",
+        description="how actor and rollout processes are started; ray: as Ray actors, except for the main process",
     )
     ray_address: str | None = Field(
         default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here"

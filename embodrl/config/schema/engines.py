@@ -72,7 +72,7 @@ class ActorConfig(Section):
 
     training_backend: Literal["native", "fsdp", "megatron"] = Field(
         default="native",
-        description="native: one process, CPU or one GPU; fsdp: a process per device, parts of the weights; megatron:"
+        description="native: one process, CPU or one GPU; fsdp: one process per device, sharded weights; megatron:"
         " likewise, OpenVLA's language model by megatron-core",
     )
     own_process: bool | None = Field(

@@ -146,8 +146,8 @@ class EnvConfig(Section):
     step_timeout_s: PositiveFloat = Field(default=60.0, description="time limit for a chunk, in seconds")
     max_restarts: NonNegativeInt = Field(
         default=10,
-        description="restarts of simulators that died, hung or raised; one more stops the run, and so does"
-        " one more chunk of an environment that can't be true (see the next two) without a valid one in between",
+        description="maximum simulator restarts per run; the run also stops after this many consecutive invalid"
+        " chunks from one environment",
     )
     max_abs_reward: PositiveFloat = Field(
         default=1e6, description="a reward beyond it, or NaN, counts as a fault of the simulator"

@@ -67,7 +67,7 @@ class RunnerConfig(Section):
         description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
         " let rollouts run freely; best with algorithm.decoupled",
     )
-    seed: Seed = Field(default=0, description="of everything random")
+    seed: Seed = Field(default=0, description="global random seed")
     eval_interval: NonNegativeInt = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
@@ -77,8 +77,8 @@ class RunnerConfig(Section):
     )
     stop_timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="seconds from the first SIGTERM, SIGINT or SIGHUP to the end of the run, which saves meanwhile if"
-        " it reaches the end of its step in time; a checkpoint that is being written is completed",
+        description="seconds without progress after SIGTERM, SIGINT or SIGHUP until the run ends without saving; an"
+        " update that advances is finished, and a checkpoint that is being written is completed",
     )
     checkpoint_format: Literal["auto", "full", "sharded"] = Field(
         default="auto",

@@ -1,6 +1,6 @@
 """Any single environment that is registered with Gymnasium, with what it draws as the camera.
 
-Legend: A action dimensions, V cameras, H x W image, S state dimensions.
+Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
                 "correct the name, or put the directory of the module on PYTHONPATH",
                 code="gymnasium-module-missing",
             ) from error
-        raise MissingDependencyError(f"{env_id} needs what is not installed: {error}", HINT) from error
+        raise MissingDependencyError(f"{env_id} needs a package that is not installed: {error}", HINT) from error
     except gymnasium.error.UnregisteredEnv as error:
         hint = "`python -c 'import gymnasium; gymnasium.pprint_registry()'` lists them; another package's are"
         raise EnvError(str(error), f"{hint} written module:Name-v0", code="gymnasium-id") from error

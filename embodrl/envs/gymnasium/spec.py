@@ -31,13 +31,15 @@ def gymnasium_needs_id(context: Context) -> Iterator[Finding]:
     """Gymnasium needs an id, and provides no language instruction."""
     env = context.env(GymnasiumConfig)
     if not env.id:
-        yield Finding("env.id", "is missing: which environment of Gymnasium?", "set env.id=Reacher-v5, say", "an id")
+        yield Finding(
+            "env.id", "is missing: which environment of Gymnasium?", "set env.id, e.g. env.id=Reacher-v5", "an id"
+        )
     if not env.instruction:
-        hint = 'set env.instruction="move the finger to the ball", say'
+        hint = 'set it, e.g. env.instruction="move the finger to the ball"'
         yield Finding("env.instruction", "is missing: Gymnasium provides no language instruction", hint, "a sentence")
     elif env.id and context.by_user("env.id") and not context.by_user("env.instruction"):
         hint = 'set env.instruction="...": the language instruction for the policy'
-        message = f"'{env.instruction}' is what another environment wants, not {env.id}"
+        message = f"'{env.instruction}' is the instruction of another environment, not of {env.id}"
         yield Finding("env.instruction", message, hint, "a sentence", others=("env.id",))
 
 

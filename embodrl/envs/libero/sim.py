@@ -231,6 +231,7 @@ class LiberoSim(Simulator):
     action_high = (1.0,) * 7
     state_dim = 8
     control_hz = float(CONTROL_HZ)
+    is_seeded = True
 
     def __init__(self, scene: LiberoScene) -> None:
         self.scene = scene

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
+from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
 from embodrl.config.schema import EnvConfig, NonNegativeInt
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES
 from embodrl.interface import LIBERO, Interface
@@ -100,11 +100,11 @@ def assets_are_there(context: Context) -> Iterator[Finding]:
     folder = context.env(LiberoConfig).libero_assets
     if folder is None:
         return
-    if what_is(folder) != "directory":
+    if path_kind(folder) != "directory":
         hint = "give the folder with LIBERO's scenes/ and textures/"
         yield Finding("env.libero_assets", f"there is no directory '{folder}'", hint, "a directory, or null")
-    elif what_is(str(Path(folder) / "scenes")) != "directory":
-        inside = what_is(str(Path(folder) / "assets" / "scenes")) == "directory"
+    elif path_kind(str(Path(folder) / "scenes")) != "directory":
+        inside = path_kind(str(Path(folder) / "assets" / "scenes")) == "directory"
         yield Finding(
             "env.libero_assets",
             f"'{folder}' has no folder scenes/",

@@ -1,6 +1,6 @@
 """ManiSkill as a VectorEnv: its scenes under the stepping that all simulators share.
 
-Legend: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
+Shapes: B environments, A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations

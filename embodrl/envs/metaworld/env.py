@@ -1,7 +1,7 @@
 """Meta-World (Sawyer arm, MuJoCo) with pictures: MT1, MT10 and MT50, its success, its scripted policies as experts.
 
 Meta-World: Yu et al. 2019, arXiv 1910.10897; version 3 of its tasks (the package ``metaworld``).
-Legend: A action dimensions, V cameras, H x W image, S state dimensions.
+Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class MetaWorldSimulator(Simulator):
     action_low = (-1.0,) * 4
     action_high = (1.0,) * 4
     state_dim = STATE_DIM
+    is_seeded = True
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """What the simulators on MuJoCo share: which OpenGL to draw with, cameras, and pictures that are quick on a CPU.
 
-Legend: H x W image.
+Shapes: H x W image.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The calls of episodes that run at the same time share the requests to a simulato
 that wait for it go out together, and the other environments are left alone. A thread per process waits for answers, so
 a slow simulator delays only its own episodes. Everything else happens on one event loop, without locks.
 
-Legend: C actions in a chunk, A action dimensions.
+Shapes: C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What counts as broken, what became of it, and the step that ends an episode which a fault has cost.
+"""What counts as broken, the counts of it, and the step that ends an episode which a fault has cost.
 
-Legend: B environments, C actions in a chunk.
+Shapes: B environments, C actions in a chunk.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Bounds:
     state: float = 1e6
 
     def broken_states(self, observation: Observation) -> NDArray[np.bool_]:
-        """Return ``bool[B]``: where the state can't be true."""
+        """Return ``bool[B]``: where the state is invalid."""
         return _beyond(observation.state, self.state)
 
     def hold(self, step: EnvStep) -> bool:
@@ -75,7 +75,7 @@ class Bounds:
         return _within(step.reward, self.reward) and all(_within(state, self.state) for state in states)
 
     def broken_rows(self, step: EnvStep) -> NDArray[np.bool_]:
-        """Return ``bool[B]``: where a reward or a state, the final one included, can't be true."""
+        """Return ``bool[B]``: where a reward or a state, the final one included, is invalid."""
         bad = _beyond(step.reward, self.reward) | self.broken_states(step.observation)
         if step.final_observation is not None:
             bad |= step.final_mask & self.broken_states(step.final_observation)
@@ -95,8 +95,8 @@ class Bounds:
         return "nothing"
 
 
-def count_refused(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
-    """Return the rows whose reward or state can't be true, and count how many episodes in a row each has so lost.
+def count_invalid(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
+    """Return the rows whose reward or state is invalid, and count how many episodes in a row each has so lost.
 
     Args:
         manager: whose step it is; keeps the counts, as pools come and go.
@@ -133,7 +133,7 @@ def forget_refused(managers: Sequence[EnvManager]) -> None:
         manager.refused[:] = 0
 
 
-def forget_frames(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Let go of the frames of an error that is dealt with: they hold the memory of a process that is gone."""
     link: BaseException | None = error
     while link is not None:
@@ -177,11 +177,11 @@ def lost_step(
         final_mask=np.zeros(batch, np.bool_),
         final_observation=None,
     )
-    end_as_invalid(step, rows, last)
+    terminate_invalid(step, rows, last)
     return step
 
 
-def end_as_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
+def terminate_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation | None) -> None:
     """End the episodes of ``rows`` with a chunk that is not valid, ``truncated`` at its first action.
 
     Args:

@@ -1,6 +1,6 @@
 """EnvManager: a VectorEnv in a process of its own.
 
-Legend: B environments, C actions in a chunk, A action dimensions. docs/env_manager.md tells why it is built so.
+Shapes: B environments, C actions in a chunk, A action dimensions. docs/env_manager.md tells why it is built so.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
                 raise failed[manager]
             manager.wait_onloaded()
         except (EnvWorkerDied, EnvTimeout) as error:
-            _come_back(manager, error, may_restart)
+            _restore_env(manager, error, may_restart)
 
 
-def _come_back(manager: EnvManager, error: EnvError, may_restart: Callable[[], bool]) -> None:
+def _restore_env(manager: EnvManager, error: EnvError, may_restart: Callable[[], bool]) -> None:
     while manager.is_offloaded:
         if not may_restart():
             raise type(error)(

@@ -1,6 +1,6 @@
 """EnvPool: several EnvManagers as one batch of environments, and what happens when one of them fails.
 
-Legend: B environments over all managers, C actions in a chunk, A action dimensions.
+Shapes: B environments over all managers, C actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.pool.faults import Bounds, FaultCounts, count_refused, end_as_invalid, forget_frames, lost_step
+from embodrl.envs.pool.faults import Bounds, FaultCounts, clear_frames, count_invalid, lost_step, terminate_invalid
 from embodrl.envs.pool.manager import EnvManager, ManagerOptions
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.saved import pack_states, unpack_states
@@ -46,7 +46,7 @@ class EnvPool:
     way there end: the chunk is not valid, ``truncated`` at its first action, and the final observation is the last
     good one. The same happens to a single environment with a reward or state that is not finite or out of bounds. Both
     are counted in ``faults``. Once ``max_restarts`` are used up, the error is raised; and so it is when as many
-    consecutive episodes of one environment are lost to values that can't be true.
+    consecutive episodes of one environment are lost to invalid values.
 
     Results are valid until the next but one result of the pool; ask for ``copy=True`` to keep them longer.
 
@@ -110,7 +110,7 @@ class EnvPool:
             kwargs: keyword arguments of every VectorEnv; ``num_envs`` is added.
             total_num_envs: B.
             num_processes: managers; divides B.
-            shard_kwargs: further keyword arguments, one mapping a process (seeds, say).
+            shard_kwargs: further keyword arguments, one mapping a process (e.g. seeds).
             cpus: the core of each process; None binds none.
             numa_nodes: the NUMA node of each process.
             name: managers are called ``<name>/<number>``.
@@ -466,12 +466,12 @@ class EnvPool:
         while True:
             if not self._may_restart():
                 raise type(error)(
-                    f"given up after {self.budget} (env.max_restarts), rank {rank} of"
+                    f"stopped after {self.budget} (env.max_restarts), rank {rank} of"
                     f" {len(self.managers)}: {error.message}",
                     error.hint,
                 ) from error
             logger.warning("restart %s: %s", self.budget.used, error.message)
-            forget_frames(error)
+            clear_frames(error)
             try:
                 manager.restart()
                 for method, arguments in manager.lasting.items():
@@ -493,10 +493,10 @@ class EnvPool:
         return lost_step(observation, self.managers[rank].seeds, self._chunk, rows, last)
 
     def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
-        """End the episodes of environments with a reward or state that can't be true, and reset those environments."""
+        """End the episodes of environments with an invalid reward or state, and reset those environments."""
         manager, last = self.managers[rank], self._last[rank]
         place = f"rank {rank} of {len(self.managers)}"
-        rows = count_refused(manager, step, self.bounds, self.max_restarts, place)
+        rows = count_invalid(manager, step, self.bounds, self.max_restarts, place)
         if not len(rows):
             return step
         step, last = copy_step(step), None if last is None else copy_observation(last)
@@ -504,7 +504,7 @@ class EnvPool:
         seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
         again = manager.reset(seeds[rows], manager.task_ids[rows], rows)
         step.observation = copy_observation(self._checked(manager, again))
-        end_as_invalid(step, rows, last)
+        terminate_invalid(step, rows, last)
         self.faults.count("lost_episodes", len(rows))
         self.faults.count("quarantined", len(rows))
         return step

@@ -89,11 +89,11 @@ def make_rollout_engine(
         return NativeRolloutEngine(*arguments, memory)
     from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 
-    most = config.rollout.vllm.max_num_seqs or most_rows(config)
+    most = config.rollout.vllm.max_num_seqs or max_batch_rows(config)
     return VllmRolloutEngine(*arguments, max_num_seqs=most)
 
 
-def most_rows(config: Config) -> int:
+def max_batch_rows(config: Config) -> int:
     """Return the largest batch that environments of training or evaluation ask with."""
     return max(config.env.train.total_num_envs // config.rollout.pipeline_stages, config.env.eval.total_num_envs)
 

@@ -5,7 +5,7 @@ of its public places: a logits processor, which sees the logits of a step and le
 hook before the output layer, which sees the hidden states. So the distribution is that of ``models/common/sampling.py``
 and the log-probs come from the logits that vLLM computed, without its full-vocabulary softmax.
 
-Legend: B rows, P image and prompt tokens of a row, N action tokens, K bins, D hidden size, V vocabulary.
+Shapes: B rows, P image and prompt tokens of a row, N action tokens, K bins, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from embodrl.hybrid_engines.training.parallel import add_gradients, on_threads
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine, RowsT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import report_work
 
 # A chunk that waits for inference holds up simulators; a micro-batch that waits delays nothing.
 NICENESS_BESIDE_ROLLOUTS = 10
@@ -71,6 +72,7 @@ class NativeTrainEngine(PolicyTrainEngine):
             micro = minibatch[rows].to(self.device, non_blocking=True)
             with autocast(self.precision, self.device):
                 output = loss_fn(micro)
+            report_work()
             return output.loss, output.metrics
 
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)

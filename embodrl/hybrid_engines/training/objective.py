@@ -58,7 +58,7 @@ def checked_loss(output: object, name: str) -> LossOutput:
         return output
     raise EmbodrlError(
         f"loss_type '{name}' did not return a LossOutput with a scalar loss and the metric approx_kl",
-        "return embodrl.algorithms.losses.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
+        "return embodrl.LossOutput(loss, {'approx_kl': ..., ...}), the metrics detached",
         code="loss-result",
     )
 

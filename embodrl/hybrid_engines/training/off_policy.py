@@ -35,6 +35,7 @@ from embodrl.hybrid_engines.training.policy_engine import MAX_NONFINITE_IN_ROW, 
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.models.base import OffPolicyActor, VLAPolicy
 from embodrl.models.common.q_head import QEnsemble
+from embodrl.processes.liveness import report_work
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +194,7 @@ class OffPolicyEngine(NativeTrainEngine):
     def _step(self, who: str, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], loss: float) -> float:
         """Clip, step unless something is not finite, and clear; return the norm of the gradients before clipping."""
         norm = float(nn.utils.clip_grad_norm_(parameters, self.config.optim.clip_grad))
+        report_work()
         if math.isfinite(norm) and math.isfinite(loss):
             optimizer.step()
             self.nonfinite[who] = 0

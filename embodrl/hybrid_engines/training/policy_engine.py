@@ -47,6 +47,7 @@ from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rat
 from embodrl.hybrid_engines.training.sharded_checkpoint import load_state, save_state
 from embodrl.hybrid_engines.training.sharding import held, whole
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import report_work
 from embodrl.processes.trace import span
 from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
@@ -104,8 +105,7 @@ class PolicyTrainEngine(TrainEngine):
         self.device = torch.device(device)
         self.policy, self.options, self.config = policy, options, options.config
         self.precision: Precision = resolve_precision(self.config.precision, self.device)
-        self.version = 0
-        self.nonfinite_in_row = 0
+        self.version = self.nonfinite_in_row = 0
         groups = policy.trainable_groups()
         self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
@@ -325,6 +325,7 @@ class PolicyTrainEngine(TrainEngine):
             where = f"the gradients of {where}" if where else "the loss alone"
             logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
         self._clear_gradients()
+        report_work()
         if self.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
                 f"the loss or its gradient was not finite {self.nonfinite_in_row} times in a row, the last time"
@@ -372,8 +373,6 @@ class PolicyTrainEngine(TrainEngine):
     def onload(self) -> None:
         """Bring back what ``offload`` took off the device."""
         self.memory.onload()
-
-    # -- log-probs ----------------------------------------------------------------------------------------------------
 
     def proximal(
         self, batch: TrajectoryBatch, algorithm: AlgorithmConfig, every_chunk: bool = False
@@ -424,6 +423,7 @@ class PolicyTrainEngine(TrainEngine):
             micro = inputs[rows].to(self.device, non_blocking=True)
             with torch.no_grad(), autocast(self.precision, self.device):
                 output = evaluate(micro.forward_inputs, sampling, compute_entropy=False, compute_values=with_values)
+            report_work()
             parts = [output.logprobs.float().flatten(1)]
             if with_values:
                 assert output.values is not None
@@ -483,7 +483,7 @@ class PolicyTrainEngine(TrainEngine):
         }
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors of the state as they are held, without copies; {} of a section that there is not."""
+        """Return tensors of the state as they are held, without copies; {} of a section that does not exist."""
         self.onload()
         if section == "optimizer":
             trained = self.trained()
@@ -507,12 +507,12 @@ class PolicyTrainEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         check_fit(saved.tensors, self.state_shapes())
-        self.begin_load()
+        self.start_load()
         for section, tensors in saved.tensors.items():
             self.put(section, tensors)
         self.set_counters(saved.state)
 
-    def begin_load(self) -> None:
+    def start_load(self) -> None:
         """Forget the moments."""
         self.onload()
         self.optimizer.state.clear()
@@ -540,7 +540,7 @@ class PolicyTrainEngine(TrainEngine):
             self._take_masters(tensors)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return where this process's parts of a checked state are to be written; see ``put_parts``.
+        """Return where this process's parts of a checked state are to be written; see ``load_parts``.
 
         Args:
             section: of the state.
@@ -562,7 +562,7 @@ class PolicyTrainEngine(TrainEngine):
         key, _, owner = name.partition(".")
         return key != MASTER or trained[owner] in self.masters
 
-    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+    def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         """Use what was written into the tensors of ``room``; here they are the state itself."""
         if section == "policy":
             self._take_masters(parts)

@@ -152,7 +152,7 @@ class RemoteTrainEngine(TrainEngine):
         check_fit(saved.tensors, self._shapes)
         self.onload()
         mine = self.policy.state_dict()
-        self._call("begin_load")
+        self._call("start_load")
         for section, tensors in saved.tensors.items():
             for names in buckets(num_bytes_of(tensors), BUCKET_BYTES):
                 self._call("put", section, {name: tensors[name] for name in names})

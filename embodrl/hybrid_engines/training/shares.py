@@ -24,6 +24,7 @@ from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyT
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.hybrid_engines.training.sharding import DP, held
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import report_work
 
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
@@ -76,6 +77,7 @@ class SharedTrainEngine(PolicyTrainEngine):
                 output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
             loss = output.loss if counts else output.loss * 0.0
             loss.backward()
+            report_work()
             total += loss.detach()
             for name, value in output.metrics.items():
                 if is_largest(name):

@@ -197,7 +197,7 @@ class Adapters:
             )
 
     def describe(self) -> str:
-        """Return what became of them in words."""
+        """Return their outcome in words."""
         parts = [f"{self.num_merged} merged in float32"] if self.num_merged else []
         parts += [f"{len(self.kept)} continue training"] if self.kept else []
         parts += [f"{len(self.whole)} whole tensors"] if self.whole else []

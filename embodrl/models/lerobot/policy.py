@@ -77,7 +77,7 @@ class LeRobotProcess:
         raise EmbodrlError(f"lerobot raised {report['type']}: {report['message']}", hint, code=code)
 
     def _lost(self, error: Exception) -> EmbodrlError:
-        """Return what became of the process, and end what is left of it."""
+        """Return how the process ended, and end what is left of it."""
         if isinstance(error, PeerGoneError):
             reason = self._child.exit_reason()
         else:

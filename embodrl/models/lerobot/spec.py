@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
+from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
 from embodrl.config.schema import ModelConfig, PositiveFloat
 from embodrl.specs import ModelSpec
 
@@ -39,7 +39,7 @@ def lerobot_policy_is_there(context: Context) -> Iterator[Finding]:
             "make an environment for it (python -m venv DIR; DIR/bin/pip install lerobot): model.python=DIR/bin/python"
         )
         yield Finding("model.python", "no interpreter that has lerobot is named", hint, "the path of an interpreter")
-    elif not (what_is(python) == "file" and os.access(python, os.X_OK)):
+    elif not (path_kind(python) == "file" and os.access(python, os.X_OK)):
         hint = "give the path of the Python interpreter that has lerobot"
         yield Finding(
             "model.python", f"'{python}' is not a program that can be run", hint, "the path of an interpreter"

@@ -41,7 +41,7 @@ class Parts:
         tokenizer: of its prompts.
         stats: action statistics of the robot.
         value_head: the critic, or None.
-        report: what became of the checkpoint.
+        report: how the checkpoint was loaded.
         generator: for further random weights.
     """
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodrl.config.policy_card import CARD_FILE, checkpoint_name, policy_directory
-from embodrl.config.rules.base import Context, Finding, RuleSet, what_is
+from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields, read_fields
@@ -92,10 +92,10 @@ def _statistics(directory: Path) -> dict[str, Fields]:
     """Return the statistics of a checkpoint by dataset; nothing of a file that is damaged, which loading reports."""
     sets: dict[str, Fields] = {}
     try:
-        if what_is(str(directory / "config.json")) == "file":
+        if path_kind(str(directory / "config.json")) == "file":
             stored = read_fields(directory / "config.json").fields("norm_stats", {})
             sets |= {name: stored.fields(name) for name in stored}
-        if what_is(str(directory / "dataset_statistics.json")) == "file":
+        if path_kind(str(directory / "dataset_statistics.json")) == "file":
             stored = read_fields(directory / "dataset_statistics.json")
             sets |= {name: stored.fields(name) for name in stored}
     except (EmbodrlError, OSError):

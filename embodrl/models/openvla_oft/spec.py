@@ -22,7 +22,7 @@ class OpenVlaOftConfig(OpenVlaConfig):
     )
     action_head: Literal["tokens", "l1"] = Field(
         default="tokens",
-        description="tokens: 256 bins a dimension; l1: a head that regresses the chunk, without log-probs, for `eval`"
+        description="tokens: 256 bins per dimension; l1: a head that regresses the chunk, without log-probs, for `eval`"
         " and `sft`",
     )
     use_film: bool = Field(default=False, description="the vision backbone reads the instruction (FiLM, OpenVLA-OFT+)")
@@ -85,7 +85,7 @@ SPEC = ModelSpec(
     parity="embodrl.models.openvla_oft.parity:run",
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",
-    actions="256 bins a dimension, or regressed (L1); the whole chunk at once",
+    actions="256 bins per dimension, or regressed (L1); the whole chunk at once",
     checkpoint="moojink/openvla-7b-oft-* (L1, proprio, FiLM) and discrete fine-tunes in Hugging Face layout",
     rl=f"{RL}; none with an L1 head",
 )

@@ -406,7 +406,7 @@ class RayLauncher(Launcher):
         try:
             return self._ray.get(asked)
         except self._ray.exceptions.RayError as error:
-            message = f"{job.name} has gone while it came up on {machine}: {str(error).splitlines()[0]}"
+            message = f"{job.name} died during start-up on {machine}: {str(error).splitlines()[0]}"
             raise WorkerDied(message, "see Ray's logs on that machine", job.rank) from error
 
     def _lost(self, job: Job, machine: Machine) -> WorkerDied | None:

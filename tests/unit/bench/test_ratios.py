@@ -1,85 +1,69 @@
-"""The benchmark of ratios: what it compares, with which record, and what its exit code says."""
+"""The guard against slower code: what it compares, and when it fails."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from expect import raises_code
 
 from embodrl.bench import ratios
-from embodrl.bench.ratios import Figures, Record
-from embodrl.errors import MissingDependencyError, OutputError
-
-HERE = {"cpu": "this one", "cores": 2}
+from embodrl.bench.ratios import Figures, Record, last_record, lost, main, measure
+from embodrl.errors import OutputError
 
 
-def figures(ratio: float, spread: float = 0.0) -> Figures:
-    return Figures(ratio=ratio, spread=spread, embodrl_ms=1.0, plain_ms=ratio)
-
-
-def record(cpu: str = "this one", **found: tuple[float, float]) -> Record:
-    """A record of cases with ratio and spread."""
-    cases = {
+def record(**found: tuple[float, float]) -> Record:
+    """A record of (ratio, spread) by case."""
+    figures = {
         name: Figures(ratio=ratio, spread=spread, embodrl_ms=1.0, plain_ms=ratio)
         for name, (ratio, spread) in found.items()
     }
-    return Record(commit=None, date="2026-01-01", hardware={"cpu": cpu}, ratios=cases, skipped={})
+    return Record(commit=None, date="2026-01-01", hardware={"cpu": "ours"}, ratios=figures, skipped={})
 
 
-def test_a_ratio_is_the_median_of_rounds_and_its_spread_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = itertools.chain([1.0, 2.0], [1.0, 4.0], [2.0, 6.0], [1.0, 8.0], [1.0, 5.0])
-    monkeypatch.setattr(ratios, "_timed", lambda side: next(times))
-    assert ratios.measure((lambda: None, lambda: None), rounds=5) == {
-        "ratio": 4.0,
-        "spread": 0.5,  # of 2, 3, 4, 5 and 8: 5 - 3 over 4
-        "embodrl_ms": 1000.0,
-        "plain_ms": 5000.0,
-    }
+def test_only_stable_cases_are_compared() -> None:
+    before = record(worse=(2.0, 0.05), same=(2.0, 0.05), shaky=(2.0, 0.2), gone=(2.0, 0.0), better=(2.0, 0.0))
+    now = record(worse=(1.7, 0.1), same=(1.81, 0.1), shaky=(1.0, 0.0), better=(3.0, 0.0), new=(0.1, 0.0))
+    assert lost(now, before) == {"worse": pytest.approx(0.85)}
+    assert lost(record(worse=(1.0, 0.11)), before) == {}
 
 
-def test_only_what_was_and_is_stable_can_be_worse() -> None:
-    before = record(worse=(4.0, 0.05), as_before=(4.0, 0.05), shaky=(4.0, 0.05), was_shaky=(4.0, 0.2), gone=(4.0, 0.0))
-    now = record(worse=(3.5, 0.05), as_before=(3.7, 0.05), shaky=(2.0, 0.2), was_shaky=(2.0, 0.05), new=(1.0, 0.0))
-    assert ratios.lost(now, before) == {"worse": 0.875}
+def test_a_measurement_is_of_both_sides_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def work(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(ratios, "_processor_s", lambda: clock[0])
+    found = measure((lambda: work(0.02), lambda: work(0.06)), rounds=3)
+    assert found == {"ratio": 3.0, "spread": 0.0, "embodrl_ms": 20.0, "plain_ms": 60.0}
 
 
-def test_the_last_record_of_the_same_processor_counts(tmp_path: Path) -> None:
-    history = tmp_path / "ratios.jsonl"
-    lines = [record(a=(1.0, 0.0)), record(a=(2.0, 0.0)), record(cpu="another", a=(3.0, 0.0))]
-    history.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert ratios.last_record(history, HERE) == lines[1]
-    assert ratios.last_record(history, {"cpu": "a third"}) is None
-    history.write_text("{}\n")
-    with raises_code("bench-history", OutputError):
-        ratios.last_record(history, HERE)
-
-
-def test_the_exit_code_says_that_something_became_worse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("attempts", "code"), [([1.0, 1.0, 1.9], 0), ([1.0, 1.0, 1.0], 1), ([1.9], 0)])
+def test_what_seems_to_have_lost_is_measured_again(
+    attempts: list[float], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @contextmanager
-    def missing() -> Iterator[ratios.Sides]:
-        raise MissingDependencyError("it is not there", code="bench-needs-maniskill")
-        yield  # a generator
+    history = tmp_path / "ratios.jsonl"
+    history.write_text(json.dumps(record(a=(2.0, 0.0), b=(1.0, 0.0))) + "\n")
+    asked: list[Collection[str] | None] = []
 
-    @contextmanager
-    def known() -> Iterator[ratios.Sides]:
-        yield (lambda: None, lambda: None)
+    def run(names: Collection[str] | None = None) -> Record:
+        asked.append(names)
+        return record(a=(attempts[len(asked) - 1], 0.0), **({"b": (1.0, 0.0)} if names is None else {}))
 
-    found = iter((2.0, 2.0, 1.0))
-    monkeypatch.setattr(ratios, "CASES", (missing, known))
-    monkeypatch.setattr(
-        ratios, "measure", lambda sides: Figures(ratio=next(found), spread=0.0, embodrl_ms=1, plain_ms=1)
-    )
-    monkeypatch.setattr(ratios, "describe_hardware", lambda: HERE)
-    history, path = tmp_path / "history.jsonl", tmp_path / "now.json"
-    assert ratios.main(record=history) == 0
-    assert [ratios.main(path, against=history, record=history) for _ in range(2)] == [0, 1]
-    assert json.loads(path.read_text())["skipped"] == {"missing": "it is not there"}
-    assert len(history.read_text().splitlines()) == 3
-    assert "50 %" in capsys.readouterr().out
+    monkeypatch.setattr(ratios, "run", run)
+    assert main(against=history) == code
+    assert len(asked) == len(attempts) and all("b" not in (names or ()) for names in asked)
+
+
+def test_a_history_is_of_one_processor(tmp_path: Path) -> None:
+    history = tmp_path / "ratios.jsonl"
+    history.write_text("".join(json.dumps(record(a=(each, 0.0))) + "\n" for each in (1.0, 2.0)))
+    newest = last_record(history, {"cpu": "ours"})
+    assert newest is not None and newest["ratios"]["a"]["ratio"] == 2.0
+    assert last_record(history, {"cpu": "another"}) is None
+    history.write_text("{")
+    with raises_code("bench-history", OutputError, str(history)):
+        last_record(history, {"cpu": "ours"})

@@ -175,3 +175,10 @@ def test_a_limit_of_the_shell_on_files_is_named(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert "ulimit -f unlimited" in done.stderr and "code: output" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_command_within_another_process_does_not_take_it_over() -> None:
+    from embodrl.processes.ending import owns_process
+
+    CliRunner().invoke(app, ["config", "validate", "env=toy"])
+    assert not owns_process()

@@ -9,7 +9,9 @@ import typer
 from expect import raises_code
 
 from embodrl.cli.common import execute
+from embodrl.config import load_config
 from embodrl.errors import OutputError
+from embodrl.runs.eval_output import EvalOutput
 from embodrl.storage.json_file import check_json_file, write_json_file
 
 
@@ -45,6 +47,12 @@ def test_a_file_is_checked_and_then_replaced_as_a_whole(tmp_path: Path) -> None:
         write_json_file(path, {"rate": float("nan")})
     assert path.read_text() == '{\n  "rate": 0.5\n}\n'
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_evaluation_refuses_a_file_as_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with raises_code("output-not-a-directory"):
+        EvalOutput(load_config(["env=toy", "env.video.enabled=false"]).config, tmp_path / "file")
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from config_cases_cluster import CLUSTER
 from config_cases_data import DATA
 from config_cases_families import FAMILIES
 from config_cases_libero import LIBERO
+from config_cases_serve import SERVE
 from expect import raises_code
 
 from embodrl.config import rules as rule_package
@@ -22,7 +23,7 @@ from embodrl.errors import ConfigError
 from embodrl.runs.load import load_config
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
-RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA
+RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA + SERVE
 CASES = FORM + RULES
 
 
@@ -111,7 +112,7 @@ def test_every_rule_is_broken_by_a_case(refusals: Refusals) -> None:
     # these want a model, a directory, a package or a verb that is not there by default, and have tests of their own
     elsewhere = {"model_has_value_heads", "outputs_can_be_written", "vllm_is_installed"}
     elsewhere |= {"vllm_serves_what_it_can", "vllm_sleeps_on_gpus", "experts_show_the_tasks", "there_is_a_simulator"}
-    elsewhere |= {"interfaces_agree", "adapters_exist", "statistics_have_weights"}
+    elsewhere |= {"interfaces_agree", "adapters_exist", "statistics_have_weights", "wire_keys_fit"}
     assert {rule.check.__name__ for rule in rule_package.RULES} - refusals.broken <= elsewhere
 
 

@@ -9,7 +9,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
-from embodrl.names import call_named, import_function
+from embodrl.names import call_named, import_function, nearest_module
 from embodrl.runs.files import run_directory
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
@@ -49,7 +49,7 @@ def test_facts_follow_from_the_signature() -> None:
     assert ADVANTAGES.get(f"{ME}:with_groups") is with_groups
     assert LOSSES.entry(f"{ME}:plain_loss").needs_values is False
     assert f"{ME}:with_values" not in MODELS, "models are registered"
-    assert list(ADVANTAGES) == ["gae", "grpo", "rloo", "reinforce_pp"]
+    assert list(ADVANTAGES) == ["gae", "grpo", "rloo", "reinforce_pp", "none"]
 
 
 def test_a_function_gets_what_it_names() -> None:
@@ -125,3 +125,11 @@ def test_a_setting_without_effect_is_reported(setting: str, reason: str) -> None
 def test_presets_tell_what_has_no_effect_beside_them(preset: str, settings: tuple[str, ...], key: str) -> None:
     assert not load_config([f"algorithm={preset}"]).notes
     assert key in [note.key for note in load_config([f"algorithm={preset}", *settings]).notes]
+
+
+@pytest.mark.parametrize(
+    ("missing", "near"),
+    [("nothere", ""), ("my_module", ""), ("rew", ""), ("embodrl.pipelines.nods", "nodes"), ("jsn", "json")],
+)
+def test_only_a_module_of_nearly_the_same_name_is_suggested(missing: str, near: str) -> None:
+    assert nearest_module(missing).rpartition(".")[2] == near

@@ -110,7 +110,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def pool(*_: object, places: tuple[ProcessPlace, ...]) -> SimpleNamespace:
         spec = SimpleNamespace(tasks=["task"], num_envs=1)
-        calls = {"start_async": int, "wait_started": int, "call": lambda name, restart: 0}
+        calls = {"start_async": int, "wait_started": int, "call": lambda name, restart: [0]}
         return SimpleNamespace(**calls, spec=spec, places=places)
 
     def engine(config: object, policy: object, threads: int, part: object, memory: object) -> SimpleNamespace:

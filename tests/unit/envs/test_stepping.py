@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from expect import raises_code
 
+from embodrl.config import load_config
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules, next_seed
 from embodrl.errors import EnvError
 from embodrl.processes.codec import decode
+from embodrl.workers.env import check_environments
 
 CAMERA = {"name": "top", "height": 2, "width": 2}
 BOTH = np.ones(2, np.bool_)
@@ -249,6 +251,35 @@ def test_a_simulator_without_a_state_says_so() -> None:
     with raises_code("env-state-unsupported", EnvError):
         env.call("check_state", {})
     Scripts(replayed=True).call("check_state", {})
+
+
+def test_a_reset_that_ignores_its_seed_and_an_empty_instruction_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = Scripts()
+    assert env.call("check_episodes", {}) == []
+    for find in ("proprioception", "images"):
+        drawn = iter((0, 40))
+        shape, dtype = ((1,), np.float32) if find == "proprioception" else ((1, 2, 2, 3), np.uint8)
+        with monkeypatch.context() as patch:
+            patch.setattr(env.made[0], find, lambda d=drawn, s=shape, t=dtype: np.full(s, next(d), t))
+            assert env.call("check_episodes", {}) == ["seed-ignored"]
+            patch.setattr(env.made[0], "is_seeded", True)
+            patch.setattr(env.made[0], "instruction", "")
+            assert env.call("check_episodes", {}) == ["instruction-empty"]
+
+
+class _Answers:
+    """An EnvPool whose environments ignore seeds and have no instruction."""
+
+    def call(self, method: str, *, restart: bool) -> list[object]:
+        return [["seed-ignored", "instruction-empty"]] if method == "check_episodes" else [None]
+
+
+def test_groups_of_episodes_need_seeds(caplog: pytest.LogCaptureFixture) -> None:
+    pool: Any = _Answers()
+    check_environments(load_config(["env=toy"]).config, pool)
+    assert "start different episodes" in caplog.text and "instruction" in caplog.text
+    with raises_code("seed-ignored", EnvError):
+        check_environments(load_config(["env=toy", "algorithm=grpo"]).config, pool)
 
 
 def test_experts_act_only_where_they_have_begun() -> None:

@@ -17,7 +17,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import ConfigError, MissingDependencyError
 from embodrl.hybrid_engines.rollout import vllm_engine
-from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, most_rows
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, max_batch_rows
 from embodrl.hybrid_engines.rollout.vllm_decoder import import_vllm, kv_cache_bytes
 from embodrl.models.common.sampling import draw
 from embodrl.preflight.plan import make_plan
@@ -137,7 +137,7 @@ def test_the_factory_makes_what_the_configuration_names(policy, monkeypatch):
             "env.eval.total_num_envs=4",
         ]
     ).config
-    assert most_rows(config) == 8
+    assert max_batch_rows(config) == 8
     engine = make_rollout_engine(config, policy, 1)
     assert isinstance(engine, vllm_engine.VllmRolloutEngine)
     # 4 patches, up to 48 prompt tokens, 14 action tokens

@@ -16,7 +16,7 @@ from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError, HubError
 from embodrl.hub import HubName
 from embodrl.models.base import LoadReport
-from embodrl.models.common import hub
+from embodrl.models.common import fetched_tokenizer as hub
 from embodrl.models.common.flow_spec import FlowConfig, SiglipConfig
 from embodrl.models.gr00t import build as gr00t_build
 from embodrl.models.gr00t.policy import Gr00tPolicy

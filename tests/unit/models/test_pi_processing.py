@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from embodrl.errors import CheckpointError, EmbodrlError, HubError, MissingDependencyError
 from embodrl.hub import HubName
-from embodrl.models.common import hub
+from embodrl.models.common import fetched_tokenizer as hub
 from embodrl.models.common.norm_stats import MeanStd, Quantiles
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.pi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig

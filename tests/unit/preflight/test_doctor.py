@@ -165,8 +165,13 @@ def test_run_doctor_as_json(
     monkeypatch.setattr(simulators, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
     monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
     out = io.StringIO()
-    assert doctor.run_doctor(json_output=True, output_dir=tmp_path, console=Console(file=out, width=40)) == exit_code
+    told: list[str] = []
+    code = doctor.run_doctor(
+        True, tmp_path, Console(file=out, width=40), progress=lambda finding: told.append(finding.name)
+    )
+    assert code == exit_code
     report = json.loads(out.getvalue())
+    assert told == [check["name"] for check in report["findings"]]
     assert report["can_train"] == (exit_code == 0)
     assert ("maniskill" in drawn) == (vulkan_status == vulkan.USABLE)
     assert ("as scripted" in report["presets"]["env=maniskill"]) == (exit_code == 1)

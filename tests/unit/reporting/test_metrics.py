@@ -116,7 +116,7 @@ def test_a_failing_tracker_is_warned_about_once_and_the_others_go_on(
             metrics.log(row(iteration))
     assert [iteration for iteration, _ in bad.rows] == [1]
     assert [iteration for iteration, _ in good.rows] == [1, 2, 3] and good.closed
-    assert sum("bad is off" in record.getMessage() for record in caplog.records) == 1
+    assert sum("bad is disabled" in record.getMessage() for record in caplog.records) == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
@@ -260,7 +260,7 @@ def test_a_full_disk_drops_tensorboard_with_one_warning(
     ):
         for iteration in range(1, 4):
             metrics.log(row(iteration))
-    assert sum("TensorBoard is off" in record.getMessage() for record in caplog.records) == 1
+    assert sum("TensorBoard is disabled" in record.getMessage() for record in caplog.records) == 1
     assert len(caplog.records) == 1 and len(read_metrics(tmp_path / "metrics.jsonl")) == 3
     assert "Traceback" not in capfd.readouterr().err
 

@@ -59,7 +59,7 @@ def test_weights_and_biases_may_fail_anywhere(
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["iteration"] for row in rows] == [1, 2, 3]
     (warning,) = (record for record in caplog.records if record.levelname == "WARNING")
-    assert "Weights & Biases is off" in warning.getMessage()
+    assert "Weights & Biases is disabled" in warning.getMessage()
 
 
 def test_a_report_that_finds_the_disk_full_leaves_the_one_before(

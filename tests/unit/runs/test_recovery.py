@@ -66,7 +66,7 @@ def test_after_the_last_restart_the_error_is_raised_with_what_can_be_done(tmp_pa
     with raises_code("worker-died", WorkerDied, "actor[0]") as caught:
         restarted(execute, config(max_restarts), tmp_path)
     assert len(tries) == max_restarts + 1
-    assert ("given up after 2 restarts" in caught.value.message) == (max_restarts > 0)
+    assert ("stopped after 2 restarts" in caught.value.message) == (max_restarts > 0)
     assert "rerun the command" in caught.value.hint
 
 

@@ -65,12 +65,12 @@ def test_a_new_run_wants_no_checkpoints_of_an_earlier_one(tmp_path: Path, monkey
 
 def test_the_last_good_checkpoint_is_named_where_the_last_save_failed(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, 2)
-    assert "will start over" in run_files.what_is_left(tmp_path, 5)
-    assert "no checkpoint was saved yet" in run_files.how_to_go_on(tmp_path)
+    assert "will start over" in run_files.unsaved_run_message(tmp_path, 5)
+    assert "no checkpoint was saved yet" in run_files.resume_hint(tmp_path)
     path = manager.save(4, {}, {})
-    message = run_files.what_is_left(tmp_path, 5)
+    message = run_files.unsaved_run_message(tmp_path, 5)
     assert "could not save iteration 5, the last" in message and f"continue from {path}" in message
-    assert run_files.how_to_go_on(tmp_path) == f"`embodrl resume {tmp_path}` continues from {path}"
+    assert run_files.resume_hint(tmp_path) == f"`embodrl resume {tmp_path}` continues from {path}"
 
 
 def test_a_deleted_lock_lets_no_second_process_in(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ class Noting(Runner):
 
         self.did: list[str] = []
         self.stop, self.pending, self.iteration, self.saved, self._updating = StopSignal(), None, 1, False, False
+        self.run_dir, self._last_saved = Path("run"), None
         self.config: Any = SimpleNamespace(
             rollout=SimpleNamespace(publish_weights=False), runner=SimpleNamespace(max_iterations=3)
         )

@@ -1,14 +1,17 @@
-"""Signals that a library takes for itself."""
+"""Signals that a library takes for itself, and what a run may do to the process that it is in."""
 
+import signal
 import subprocess
 import sys
 
-PROGRAM = """
+import pytest
+
+RAY = """
 import signal, sys
 from embodrl.runs.stop import StopSignal
 
 with StopSignal() as stop:
-    stop.graceful = True
+    stop.can_save("")
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as ray.init does
     stop.arm()
     signal.raise_signal(signal.SIGTERM)
@@ -16,8 +19,112 @@ with StopSignal() as stop:
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 sys.exit(stop.exit_code)
 """
+# The wait of the main thread outlasts the exception: only the end of the child ends it.
+HANGING = """
+import os, signal, subprocess, sys, threading
+from embodrl.errors import EmbodrlError
+from embodrl.processes.ending import own_process
+from embodrl.processes.guard import VARIABLE, family
+from embodrl.runs.stop import StopSignal
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
+if sys.argv[1] == "command line":
+    own_process()
+environ = os.environ | {VARIABLE: family()}
+try:
+    with StopSignal(0.3) as stop:
+        stop.can_save("resume it")
+        child = subprocess.Popen(["sleep", "600"], env=environ)
+        signal.raise_signal(signal.SIGINT)
+        try:
+            threading.Event().wait()
+        finally:
+            child.wait()
+except EmbodrlError as error:
+    print(error.code, error.exit_code, error.hint)
+assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+"""
+ADVANCING = """
+import signal, sys, threading
+from embodrl.processes.liveness import report_work
+from embodrl.runs.stop import StopSignal
+
+with StopSignal(1.0) as stop:
+    stop.can_save("")
+    signal.raise_signal(signal.SIGTERM)
+    for _ in range(13):
+        threading.Event().wait(0.1)
+        report_work()
+    print("updated")
+sys.exit(stop.exit_code)
+"""
+
+
+def run(program: str, *arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def test_signals_are_taken_again_from_a_library() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (143, "saves\n")
+    assert run(RAY)[:2] == (143, "saves\n")
+
+
+def test_a_process_of_the_users_gets_an_error_where_the_command_line_ends() -> None:
+    assert run(HANGING, "notebook")[:2] == (0, "stopped-unsaved 130 resume it\n")
+    code, out, err = run(HANGING, "command line")
+    assert (code, out) == (130, "") and "code: stopped-unsaved" in err and "hint: resume it" in err
+
+
+def test_an_update_that_advances_is_finished() -> None:
+    assert run(ADVANCING)[:2] == (143, "updated\n")
+
+
+HANGS = """
+import ctypes, signal, threading, time
+from embodrl.processes.ending import own_process
+from embodrl.runs.stop import StopSignal
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+own_process()
+with StopSignal(timeout_s=1.0) as stop:
+    stop.can_save("resume it")
+    print("ready", flush=True)
+    threading.Thread(target=ctypes.PyDLL(None).sleep, args=(60,), daemon=True).start()  # holds the interpreter lock
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_process_whose_interpreter_lock_is_held(number: signal.Signals) -> None:
+    process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode in (-number, -signal.SIGKILL)  # a handler that has run takes the signal again
+    assert "code: stopped-unsaved" in stderr
+
+
+LIVES = """
+import signal, sys, time
+from embodrl.processes.ending import own_process
+from embodrl.runs.stop import StopSignal
+
+own_process()
+signal.signal(signal.SIGCHLD, lambda *_: None)
+for _ in range(2):
+    with StopSignal(timeout_s=0.2) as stop:
+        stop.can_save("resume it")
+        signal.raise_signal(signal.SIGCHLD)  # one that asks for nothing
+        with stop.saving():
+            signal.raise_signal(signal.SIGCHLD)
+        time.sleep(1.0)
+time.sleep(1.0)
+print("lives")
+"""
+
+
+def test_the_guard_lets_be_what_reacts() -> None:
+    done = subprocess.run([sys.executable, "-c", LIVES], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "lives\n")

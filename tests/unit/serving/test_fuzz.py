@@ -8,7 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 from served import TOKEN, raw, served, wanted, websocket
-from test_gr00t import VIDEO, nd, npy
+from test_gr00t_protocol import VIDEO, nd, npy
 from test_openpi import observation
 from test_vla_eval import message, seen
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.storage.checkpoint import CheckpointManager, open_checkpoint, preflight
 
 DTYPES = [
     torch.float64,
@@ -87,6 +87,14 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 def test_no_checkpoint_yet(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path, 2).latest_good() == (None, [])
+
+
+def test_a_checkpoint_that_does_not_exist_is_not_called_damaged(tmp_path: Path) -> None:
+    kept = CheckpointManager(tmp_path, 2).save(3, {}, {})
+    with raises_code("checkpoint-not-found", CheckpointError) as refused:
+        open_checkpoint(kept.with_name("step_2"))
+    assert refused.value.hint == "the run has step_3"
+    assert open_checkpoint(kept).path == kept
 
 
 def test_asking_for_a_missing_part_names_the_file(tmp_path: Path) -> None:

@@ -189,10 +189,10 @@ def test_a_signal_ends_the_episodes_and_leaves_the_pool_usable(pool: EnvPool) ->
             asked.set()
             await asyncio.Event().wait()
 
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with pytest.raises(InterruptedError):
         rollout(pool, Endless(), should_stop=asked.is_set).gather(0)
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
     batch, _ = rollout(pool, ChunkWorkflow()).gather(0)
     assert batch.valid.any()
 

@@ -210,7 +210,7 @@ class MegatronTrainEngine(SharedTrainEngine):
         for name, tensor in tensors.items():
             owner = name.partition(".")[2] if section == "optimizer" else name
             piece = self.places[owner][1]
-            self.put_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
+            self.load_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
         self._finish_load(section)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -224,13 +224,13 @@ class MegatronTrainEngine(SharedTrainEngine):
             for name, tensor in saved.items()
         }
 
-    def put_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+    def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
-            self.put_part(section, name, held(part))
+            self.load_part(section, name, held(part))
         self._finish_load(section)
 
     @torch.no_grad()
-    def put_part(self, section: str, name: str, part: Tensor) -> None:
+    def load_part(self, section: str, name: str, part: Tensor) -> None:
         """Load this process's part of a public tensor; ``_finish_load`` comes after the last of a section.
 
         Args:

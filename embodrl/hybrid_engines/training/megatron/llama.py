@@ -1,7 +1,7 @@
 """Llama on megatron-core's parallel layers: heads, MLP units and vocabulary are sharded over the tensor group.
 
 Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019.
-Legend: B batch, S tokens, D hidden size, H query heads, G key and value heads, E head dimension, R processes.
+Shapes: B batch, S tokens, D hidden size, H query heads, G key and value heads, E head dimension, R processes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The public model computes the 256 rows of lm_head that are actions and no other. So it is here: every process computes
 those that it holds, in a window of the same width in all; together the windows are a small vocabulary. Where a process
 holds fewer, the rest of its window is -inf.
-Legend: K action bins, W width of a window, R processes.
+Shapes: K action bins, W width of a window, R processes.
 """
 
 from __future__ import annotations

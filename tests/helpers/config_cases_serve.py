@@ -1,0 +1,30 @@
+"""Wrong settings of policy servers; see config_cases.py."""
+
+from __future__ import annotations
+
+from config_case import Wrong
+
+SERVE = [
+    Wrong(
+        "more protocols than ports are left",
+        "serve.port",
+        "served-protocols-have-ports",
+        ("serve.port=65535", "serve.protocols=[openpi,http]"),
+        names="65535",
+    ),
+    Wrong(
+        "more actions than a chunk has",
+        "serve.execution_horizon",
+        "executed-actions-are-predicted",
+        ("serve.execution_horizon=99",),
+        names="99",
+    ),
+    Wrong(
+        "certificate that is not there",
+        "serve.tls_cert",
+        "tls-has-both-files",
+        ("serve.tls_cert=nothing.pem", "serve.tls_key=nothing.key"),
+        more=("serve.tls_key",),
+    ),
+    Wrong("token that can be guessed", "serve.token", "token-is-a-secret", ("serve.token=abc",), names="auto"),
+]
