@@ -150,6 +150,7 @@ def flow_family(
         settings=settings,
         rules=(rules[0], FLOW, *rules[1:]),
         kind="flow",
+        public_layout=True,
         value_inputs=("prefix", "suffix"),
         trainable=("all", "lora", "action_expert", "head"),
         uses_state=uses_state,

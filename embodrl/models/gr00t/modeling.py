@@ -119,6 +119,10 @@ class Gr00tModel(nn.Module):
         self.backbone = Backbone(config)
         self.action_head = ActionHead(config.head)
 
+    def public_size(self, action_dim: int) -> Self:
+        """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
+        return type(self)(self.config.public(action_dim))
+
     def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
         """Return what the vision-language model makes of images and prompt; see ``EagleModel``."""
         return self.eagle(pixels, input_ids, image_token_id, mask)
@@ -205,6 +209,10 @@ class Gr00tN17Model(nn.Module):
         self.config = config
         self.backbone = QwenBackbone(config.vision, config.qwen, config.lm_head)
         self.action_head = ActionHead(config.head)
+
+    def public_size(self, action_dim: int) -> Self:
+        """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
+        return type(self)(self.config.public(action_dim))
 
     def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
         """Return what the vision-language model makes of images and prompt; see ``QwenBackbone``."""

@@ -163,6 +163,7 @@ SPEC = ModelSpec(
     settings=OpenVlaConfig,
     rules=(DIMENSIONS, SHIPPED, MEGATRON, PUBLISHED),
     kind="tokens",
+    public_layout=True,
     value_inputs=VALUE_INPUTS,
     trainable=TRAINABLE,
     uses_state=False,

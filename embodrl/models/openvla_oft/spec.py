@@ -76,6 +76,7 @@ SPEC = ModelSpec(
     settings=OpenVlaOftConfig,
     rules=(DIMENSIONS, STATE, PUBLISHED),
     kind="tokens",
+    public_layout=True,
     value_inputs=VALUE_INPUTS,
     trainable=TRAINABLE,
     uses_state="model.use_proprio",

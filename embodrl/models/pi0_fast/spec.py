@@ -96,6 +96,7 @@ SPEC = ModelSpec(
     settings=Pi0FastModelConfig,
     rules=(RULES, WHOLE_PICTURES),
     kind="sequence",
+    public_layout=True,
     value_inputs=("prompt_end", "prompt_mean"),
     trainable=("all", "lora"),
     uses_state=True,
