@@ -6,6 +6,7 @@ Shapes: B batch, V cameras, N image patches, S tokens of images and prompt, E hi
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Self
 
 import torch
 from torch import Tensor, nn
