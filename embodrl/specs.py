@@ -215,6 +215,7 @@ class ModelSpec(Spec):
         num_bins: of an action token.
         autoregressive: it decodes one action token after the other, as vLLM does.
         off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
+        recognizes: whether the content of a config.json is of this family; None: never.
         public_layout: it derives from ``PublicLayout``: `embodrl model random` writes checkpoints of its layout.
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
@@ -238,6 +239,7 @@ class ModelSpec(Spec):
     num_bins: int | None = None
     autoregressive: bool = False
     off_policy: bool = False
+    recognizes: Callable[[Mapping[str, object]], bool] | None = None
     public_layout: bool = False
     tensor_parallel: bool = False
     builtin_warm_start: bool = False

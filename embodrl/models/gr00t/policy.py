@@ -179,6 +179,20 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         """Recompute the activations of every block in the backward pass."""
         self.model.enable_gradient_checkpointing()
 
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, config, head = self.parts(), self.model.config, self.model.action_head
+        patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
+        prefix = merged + self.processor.max_prompt_tokens
+        actions = 1 + config.head.num_future_tokens + self.horizon
+        counts = [(parts["vision"], patches), (parts["language"], prefix), (head, actions * self.trained_steps)]
+        return [*counts, (head.vl_self_attention, prefix), *((each, merged) for each in self.model.connectors)]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        """Return those of the cross-attentions."""
+        config = self.model.config
+        positions = num_cameras * config.tokens_per_image + self.processor.max_prompt_tokens
+        return -(-config.head.dit.num_layers // 2), config.head.dit.width, positions
+
     def enlarge(self, own_tokenizer: bool) -> nn.Module:
         self.model = self.model.public_size(self.action_dim)
         return self.model

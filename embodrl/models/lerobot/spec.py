@@ -60,6 +60,7 @@ SPEC = ModelSpec(
     name="lerobot",
     target="embodrl.models.lerobot.policy:build_lerobot",
     description="any lerobot policy (ACT, xVLA, ...) in an interpreter of its own, for eval only",
+    recognizes=lambda raw: isinstance(raw.get("type"), str) and "input_features" in raw,
     settings=LeRobotConfig,
     rules=(RULES,),
     value_head=False,

@@ -187,6 +187,11 @@ class TokenPolicy(PublicLayout):
 
     # Files -----------------------------------------------------------------------------------------------------------
 
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, patches = self.parts(), num_cameras * self.model.config.num_patches
+        text = self.processor.max_prompt_tokens + self.num_action_chunks * self.action_dim
+        return [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
+
     def enlarge(self, own_tokenizer: bool) -> OpenVLAModel:
         tiny = self.model.config
         end = LLAMA_PROMPT_END if own_tokenizer else tiny.prompt_end_id

@@ -73,6 +73,7 @@ SPEC = ModelSpec(
     name="openvla_oft",
     target="embodrl.models.openvla_oft.build:build_openvla_oft",
     description="OpenVLA-OFT: OpenVLA with several images and bidirectional parallel decoding of a chunk",
+    recognizes=lambda raw: raw.get("model_type") == "openvla",
     settings=OpenVlaOftConfig,
     rules=(DIMENSIONS, STATE, PUBLISHED),
     kind="tokens",

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
@@ -97,6 +97,21 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         from embodrl.models.pi.lerobot import save_lerobot
 
         return save_lerobot(self, directory, cameras)
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, patches = self.parts(), num_cameras * self.model.config.siglip.num_patches
+        prefix = patches + self.model.config.max_prompt_tokens
+        counts = [(parts["vision"], patches), (parts["language"], prefix)]
+        return [
+            *counts,
+            (self.model.paligemma.multi_modal_projector, patches),
+            (parts["action_expert"], (self.horizon + 1) * self.trained_steps),
+        ]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        config = self.model.config
+        positions = num_cameras * config.siglip.num_patches + config.max_prompt_tokens
+        return config.vlm.depth, config.vlm.num_kv_heads * config.vlm.head_dim, positions
 
     def enlarge(self, own_tokenizer: bool) -> PiModel:
         self.model = PiModel(PUBLIC[self.model.config.variant])

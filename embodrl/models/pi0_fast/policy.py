@@ -276,6 +276,20 @@ class FastPolicy(PublicLayout):
 
     # Files -----------------------------------------------------------------------------------------------------------
 
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, inputs = self.parts(), self.model.config.inputs
+        patches, text = num_cameras * inputs.siglip.num_patches, inputs.max_prompt_tokens + self.max_tokens
+        return [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        inputs = self.model.config.inputs
+        positions = num_cameras * inputs.siglip.num_patches + inputs.max_prompt_tokens + self.max_tokens
+        return inputs.vlm.depth, inputs.vlm.num_kv_heads * inputs.vlm.head_dim, positions
+
+    def chosen_bytes(self) -> int:
+        """Return the bytes of tokens, which of them there are, and log-probs."""
+        return (torch.int64.itemsize + torch.bool.itemsize + torch.float32.itemsize) * self.max_tokens
+
     def enlarge(self, own_tokenizer: bool) -> FastModel:
         self.model = FastModel(PUBLIC_FAST)
         return self.model

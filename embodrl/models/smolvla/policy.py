@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import fields_of
@@ -84,6 +84,19 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
             checkpoint.save_weights(self.public_state(), staging, one_file=True)
             self.write_files(staging, own_section=False)
         return []
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, config = self.parts(), self.model.config
+        patches, merged = num_cameras * config.siglip.num_patches, num_cameras * config.tokens_per_image
+        prefix = merged + config.max_prompt_tokens + 1
+        counts = [(parts["vision"], patches), (parts["language"], prefix), (self.model.vlm.connector, merged)]
+        steps = self.trained_steps
+        return [*counts, (parts["action_expert"], self.horizon * steps), (self.model.state_proj, steps)]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        config = self.model.config
+        positions = num_cameras * config.tokens_per_image + config.max_prompt_tokens + 1
+        return config.vlm.depth, config.vlm.num_kv_heads * config.vlm.head_dim, positions
 
     def enlarge(self, own_tokenizer: bool) -> SmolVlaModel:
         self.model = SmolVlaModel(PUBLIC)
