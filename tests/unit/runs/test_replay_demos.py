@@ -102,6 +102,7 @@ def test_chunks_begin_at_every_frame() -> None:
     ]
     assert (frames["source"] == 1).all()
     assert torch.allclose(frames["actions"][2, :, 0], torch.tensor([0.01, 0.02]))
+    assert not frames["labels"].any()  # what the expert would have done, without its perturbations
     buffer = ReplayBuffer(100, 10**9)
     buffer.add_frames(frames)
     assert len(buffer) == 5
