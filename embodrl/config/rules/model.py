@@ -149,6 +149,29 @@ def model_has_value_heads(context: Context) -> Iterator[Finding]:
         yield Finding("model.add_value_head", message, "set it to false and choose a loss without a critic", "false")
 
 
+def _gradients(context: Context, key: str) -> Iterator[Finding]:
+    if context.family is not None and (where := context.family.only_acts):
+        yield Finding(
+            "model.model_type",
+            f"a policy {where} has no gradients here: it can't be trained or fine-tuned",
+            "use it with `embodrl eval`; `embodrl list models` shows the families that embodrl trains",
+            "a family of embodrl",
+            others=(key,),
+        )
+
+
+@rule("model.model_type", "algorithm.loss_type")
+def trained_model_has_gradients(context: Context) -> Iterator[Finding]:
+    """A policy whose network is elsewhere has no gradients here to train it with."""
+    yield from _gradients(context, "algorithm.loss_type")
+
+
+@rule("model.model_type", "sft.max_steps")
+def fine_tuned_model_has_gradients(context: Context) -> Iterator[Finding]:
+    """Nor to fine-tune it with."""
+    yield from _gradients(context, "sft.max_steps")
+
+
 @rule("model.value_head.hidden_sizes", "model.add_value_head")
 def value_head_has_layers(context: Context) -> Iterator[Finding]:
     """The value head is an MLP."""
