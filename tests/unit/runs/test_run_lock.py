@@ -116,7 +116,7 @@ def test_a_file_in_the_place_of_a_directory_is_refused_before_the_run(name: str,
 
 def test_a_pipe_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / LOCK_FILE)
-    with pytest.raises(OutputError, match="not a regular file"), run_lock(tmp_path):
+    with raises_code("output", OutputError), run_lock(tmp_path):
         pass
 
 
