@@ -111,7 +111,7 @@ def statistics_have_weights(context: Context) -> Iterator[Finding]:
     random = model.model_path is None and model.warm_start is None and model.stats_path is None
     if not random or model.unnorm_key in (None, *BUILT_IN_STATISTICS) or context.resuming:
         return
-    if context.verb in ("train", "eval", "serve"):  # `sft` computes them, and a plan needs none
+    if context.verb in ("train", "eval", "record", "serve"):  # `sft` computes them, and a plan needs none
         message = f"the model has random weights, and no statistics '{model.unnorm_key}'"
         hint = "set model.model_path to the checkpoint that they are of, or model.stats_path to a file of them"
         yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.unnorm_key",))
