@@ -14,13 +14,14 @@ from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embodrl.config.schema import GrootKeysConfig
 from embodrl.errors import RemotePolicyError
 from embodrl.models.remote.spec import TOKEN_VARIABLE, RemoteConfig
 from embodrl.types import Observation
 from embodrl.wire.codec import (
+    Array,
+    Message,
     groot_envelope,
     groot_npy_default,
     need,
@@ -69,7 +70,7 @@ def _refusal(text: str) -> Exception:
     return Gone(text[:500]) if any(code in text for code in _PASSING) else refused(text)
 
 
-def _keys(told: object) -> Mapping[Any, Any]:
+def _keys(told: object) -> Message:
     """Return the keys that a server of embodrl has told; {} of another make."""
     keys = told.get("keys") if isinstance(told, Mapping) else None
     return keys if isinstance(keys, Mapping) else {}
@@ -110,7 +111,7 @@ class Client(ABC):
         """
 
     @abstractmethod
-    async def act(self, observation: Observation) -> NDArray[Any]:
+    async def act(self, observation: Observation) -> Array:
         """Return ``[B,H,A]``.
 
         Raises:
@@ -157,7 +158,7 @@ class Client(ABC):
         limit = f"{self.config.answer_timeout_s:g} s (model.answer_timeout_s)"
         return unreachable(self.url, f"no answer within {limit}")
 
-    def _learn(self, told: Mapping[Any, Any]) -> None:
+    def _learn(self, told: Message) -> None:
         """Take the keys that are configured, and the others from what the server told."""
         own: GrootKeysConfig = self.config.keys
         images = own.images or _texts(told.get("images"))
@@ -202,10 +203,10 @@ class HttpClient(Client):
         except (self.aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise unreachable(url, error) from error
 
-    async def act(self, observation: Observation) -> NDArray[Any]:
+    async def act(self, observation: Observation) -> Array:
         return np.stack(await asyncio.gather(*(self._ask(observation, row) for row in range(len(observation.images)))))
 
-    async def _ask(self, observation: Observation, row: int) -> NDArray[Any]:
+    async def _ask(self, observation: Observation, row: int) -> Array:
         message = self.keys.message(observation, row)
         content = await self._persist(lambda: self._while_alive(self._exchange(message)), self._return)
         return actions_in(unpack(content, openpi_envelope))
@@ -352,7 +353,7 @@ class GrootClient(Client):
         if await self._hello(self.config.reconnect_timeout_s) != self._told:
             raise changed(self.url)
 
-    async def act(self, observation: Observation) -> NDArray[Any]:
+    async def act(self, observation: Observation) -> Array:
         rows = [self.keys.message(observation, row) for row in range(len(observation.images))]
         content: dict[str, Any] = {"video": {}, "state": {}, "language": {}}
         for key in rows[0]:
@@ -369,7 +370,7 @@ class GrootClient(Client):
         found = [lookup(actions, name) for name in self._actions or tuple(map(str, actions))]
         if not found or not all(isinstance(part, np.ndarray) and part.ndim == 3 for part in found):
             raise refused(f"actions {', '.join(map(str, actions))} where {', '.join(self._actions)} were due")
-        return np.concatenate(cast(list[NDArray[Any]], found), axis=-1)
+        return np.concatenate(cast(list[Array], found), axis=-1)
 
     def _connected(self) -> Any:
         if self._socket is None:
@@ -414,7 +415,7 @@ class GrootClient(Client):
             self._context.destroy(linger=0)  # a context with an open socket would wait for it when it is collected
 
 
-def actions_in(answer: object) -> NDArray[Any]:
+def actions_in(answer: object) -> Array:
     """Return ``actions [H,A]`` of an answer.
 
     Raises:
