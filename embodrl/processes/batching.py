@@ -107,7 +107,7 @@ class BatchPump(ABC, Generic[Content, Answer]):
         """Return the answers, or for each request the error, which every coroutine that asked raises."""
         try:
             return self.compute(contents)
-        except BaseException as error:  # noqa: BLE001 - a future takes neither StopIteration nor what is no exception
+        except BaseException as error:  # noqa: BLE001 - no future can hold StopIteration or a BaseException
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
                 return [error] * len(contents)
             wrapped = RuntimeError(f"raised {type(error).__name__}: {error}")

@@ -204,7 +204,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
                 give_up()
 
     def _stalled(self) -> ServingError:
-        hint = "its log has the stack; the server ends unless the model goes on"
+        hint = "its log has the stack; the server ends unless the batch does"
         return ServingError(self.stalled, hint, code="server-model-hangs")
 
     def compute(self, batch: list[_Query]) -> Sequence[Chunk]:

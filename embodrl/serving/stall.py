@@ -17,7 +17,7 @@ MIN_CPU = 0.03
 class BatchWatch:
     """Entered by the thread of the model for each batch; looked at from another thread about once per second.
 
-    Waiting for a GPU uses processor time, too: CUDA spins unless it is told to block.
+    Waiting for a GPU uses processor time, too: CUDA spins by default.
 
     Args:
         limit_s: without processor time, after which a batch counts as hung.
