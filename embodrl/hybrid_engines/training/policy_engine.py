@@ -44,7 +44,6 @@ from embodrl.hybrid_engines.training.objective import (
 )
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
-from embodrl.hybrid_engines.training.sharded_checkpoint import load_state, save_state
 from embodrl.hybrid_engines.training.sharding import held, whole
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import report_work
@@ -583,9 +582,13 @@ class PolicyTrainEngine(TrainEngine):
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
 
     def save_shards(self, directory: Path) -> FileFacts:
+        from embodrl.hybrid_engines.training.sharded_checkpoint import save_state  # imports torch's compiler
+
         return save_state(self, directory)
 
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
+        from embodrl.hybrid_engines.training.sharded_checkpoint import load_state
+
         load_state(self, directory, counters)
 
     def state_num_bytes(self) -> int:
