@@ -51,9 +51,9 @@ class LlamaSpec:
         """Return the configuration of transformers."""
         from transformers import LlamaConfig
 
-        sizes = asdict(self)
+        sizes = asdict(self) | {"is_causal": causal}
         rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
-        return LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=False, is_causal=causal)
+        return LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=False)
 
 
 def rotary(positions: Tensor, spec: LlamaSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
