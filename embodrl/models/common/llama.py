@@ -11,7 +11,7 @@ H query heads, G key and value heads, E head dimension, M MLP units.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class LlamaSpec:
         """Return the configuration of transformers."""
         from transformers import LlamaConfig
 
-        sizes = asdict(self) | {"is_causal": causal}
+        sizes: dict[str, Any] = asdict(self) | {"is_causal": causal}
         rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
         return LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=False)
 
@@ -179,7 +179,9 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.spec, self.causal = spec, causal
         self.gradient_checkpointing = False
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        # Drawn by whoever builds the model. Drawing without memory, on the meta device, would import torch's compiler.
+        weight = torch.empty(spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(LlamaLayer(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
