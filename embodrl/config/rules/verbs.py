@@ -8,7 +8,10 @@ from typing import Literal
 from embodrl.config.nodes import Node, walk
 from embodrl.config.rules.base import Finding
 
-Verb = Literal["train", "eval", "collect", "sft", "plan", "serve"]
+Verb = Literal["train", "eval", "collect", "record", "sft", "plan", "serve"]
+"""``record`` is `embodrl collect` with a policy in place of the experts."""
+COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
+"""What a verb is called, where it is not its own name."""
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
@@ -53,7 +56,16 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "actor", "rollout"),
-        *("model", "sft", "serve"),
+        *("model", "collect.sample", "sft", "serve"),
+    ),
+    "record": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *_CLUSTER,
+        *(f"actor.{name}" for name in _TRAINER),
+        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "stop_timeout_s")),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "rollout.publish_weights"),
+        *("collect.noise_std", "collect.noise_fraction", "sft", "serve"),
     ),
     "sft": (
         *_ALGORITHM,
@@ -82,6 +94,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
     "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
+    "record": ("env.eval.num_episodes", "env.eval.seed", "algorithm.sampling"),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
 }
@@ -106,4 +119,5 @@ def settings_without_effect(verb: Verb, tree: Node) -> Iterator[Finding]:
     """Yield settings of the command line that a verb does not read; files may be shared by verbs."""
     for key, node in walk(tree):
         if node.origin.kind == "argument" and not node.children and not reads(verb, key):
-            yield Finding(key, f"has no effect on `embodrl {verb}`", "leave it out", code="setting-of-another-verb")
+            command = COMMANDS.get(verb, verb)
+            yield Finding(key, f"has no effect on `embodrl {command}`", "leave it out", code="setting-of-another-verb")

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from embodrl.config.schema import GrootKeysConfig
 from embodrl.errors import RemotePolicyError
 from embodrl.models.remote.spec import TOKEN_VARIABLE, RemoteConfig
 from embodrl.types import Observation
 from embodrl.wire.codec import (
+    Array,
+    Message,
     groot_envelope,
     groot_npy_default,
     need,
@@ -75,7 +76,7 @@ class Client(ABC):
         """
 
     @abstractmethod
-    async def act(self, observation: Observation) -> NDArray[Any]:
+    async def act(self, observation: Observation) -> Array:
         """Return ``[B,H,A]``.
 
         Raises:
@@ -87,7 +88,7 @@ class Client(ABC):
     async def close(self) -> None:
         """End the connection."""
 
-    def _learn(self, told: Mapping[Any, Any]) -> None:
+    def _learn(self, told: Message) -> None:
         """Take the keys that are configured, and the others from what the server told."""
         own: GrootKeysConfig = self.config.keys
         images = own.images or _texts(told.get("images"))
@@ -128,10 +129,10 @@ class HttpClient(Client):
             raise unreachable(url, error) from error
         self._learn(told.get("keys", {}) if isinstance(told, dict) else {})
 
-    async def act(self, observation: Observation) -> NDArray[Any]:
+    async def act(self, observation: Observation) -> Array:
         return np.stack(await asyncio.gather(*(self._ask(observation, row) for row in range(len(observation.images)))))
 
-    async def _ask(self, observation: Observation, row: int) -> NDArray[Any]:
+    async def _ask(self, observation: Observation, row: int) -> Array:
         body = pack({"observation": self.keys.message(observation, row)}, openpi_default)
         headers = {"Content-Type": "application/msgpack"}
         try:
@@ -175,7 +176,7 @@ class OpenpiClient(HttpClient):
         except (self.aiohttp.ClientError, TimeoutError, TypeError, OSError) as error:
             raise unreachable(self.url, error) from error
 
-    async def _ask(self, observation: Observation, row: int) -> NDArray[Any]:
+    async def _ask(self, observation: Observation, row: int) -> Array:
         data = pack(self.keys.message(observation, row), openpi_default)
         for attempt in range(2):
             socket = self._free.pop() if self._free else (await self._connection())[0]
@@ -236,7 +237,7 @@ class GrootClient(Client):
             "action", ()
         )
 
-    async def act(self, observation: Observation) -> NDArray[Any]:
+    async def act(self, observation: Observation) -> Array:
         rows = [self.keys.message(observation, row) for row in range(len(observation.images))]
         content: dict[str, Any] = {"video": {}, "state": {}, "language": {}}
         for key in rows[0]:
@@ -253,7 +254,7 @@ class GrootClient(Client):
         found = [lookup(actions, name) for name in self._actions or tuple(map(str, actions))]
         if not found or not all(isinstance(part, np.ndarray) and part.ndim == 3 for part in found):
             raise refused(f"actions {', '.join(map(str, actions))} where {', '.join(self._actions)} were due")
-        return np.concatenate(cast(list[NDArray[Any]], found), axis=-1)
+        return np.concatenate(cast(list[Array], found), axis=-1)
 
     async def _call(self, request: dict[str, Any]) -> Any:
         if self.token is not None:
@@ -282,7 +283,7 @@ class GrootClient(Client):
             self._context.destroy(linger=0)  # a context with an open socket would wait for it when it is collected
 
 
-def actions_in(answer: object) -> NDArray[Any]:
+def actions_in(answer: object) -> Array:
     """Return ``actions [H,A]`` of an answer.
 
     Raises:
