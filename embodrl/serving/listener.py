@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ssl
 from abc import ABC, abstractmethod
@@ -193,8 +195,9 @@ class HttpListener(Listener):
             await self._site.stop()
 
     async def close(self) -> None:
-        for socket in list(self._sockets):
-            await socket.close(code=1001, message=b"the server is stopping")
+        closing = (socket.close(code=1001, message=b"the server is stopping") for socket in list(self._sockets))
+        with contextlib.suppress(TimeoutError):  # a client that does not read is cut off below
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 2 * CLOSE_S)
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -227,6 +230,8 @@ class HttpListener(Listener):
     async def _health(self, request: Request) -> StreamResponse:
         if self.core.is_stopping:
             return self.web.json_response({"status": "stopping"}, status=503)
+        if self.core.stalled:
+            return self.web.json_response({"status": self.core.stalled}, status=503)
         if request.path == "/healthz":
             return self.web.Response(text="OK\n")
         return self.web.json_response({"status": "ok"})
@@ -236,7 +241,7 @@ class HttpListener(Listener):
 
     async def _websocket(self, request: Request) -> StreamResponse:
         # No pings: a client in the midst of a long reset does not answer them. TCP notices hosts that are gone.
-        socket = self.web.WebSocketResponse(max_msg_size=self.service.max_bytes, compress=False)
+        socket = self.web.WebSocketResponse(timeout=CLOSE_S, max_msg_size=self.service.max_bytes, compress=False)
         if not socket.can_prepare(request):
             text = f"this is the websocket of the protocol {self.name}"
             return self.web.json_response({"error": text, "code": "server-websocket"}, status=426)
