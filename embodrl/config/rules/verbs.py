@@ -8,7 +8,7 @@ from typing import Literal
 from embodrl.config.nodes import Node, walk
 from embodrl.config.rules.base import Finding
 
-Verb = Literal["train", "eval", "collect", "sft", "plan", "serve"]
+Verb = Literal["train", "eval", "collect", "sft", "plan", "serve", "store"]
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
@@ -27,20 +27,21 @@ _TRAINER = (
 _ALGORITHM = ("algorithm", "reward", "pipeline")
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("collect", "sft", "serve"),
-    "plan": ("collect", "sft", "serve"),
+    "train": ("collect", "sft", "serve", "store"),
+    "plan": ("collect", "sft", "serve", "store"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in _TRAINING_LOOP),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve", "store"),
     ),
     "collect": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.video", "actor", "rollout", "sft", "serve"),
+        "store",
         *("model.model_path", "model.warm_start", "model.value_head", "model.add_value_head", "model.trainable"),
         *("model.lora", "model.freeze_vision", "model.unnorm_key"),
     ),
@@ -51,7 +52,18 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *("actor.optim.lr", "actor.optim.weight_decay"),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "serve"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "serve", "store"),
+    ),
+    "store": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
+        *("actor.optim.lr", "actor.optim.weight_decay"),
+        *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
+        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve"),
+        *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
+        *("sft.save_interval", "sft.eval_interval"),
+        *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),
     ),
     "serve": (
         *_ALGORITHM,
@@ -61,7 +73,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"env.{name}" for name in ("train", "eval", "video", "reward_mode", "success_bonus", "max_episode_steps")),
         *(f"env.{name}" for name in ("num_processes", "pin_cpus", "python", "start_timeout_s", "reset_timeout_s")),
         *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail")),
-        *("runner.name", "protocol", "collect", "sft"),
+        *("runner.name", "protocol", "collect", "sft", "store"),
     ),
 }
 """Sections and keys that a verb ignores."""
@@ -69,6 +81,7 @@ READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
+    "store": ("algorithm.sampling",),
 }
 """Exceptions: keys below those of ``UNREAD`` that the verb does read."""
 
