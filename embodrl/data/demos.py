@@ -22,9 +22,10 @@ HINT = "re-collect the demonstrations, or copy the whole directory once more"
 
 EXECUTED, REWARD, TERMINATED = "executed_action", "next.reward", "next.terminated"
 """Columns of a dataset from which transitions can be made."""
-LOGPROB, POLICY_VERSION = "logprob", "policy_version"
-"""Columns of a policy's episodes: the log-probability of each action, summed over its dimensions, and the number of
-updates behind the weights that chose it."""
+LOG_PROB = "action_log_prob"
+"""Column of a dataset that a policy has recorded: of each action, as it was drawn."""
+POLICY_VERSION = "policy_version"
+"""Column of the episodes in a store: the number of updates behind the weights that chose each action."""
 REWARDS = "rewards"
 """In what says how a dataset was made: the settings that its rewards follow from."""
 
@@ -37,15 +38,19 @@ class Outcomes:
         executed: ``float32[N,A]``, the actions that were executed, perturbations included.
         rewards: ``float32[N]``, of each.
         terminated: ``bool[N]``, the task ended the episode with it.
+        log_probs: ``float32[N]``, of the executed action by the policy that drew it, in nats; None where none was
+            drawn. Not read back.
     """
 
     executed: NDArray[np.float32]
     rewards: NDArray[np.float32]
     terminated: NDArray[np.bool_]
+    log_probs: NDArray[np.float32] | None = None
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
         """Return the columns of a dataset."""
-        return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated}
+        drawn: dict[str, NDArray[np.generic]] = {} if self.log_probs is None else {LOG_PROB: self.log_probs}
+        return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated, **drawn}
 
     @classmethod
     def of(cls, columns: Mapping[str, NDArray[np.generic]]) -> Outcomes | None:
@@ -71,7 +76,7 @@ class Episode:
         success: the task was solved.
         outcomes: what was executed, and what it led to; None where that is not known.
         acted: ``float32[N]`` or ``int64[N]`` by name, what is known of how the actions came about, such as
-            ``LOGPROB`` and ``POLICY_VERSION``.
+            ``POLICY_VERSION``.
         id: unique among all episodes of a store; None outside of one.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 from embodrl.data import lerobot as layout
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import LOGPROB, POLICY_VERSION, REWARD, TERMINATED, Episode
+from embodrl.data.demos import LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.parquet import Table
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
@@ -243,7 +243,7 @@ class LeRobotWriter(DatasetWriter):
             kept = pixels.fields(key)
             counts = np.array(kept.items("counts", 3), np.int64)
             self._pixels[key] = PixelStats(counts, kept.integer("frames"))
-        flat = {*layout.COUNTERS, REWARD, TERMINATED, LOGPROB, POLICY_VERSION}
+        flat = {*layout.COUNTERS, REWARD, TERMINATED, LOG_PROB, POLICY_VERSION}
         for path in sorted((self.staging / "data").glob("*/*.parquet")):
             table = Table(path)
             for name in table.names:

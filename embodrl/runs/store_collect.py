@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.data.demos import LOGPROB, POLICY_VERSION, Episode, Outcomes
+from embodrl.data.demos import POLICY_VERSION, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.shards import ShardWriter
 from embodrl.envs.pool.pool import EnvPool
@@ -27,7 +27,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.stored import download_versions
 from embodrl.reporting.progress import Progress
-from embodrl.runs.collect import frame_rate
+from embodrl.runs.collect import StepwiseActor, frame_rate
 from embodrl.runs.stop import StopSignal
 from embodrl.runs.store_parts import DONE, open_store
 from embodrl.serving.weights import WeightFollower, WeightSource
@@ -46,15 +46,13 @@ class Attempt:
 
     Attributes:
         number: of all that this collector has begun.
-        planned: actions ``float32[A]`` of the present chunk that are left, each with its log-probability and version.
-        frames: picture, state and action of each step so far, with log-probability and version.
+        frames: picture, state and action of each step so far, with its log-prob and the version of the weights.
         results: reward of each step, and whether it terminated the episode.
     """
 
     number: int
-    planned: list[tuple[Vector, float, int]] = field(default_factory=list[tuple[Vector, float, int]])
-    frames: list[tuple[NDArray[np.uint8], Vector, Vector, float, int]] = field(
-        default_factory=list[tuple[NDArray[np.uint8], Vector, Vector, float, int]]
+    frames: list[tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int]] = field(
+        default_factory=list[tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int]]
     )
     results: list[tuple[float, bool]] = field(default_factory=list[tuple[float, bool]])
 
@@ -81,6 +79,7 @@ class PolicyCollector:
         if shards.progress is not None:
             self._continue(shards.progress)
         engine.generators = engine.make_generators([config.runner.seed, self._key, self._next])
+        self.actor = StepwiseActor(engine, pool.spec.num_envs, sample=True)
         self.attempts = [Attempt(self._draw()) for _ in range(pool.spec.num_envs)]
 
     def _continue(self, progress: Fields) -> None:
@@ -110,6 +109,7 @@ class PolicyCollector:
 
     def begin(self, rows: NDArray[np.int64]) -> Observation:
         """Start the attempts of these rows; all of them over again if a simulator process was lost meanwhile."""
+        self.actor.begin(rows)
         for row in rows:
             self.attempts[row] = Attempt(self.attempts[row].number)
         numbers = [self.attempts[row].number for row in rows]
@@ -133,12 +133,12 @@ class PolicyCollector:
             tell(self.finished, f"success {self.solved / max(self.finished, 1):.0%}, version {self.engine.version}")
 
     def _step(self, observation: Observation) -> Observation:
-        self._plan(observation)
-        taken = [attempt.planned.pop(0) for attempt in self.attempts]
-        for row, (attempt, choice) in enumerate(zip(self.attempts, taken, strict=True)):
-            attempt.frames.append((observation.images[row].copy(), observation.state[row].copy(), *choice))
+        actions, log_probs = self.actor.act(observation)
+        for row, attempt in enumerate(self.attempts):
+            seen = (observation.images[row].copy(), observation.state[row].copy())
+            attempt.frames.append((*seen, actions[row], log_probs[row], self.actor.versions[row]))
         instructions = list(observation.instruction)
-        step = self.pool.step(np.stack([action for action, _, _ in taken])[:, None])
+        step = self.pool.step(actions[:, None])
         for row, attempt in enumerate(self.attempts):
             attempt.results.append((float(step.reward[row, 0]), bool(step.terminated[row, 0])))
         ended = np.flatnonzero(step.done)
@@ -153,26 +153,13 @@ class PolicyCollector:
             self.shards.add(episodes, self.progress())
         return self.begin(ended)
 
-    def _plan(self, observation: Observation) -> None:
-        """Ask the policy where a chunk has been executed."""
-        rows = np.array([row for row, attempt in enumerate(self.attempts) if not attempt.planned])
-        if not len(rows):
-            return
-        output = self.engine.act(observation.select(rows), compute_values=False)
-        # Where log-probs are of whole chunks (flow policies), every action of the chunk has that of the chunk.
-        logprobs = output.logprobs.float().cpu().numpy()
-        per_action = logprobs.shape[1] == output.actions.shape[1]
-        for index, row in enumerate(rows):
-            sums = logprobs[index].sum(-1) if per_action else np.full(output.actions.shape[1], logprobs[index].sum())
-            actions = output.actions[index]
-            self.attempts[row].planned = [(actions[c], float(sums[c]), output.version) for c in range(len(actions))]
-
     def _episode(self, row: int, success: bool, instruction: str) -> Episode:
         attempt = self.attempts[row]
-        images, states, actions, logprobs, versions = zip(*attempt.frames, strict=True)
+        images, states, actions, log_probs, versions = zip(*attempt.frames, strict=True)
         rewards, terminated = zip(*attempt.results, strict=True)
         executed = np.stack(actions).astype(np.float32)
-        outcomes = Outcomes(executed, np.array(rewards, np.float32), np.array(terminated, np.bool_))
+        known = None if log_probs[0] is None else np.array(log_probs, np.float32)
+        outcomes = Outcomes(executed, np.array(rewards, np.float32), np.array(terminated, np.bool_), known)
         tasks = self.pool.spec.tasks
         return Episode(
             np.stack(images),
@@ -183,7 +170,7 @@ class PolicyCollector:
             self._seed_of(attempt.number),
             success,
             outcomes,
-            {LOGPROB: np.array(logprobs, np.float32), POLICY_VERSION: np.array(versions, np.int64)},
+            {POLICY_VERSION: np.array(versions, np.int64)},
             f"{self.name}-{attempt.number:08d}",
         )
 
@@ -226,7 +213,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     check_simulator(config)
     spool = Path(settings.spool_dir) / settings.collector
     with ExitStack() as closing:
-        pool = make_pool(config, config.env.train.total_num_envs, max_chunk=1, auto_reset=False)
+        number = config.env.train.total_num_envs
+        pool = make_pool(config, number, max_chunk=1, auto_reset=False, ignore_terminations=False)
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start()

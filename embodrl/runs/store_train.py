@@ -231,7 +231,9 @@ def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     """
     loaded = loaded.with_absolute_paths()
     config = loaded.config
-    _refuse(config)
+    if config.actor.training_backend != "native" or loaded.deployment.trains_in_processes:
+        message = "`embodrl store train` trains in its own process, with actor=native"
+        raise UsageError(message, "set actor=native, and leave out actor.own_process", code="store-backend")
     store = open_store(config)
     directory = Path(config.sft.output_dir)
     preflight(directory, LEAST_FREE_BYTES)
@@ -243,17 +245,6 @@ def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
                 f"{store} has weights of a run whose checkpoints are not in {directory}", hint, code="store-has-weights"
             )
         return _train(loaded, store, directory, lock, stop, checkpoint, say)
-
-
-def _refuse(config: Config) -> None:
-    """Refuse a training backend that this command does not have.
-
-    Raises:
-        UsageError: it is configured.
-    """
-    if config.actor.training_backend != "native":
-        message = "`embodrl store train` trains with actor=native only"
-        raise UsageError(message, "set actor=native", code="store-backend")
 
 
 def _train(

@@ -8,7 +8,10 @@ from typing import Literal
 from embodrl.config.nodes import Node, walk
 from embodrl.config.rules.base import Finding
 
-Verb = Literal["train", "eval", "collect", "sft", "plan", "serve", "store"]
+Verb = Literal["train", "eval", "collect", "record", "sft", "plan", "serve", "store"]
+"""``record`` is `embodrl collect` with a policy in place of the experts."""
+COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
+"""What a verb is called, where it is not its own name."""
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
@@ -25,40 +28,61 @@ _TRAINER = (
     *("training_backend", "precision", "gradient_checkpointing", "max_restarts"),
 )
 _ALGORITHM = ("algorithm", "reward", "pipeline")
+_CLUSTER = tuple(
+    f"cluster.{name}"
+    for name in ("launcher", "ray_address", "num_nodes", "node_groups", "stall_timeout_s", "collective_timeout_s")
+)
+"""Of worker processes, which verbs of one process do not start."""
+_SCHEDULE = (
+    *("value_lr", "lr_scheduler", "lr_warmup_iterations", "schedule_iterations", "min_lr_ratio"),
+    "critic_warmup_iterations",
+)
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("collect", "sft", "serve", "store"),
-    "plan": ("collect", "sft", "serve", "store"),
+    "train": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
+    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in _TRAINING_LOOP),
+        *_CLUSTER,
+        *("rollout.publish_weights", "runner.name", "runner.stop_timeout_s"),
         *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve", "store"),
     ),
     "collect": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
-        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed")),
-        *("env.train.auto_reset", "env.train.ignore_terminations", "env.video", "actor", "rollout", "sft", "serve"),
-        "store",
-        *("model.model_path", "model.warm_start", "model.value_head", "model.add_value_head", "model.trainable"),
-        *("model.lora", "model.freeze_vision", "model.unnorm_key"),
+        *_CLUSTER,
+        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed", "stop_timeout_s")),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "actor", "rollout"),
+        *("model", "collect.sample", "sft", "serve", "store"),
+    ),
+    "record": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *_CLUSTER,
+        *(f"actor.{name}" for name in _TRAINER),
+        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "stop_timeout_s")),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "rollout.publish_weights"),
+        *("collect.noise_std", "collect.noise_fraction", "sft", "serve", "store"),
     ),
     "sft": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
-        *("actor.optim.lr", "actor.optim.weight_decay"),
+        *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "serve", "store"),
+        *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
     ),
     "store": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
+        *_CLUSTER,
+        *("env.train.auto_reset", "env.train.ignore_terminations", "rollout.publish_weights", "collect.sample"),
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
-        *("actor.optim.lr", "actor.optim.weight_decay"),
+        *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
@@ -72,13 +96,18 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"runner.{name}" for name in _TRAINING_LOOP),
         *(f"env.{name}" for name in ("train", "eval", "video", "reward_mode", "success_bonus", "max_episode_steps")),
         *(f"env.{name}" for name in ("num_processes", "pin_cpus", "python", "start_timeout_s", "reset_timeout_s")),
-        *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail")),
-        *("runner.name", "protocol", "collect", "sft", "store"),
+        *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail", "max_abs_reward")),
+        *_CLUSTER,
+        *("cluster.heartbeat_timeout_s", "cluster.restart_window_s", "env.max_abs_state", "rollout.publish_weights"),
+        *(f"runner.{name}" for name in ("name", "output_dir", "stop_timeout_s", "logger")),
+        *("protocol", "collect", "sft", "store"),
     ),
 }
 """Sections and keys that a verb ignores."""
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
+    "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
+    "record": ("env.eval.num_episodes", "env.eval.seed", "algorithm.sampling"),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
     "store": ("algorithm.sampling",),
@@ -104,4 +133,5 @@ def settings_without_effect(verb: Verb, tree: Node) -> Iterator[Finding]:
     """Yield settings of the command line that a verb does not read; files may be shared by verbs."""
     for key, node in walk(tree):
         if node.origin.kind == "argument" and not node.children and not reads(verb, key):
-            yield Finding(key, f"has no effect on `embodrl {verb}`", "leave it out", code="setting-of-another-verb")
+            command = COMMANDS.get(verb, verb)
+            yield Finding(key, f"has no effect on `embodrl {command}`", "leave it out", code="setting-of-another-verb")

@@ -142,6 +142,10 @@ class Gr00tConfig:
         """Return the content of the files beside the weights, by name."""
         return {CONFIG_FILE: self.to_dict(), str(METADATA_FILE): stats_content(self.metadata)}
 
+    def public(self, action_dim: int) -> Gr00tConfig:
+        """Return NVIDIA's sizes with this robot's statistics, which have the action's dimensions."""
+        return replace(PUBLIC, metadata=self.metadata, keys=self.keys)
+
     def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
         head, raw = self.head, fields_of(self.raw, CONFIG_FILE)

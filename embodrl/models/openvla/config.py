@@ -10,7 +10,6 @@ from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
-    OPENVLA_FAMILIES,
     OWN_SECTION,
     UNKNOWN_FAMILY,
     check_family,
@@ -247,7 +246,7 @@ def _vision(fields: Fields) -> tuple[VitSpec, VitSpec]:
 
 
 def _reject_other_models(fields: Fields) -> None:
-    check_family(fields, OPENVLA_FAMILIES)
+    check_family(fields, ("openvla", "openvla_oft"))
     source, family = fields.source, fields.content.get("model_type")
     if family != "openvla":
         raise CheckpointError(

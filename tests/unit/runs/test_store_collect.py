@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from embodrl.config.schema import CollectConfig, Config
-from embodrl.data.demos import LOGPROB, POLICY_VERSION
+from embodrl.data.demos import POLICY_VERSION
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.fields import Fields
 from embodrl.runs.store_collect import PolicyCollector
@@ -48,7 +48,7 @@ class Engine:
     def make_generators(self, seed):
         return []
 
-    def act(self, observation, compute_values):
+    def act(self, observation, compute_values=True):
         self.version += 1
         count = observation.batch_size
         places = np.arange(CHUNK, dtype=np.float32)[None, :, None] / 10 + np.zeros((count, CHUNK, 7), np.float32)
@@ -84,7 +84,7 @@ def test_frames_have_what_chose_them():
     first = shards.episodes[0]
     assert first.id == "collector-0-00000000" and len(first.actions) == 5
     np.testing.assert_allclose(first.actions[:, 0], [0.0, 0.1, 0.2, 0.0, 0.1], atol=1e-6)
-    np.testing.assert_allclose(first.acted[LOGPROB], [0.0, -0.7, -1.4, 0.0, -0.7], atol=1e-6)
+    np.testing.assert_allclose(first.outcomes.log_probs, [0.0, -0.7, -1.4, 0.0, -0.7], atol=1e-6)
     assert first.acted[POLICY_VERSION].tolist() == [1, 1, 1, 2, 2]
     assert first.outcomes is not None and (first.outcomes.executed == first.actions).all()
     assert first.images.shape == (5, 1, 32, 32, 3) and first.instruction and first.task == "reach-red"

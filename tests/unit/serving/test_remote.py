@@ -144,7 +144,7 @@ def test_it_only_acts_and_needs_a_url():
     for url in ("null", "host", "ftp://host:1", "ws://host", "ws://:80", "'ws://[::1'"):
         with raises_code("remote-policy-has-a-url"):
             load_config(["env=toy", "model=remote", f"model.url={url}"], verb="eval")
-    for verb, code in (("train", "remote-policy-is-not-trained"), ("sft", "remote-policy-is-not-fine-tuned")):
+    for verb, code in (("train", "trained-model-has-gradients"), ("sft", "fine-tuned-model-has-gradients")):
         with raises_code(code):
             load_config(["env=toy", "model=remote", "model.url=ws://host:1"], verb=verb)
     with raises_code("remote-policy-has-its-own-weights"):
