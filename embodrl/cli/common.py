@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from embodrl.cli.app import complete_settings
-from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, without_controls
 from embodrl.reporting.terminal import safe_streams
 from embodrl.storage.atomic import FILE_SIZE_HINT
 
@@ -160,7 +160,7 @@ def leaving(debug: bool = False) -> Iterator[Outcome]:
         except EmbodrlError as error:
             if debug:
                 traceback.print_exc()
-            print(f"error: {describe_memory_limit(error) or error}", file=sys.stderr)
+            print(f"error: {without_controls(str(describe_memory_limit(error) or error))}", file=sys.stderr)
             outcome.code = error.exit_code
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -171,7 +171,7 @@ def leaving(debug: bool = False) -> Iterator[Outcome]:
                 raise
             if debug:
                 traceback.print_exc()
-            print(f"error: {described}", file=sys.stderr)
+            print(f"error: {without_controls(str(described))}", file=sys.stderr)
             outcome.code = EXIT_ERROR
     raise typer.Exit(outcome.code)
 
@@ -197,8 +197,17 @@ def describe_os_error(error: OSError) -> EmbodrlError:
         return limited
     hints[errno.ENOMEM] = "out of memory: close other programs, or use fewer environments"
     where = f"{error.filename}: " if error.filename else ""
+    if error.errno == errno.ENOENT and not _has_working_directory():
+        where, hints[errno.ENOENT] = f"{where}the working directory was removed: ", "start the command in another one"
     hint = hints.get(error.errno or 0, "check the paths in the command; rerun with --debug for the traceback")
     return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint, code="system-error")
+
+
+def _has_working_directory() -> bool:
+    try:
+        return bool(os.getcwd())  # noqa: PTH109 - which names what is missing
+    except FileNotFoundError:
+        return False
 
 
 def describe_memory_limit(error: Exception) -> EmbodrlError | None:

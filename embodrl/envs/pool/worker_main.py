@@ -62,7 +62,7 @@ class EnvServer:
             self._connection.send(Frame(Kind.OK, frame.number, frame.argument, value))
         except PeerGoneError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - process border: the parent raises it
+        except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
             if ran_out_of_memory(error):  # what it holds keeps it from continuing; the parent starts a new one
                 traceback.print_exc()
                 os._exit(OUT_OF_MEMORY)
