@@ -319,7 +319,7 @@ class LockstepRunner:
             self._keep_transition(output, step)
         if self.keep_frames:
             self._steps[-1]["frames"] = torch.from_numpy(self._after(step)[0][:, 0])
-        if self.judge is not None:
+        if self.judge is not None and self._observation is not None:
             self._steps[-1]["call_id"] = torch.full((len(output.actions),), -1)
             self._seen.append(_Seen(*self._after(step), output.actions.copy(), self._observation.instruction))
             for row in np.flatnonzero(step.done):

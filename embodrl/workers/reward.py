@@ -64,17 +64,19 @@ class Episode:
     images: Tensor | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Begun:
-    """A call of the reward function, and what it was called with."""
+    """A call of the reward function, what it was called with, and whether its outcome, an error, has been reported."""
 
     episode: Episode
     call: Future[tuple[Tensor | RewardError, int]]
+    reported: bool = False
 
-    @property
-    def failed(self) -> bool:
-        """It has ended without a reward."""
-        return self.call.done() and isinstance(self.call.result()[0], RewardError)
+    def result(self) -> tuple[Tensor | RewardError, int]:
+        """Wait for the outcome, and the number of attempts that failed."""
+        outcome, failed = self.call.result()
+        self.reported = isinstance(outcome, RewardError)
+        return outcome, failed
 
 
 def needs_frames(config: Config) -> bool:
@@ -180,7 +182,7 @@ class RewardWorker:
     # -- a function of the user's -------------------------------------------------------------------------------------
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
-        results = [begun.call.result() for begun in self._calls_of(batch, episodes)]
+        results = [begun.result() for begun in self._calls_of(batch, episodes)]
         outcomes, failures = [outcome for outcome, _ in results], sum(failed for _, failed in results)
         errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
         if errors and len(errors) == len(outcomes):
@@ -214,7 +216,7 @@ class RewardWorker:
         calls: list[_Begun] = []
         for index, number in enumerate(numbers):
             begun = self._begun.get(number)
-            if begun is None or begun.failed:  # a node that is tried again calls again
+            if begun is None or begun.reported:  # a node that is tried again calls again
                 episode = self._record(batch, episodes, index) if begun is None else begun.episode
                 begun = _Begun(episode, self.calls.start(episode))
                 self._begun |= {number: begun} if number >= 0 else {}

@@ -265,6 +265,19 @@ def test_a_call_that_began_with_the_episode_is_not_made_again() -> None:
     assert returns == [len("env 0")] * 3 + [-1.0] * 3
 
 
+def test_a_second_attempt_at_the_rewards_calls_again_for_what_failed() -> None:
+    batch, worker = judged_batch(0), worker_of("reward.retries=0", "reward.on_error=raise", function="fails_once")
+    batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+    begun = [episode_of(1) for _ in range(NUM_ENVS)]
+    for env, episode in enumerate(begun):
+        batch.call_id[2 + env % 4, env] = worker.start(episode)
+    with raises_code("reward", RewardError):
+        worker.apply(batch)
+    assert len(calls) == NUM_ENVS, "a failure before it is asked for is not tried again"
+    assert worker.apply(batch)["reward/errors"] == 0
+    assert [sum(call is episode for call in calls) for episode in begun] == [2] * NUM_ENVS
+
+
 def test_nothing_is_changed_unless_asked_for() -> None:
     batch = judged_batch(0)
     worker = worker_of()
