@@ -242,14 +242,15 @@ def test_no_more_calls_at_the_same_time_than_allowed() -> None:
     async def watched(_: Episode) -> float:
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await asyncio.to_thread(release.wait)
         running -= 1
         return 0.0
 
-    episodes = [episode_of(1) for _ in range(9)]
-    outcomes, failed = call_all(watched, episodes, RewardConfig(max_concurrency=4))
-    assert most == 4 and not failed and len(outcomes) == 9
+    calls_of = RewardCalls(watched, RewardConfig(max_concurrency=4, timeout_s=600.0))
+    begun = [calls_of.start(episode_of(1)) for _ in range(9)]
+    release.set()  # none ends before all have been asked for
+    assert [call.result()[1] for call in begun] == [0] * 9 and most == 4
+    calls_of.close()
 
 
 def test_a_call_that_began_with_the_episode_is_not_made_again() -> None:
