@@ -212,7 +212,7 @@ class LockstepRunner:
         engine: the policy.
         rows: its environments within the whole batch.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        judge: gets every episode when it has ended, and the rollout's end those that go on; returns a ``call_id``.
+        judge: gets every episode when it has ended, and the rollout's end those that continue; returns a ``call_id``.
     """
 
     def __init__(

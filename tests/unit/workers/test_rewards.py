@@ -254,7 +254,7 @@ def test_no_more_calls_at_the_same_time_than_allowed() -> None:
 
 
 def test_a_call_that_began_with_the_episode_is_not_made_again() -> None:
-    """Episodes 0 to 2 are judged while the rollout goes on, by another number than the others."""
+    """Episodes 0 to 2 are judged while the rollout continues, by another number than the others."""
     batch, worker = judged_batch(0), worker_of(function="by_instruction")
     batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
     stale = worker.start(episode_of(1, instruction="of a rollout that was interrupted"))
