@@ -10,12 +10,14 @@ from pathlib import Path
 import psutil
 import torch
 
+from embodrl.config.policy_card import known_instructions
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
-from embodrl.models.memory import estimate_training_memory
+from embodrl.models.memory import estimate as estimate_memory
+from embodrl.models.memory import token_counts
 from embodrl.preflight.doctor import memory_limit_bytes
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ def resolve_device(config: Config) -> torch.device:
 def check_memory(
     config: Config, deployment: Deployment, training: bool = True, device: torch.device | None = None
 ) -> None:
-    """Refuse a model whose weights, gradients and optimizer can't fit, from its shapes alone.
+    """Refuse a model whose weights, gradients and optimizer, or prompts, can't fit, from its shapes and files alone.
 
     A checkpoint on the hub is not looked at: only its files tell its size.
 
@@ -52,7 +54,7 @@ def check_memory(
         device: of the policy; None takes that of the configuration.
 
     Raises:
-        EmbodrlError: the device has less memory.
+        EmbodrlError: the device has less memory, or an instruction of the tasks is longer than a prompt may be.
         CheckpointError: see the family's builder.
     """
     model = config.model
@@ -61,10 +63,12 @@ def check_memory(
     # A warm start has the size of the section, and need not be there any more when a run is resumed.
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
-    estimate = estimate_training_memory(
-        model,
-        micro_batch_size=config.actor.micro_batch_size,
-        param_dtype=param_dtype(config),
+    policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
+    policy.check_instructions([text for text in known_instructions(config).values() if text], len(config.env.cameras))
+    estimate = estimate_memory(
+        policy,
+        token_counts(policy, 1),
+        config.actor.micro_batch_size,
         master_weights=config.actor.optim.master_weights is not False,
     )
     needed = estimate.weights + training * (estimate.gradients + estimate.optimizer)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import Field
 
-from embodrl.config.policy_card import checkpoint_name
-from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
+from embodrl.config.policy_card import checkpoint_name, policy_directory
+from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path_kind
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.errors import EmbodrlError
+from embodrl.fields import read_fields
 from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
 from embodrl.specs import ModelSpec
 
@@ -110,16 +113,36 @@ def pictures_are_not_cropped(context: Context) -> Iterator[Finding]:
 
 
 def libero_interface(context: Context) -> Interface | None:
-    """Return the conventions of a checkpoint that is of LIBERO by its name or that of its statistics.
+    """Return the conventions of a checkpoint that is of LIBERO by its name, that of its statistics or its dataset.
 
-    GR00T's were trained on data that counts the gripper from 0 (closed): github.com/RLinf/RLinf,
-    rlinf/models/embodiment/gr00t/simulation_io.py. The others' data has LIBERO's own numbers.
+    Cameras and state are not stated of data that lerobot's train_config.json alone names. GR00T's were trained on data
+    that counts the gripper from 0 (closed): github.com/RLinf/RLinf, rlinf/models/embodiment/gr00t/simulation_io.py. The
+    others' data has LIBERO's own numbers.
     """
     model = context.config.model
-    names = [model.unnorm_key or "", checkpoint_name(model)]
-    if not any("libero" in name.lower() for name in names):
-        return None
-    return replace(LIBERO, gripper=ZERO_CLOSES) if str(model.model_type).startswith("gr00t") else LIBERO
+    directory = policy_directory(model)
+    sets = [] if directory is None or model.unnorm_key is not None else _statistics(directory)
+    names = [model.unnorm_key or "", checkpoint_name(model), *(sets if len(sets) == 1 else ())]
+    if any("libero" in name.lower() for name in names):
+        return replace(LIBERO, gripper=ZERO_CLOSES) if str(model.model_type).startswith("gr00t") else LIBERO
+    trained = None if directory is None else _read(directory / "train_config.json").get("dataset")
+    name = trained.get("repo_id") if isinstance(trained, dict) else None
+    return replace(LIBERO, cameras=None, state=None) if isinstance(name, str) and "libero" in name.lower() else None
+
+
+def _statistics(directory: Path) -> list[str]:
+    """Return the names of the sets of statistics, in openpi's, RLinf's and GR00T's layouts."""
+    found = [path for depth in range(5) for path in directory.glob("*/" * depth + "norm_stats.json")]
+    of_openpi = [path.parent.relative_to(directory).as_posix() for path in found]
+    return of_openpi or [*_read(directory / "experiment_cfg" / "metadata.json"), *_read(directory / "statistics.json")]
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    """Return a JSON object; an empty one for a file that is missing, or damaged, which loading reports."""
+    try:
+        return read_fields(path).content if path_kind(str(path)) == "file" else {}
+    except (EmbodrlError, OSError):
+        return {}
 
 
 def flow_family(
