@@ -76,7 +76,7 @@ class PiProcessor:
         }
         if not self.config.adaptive_norm:
             inputs["state"] = torch.from_numpy(self._padded(state).astype(np.float32)).to(device)
-        box = picture_box(*images.shape[1:3], size, size)
+        box = picture_box(images.shape[1], images.shape[2], size, size)
         if self.config.dark_bars and box != (0, 0, size, size):
             inputs["picture_box"] = torch.tensor([box] * batch, device=device)
         return inputs
