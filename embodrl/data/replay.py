@@ -135,7 +135,9 @@ class ReplayBuffer:
 
     def checksum(self) -> int:
         """Return a number that differs where the actions or rewards of two buffers do."""
-        pieces = (self._columns[name][: self._size] for name in ("actions", "rewards") if name in self._columns)
+        pieces = (
+            self._columns[name][: self._size] for name in ("actions", "labels", "rewards") if name in self._columns
+        )
         result = 0
         for piece in pieces:
             result = zlib.crc32(piece.contiguous().numpy().tobytes(), result)

@@ -117,6 +117,7 @@ def demo_frames(demos: Demos, outcomes: Outcomes, policy: VLAPolicy) -> dict[str
     index = np.minimum(index, last[:, None])
     frames = {
         "actions": torch.from_numpy(outcomes.executed[index]),
+        "labels": torch.from_numpy(demos.actions[index]),
         "rewards": torch.from_numpy(outcomes.rewards[index] * valid),
         "valid": torch.from_numpy(valid),
         "terminated": torch.from_numpy(terminated),

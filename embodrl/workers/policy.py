@@ -16,8 +16,7 @@ from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
-from embodrl.models.memory import estimate as estimate_memory
-from embodrl.models.memory import token_counts
+from embodrl.models.memory import state_memory
 from embodrl.preflight.doctor import memory_limit_bytes
 
 logger = logging.getLogger(__name__)
@@ -65,13 +64,8 @@ def check_memory(
     device = resolve_device(config) if device is None else device
     policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
     policy.check_instructions([text for text in known_instructions(config).values() if text], len(config.env.cameras))
-    estimate = estimate_memory(
-        policy,
-        token_counts(policy, 1),
-        config.actor.micro_batch_size,
-        master_weights=config.actor.optim.master_weights is not False,
-    )
-    needed = estimate.weights + training * (estimate.gradients + estimate.optimizer)
+    weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
+    needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
         needed //= len(deployment.of("actor"))
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()

@@ -221,6 +221,18 @@ FAMILIES += [
         ("algorithm.off_policy.demos={tmp}", *SAC),
     ),
     Wrong(
+        "imitation beside PPO",
+        "algorithm.bc_coef",
+        "imitation-has-demonstrations",
+        ("algorithm.bc_coef=0.1",),
+    ),
+    Wrong(
+        "imitation of nothing",
+        "algorithm.bc_coef",
+        "imitation-has-demonstrations",
+        ("algorithm.bc_coef=0.1", *SAC),
+    ),
+    Wrong(
         "a replay buffer smaller than a rollout",
         "algorithm.off_policy.capacity",
         "replay-holds-a-rollout",

@@ -98,6 +98,21 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
+@rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type")
+def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
+    """What is imitated beside another loss is in the buffer of demonstrations."""
+    algorithm = context.config.algorithm
+    if not algorithm.bc_coef:
+        return
+    if not context.loss.off_policy:
+        message = f"loss_type '{algorithm.loss_type}' has no imitation term: demonstrations are kept by off-policy runs"
+        yield Finding("algorithm.bc_coef", message, "set it to 0", "0", others=("algorithm.loss_type",))
+    elif algorithm.off_policy.demos is None:
+        message = "there are no demonstrations to imitate"
+        hint = f"set {SECTION}.demos to a directory of `embodrl collect`, or algorithm.bc_coef=0"
+        yield Finding("algorithm.bc_coef", message, hint, "0", others=(f"{SECTION}.demos",))
+
+
 @rule("algorithm.off_policy", "env.train", "model.num_action_chunks", "algorithm.rollout_epoch")
 def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
     """A rollout, with a last observation for each chunk at worst, has room."""

@@ -122,6 +122,9 @@ class OffPolicyConfig(Section):
     utd: PositiveFloat = Field(default=1.0, le=1000, description="updates of the critics per chunk that was stored")
     policy_delay: PositiveInt = Field(default=1, description="updates of the critics per update of the actor")
     warm_up: NonNegativeInt = Field(default=1000, description="chunks that are stored before the first update")
+    critic_warm_up: NonNegativeInt = Field(
+        default=0, description="updates of the critics before the first one of the actor"
+    )
     n_step: PositiveInt = Field(default=1, le=1000, description="chunks whose rewards a target adds up")
     capacity: PositiveInt = Field(default=1_000_000, description="observations that the replay buffer keeps at most")
     memory_gb: PositiveFloat = Field(
@@ -212,6 +215,10 @@ class AlgorithmConfig(Section):
         default=None,
         description="end an update once the approximate KL per token to the policy that acted (decoupled: the proximal"
         " one) exceeds this",
+    )
+    bc_coef: NonNegativeFloat = Field(
+        default=0.0,
+        description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -10,6 +10,8 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from embodrl.algorithms.off_policy import (
     temperature_loss,
 )
 from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
-from embodrl.data.batch import Batch
 from embodrl.data.replay import ReplayBuffer, ReplayStores
 from embodrl.errors import CheckpointError, NonFiniteError
 from embodrl.hybrid_engines.base import EngineState
@@ -109,8 +110,8 @@ class OffPolicyEngine(NativeTrainEngine):
             batch = sample_transitions(stores, self.config.global_batch_size, algorithm, generator)
             metrics = self._update_critic(batch, generator)
             self.num_updates += 1
-            if self.num_updates % settings.policy_delay == 0:
-                metrics |= self._update_actor(batch, generator)
+            if self.num_updates > settings.critic_warm_up and self.num_updates % settings.policy_delay == 0:
+                metrics |= self._update_actor(batch, generator, algorithm.bc_coef)
             for name, value in metrics.items():
                 totals[name] += value
                 counts[name] += 1
@@ -130,42 +131,47 @@ class OffPolicyEngine(NativeTrainEngine):
         for group, rate in zip(self.learner.param_groups, (rates.value, alpha_lr), strict=True):
             group["lr"] = rate
 
-    def _update_critic(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
+    def _update_critic(self, batch: Transitions, generator: torch.Generator) -> dict[str, float]:
         settings = self.settings
         chosen = torch.randperm(settings.num_q, generator=generator)[: settings.subset].to(self.device)
-        batch = batch.replace(noise=self._noise(len(batch), generator))
+        noise = self._noise(len(batch), generator)
         alpha, total = float(self.log_alpha.detach().exp()), len(batch)
 
-        def loss_of(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            part = batch[rows].to(self.device)
+        def loss_of(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            part = batch.part(rows, self.device)
             with torch.no_grad():
-                seen = self.actor.features(_group(part, "next_inputs"))
-                actions, logprobs = self.actor.sample_chunk(seen, part["noise"])
-                next_q = self.target(seen, actions)[chosen]
-                target = soft_target(
-                    part["returns"], part["discount"], next_q, logprobs, alpha, settings.backup_entropy
-                )
-            q = self.critic(self.actor.features(_group(part, "inputs")), part["actions"])
+                seen = self.actor.features(part.next_inputs)
+                actions, logprobs = self.actor.sample_chunk(seen, noise[rows].to(self.device))
+                next_q = self.target(seen, actions, chosen)
+                target = soft_target(part.returns, part.discount, next_q, logprobs, alpha, settings.backup_entropy)
+            q = self.critic(self.actor.features(part.inputs), part.actions)
             loss = critic_loss(q, target).sum() / total
             return loss, {"q_mean": q.detach().mean(0).sum() / total, "target_mean": target.sum() / total}
 
         loss, metrics = self._backward(loss_of, total, self.critic_parameters)
         norm = self._step("critics", self.learner, self.critic_parameters, loss)
         soft_update(self.target.parameters(), self.critic.parameters(), settings.tau)
-        demos = float(batch["is_demo"].float().mean())
+        demos = float(batch.is_demo.float().mean())
         return {"critic_loss": loss, "critic_grad_norm": norm, "demo_share": demos, **metrics}
 
-    def _update_actor(self, batch: Batch, generator: torch.Generator) -> dict[str, float]:
-        batch = batch.replace(noise=self._noise(len(batch), generator))
+    def _update_actor(self, batch: Transitions, generator: torch.Generator, bc_coef: float) -> dict[str, float]:
+        noise = self._noise(len(batch), generator)
         alpha, total = float(self.log_alpha.detach().exp()), len(batch)
+        labelled = batch.label_mask.sum().clamp_min(1)
 
-        def loss_of(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            part = batch[rows].to(self.device)
+        def loss_of(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            part = batch.part(rows, self.device)
             with torch.no_grad():
-                seen = self.actor.features(_group(part, "inputs"))
-            actions, logprobs = self.actor.sample_chunk(seen, part["noise"])
-            losses = sac(logprobs, self.critic(seen, actions), alpha, self.settings.actor_q == "min")
-            return losses.sum() / total, {"entropy": -logprobs.detach().sum() / total}
+                seen = self.actor.features(part.inputs)
+            actions, logprobs = self.actor.sample_chunk(seen, noise[rows].to(self.device))
+            loss = sac(logprobs, self.critic(seen, actions), alpha, self.settings.actor_q == "min").sum() / total
+            metrics = {"entropy": -logprobs.detach().sum() / total}
+            if bc_coef:
+                demos = {**part.inputs, "target": part.labels, "action_mask": part.label_mask}
+                share = part.label_mask.sum() / labelled
+                bc_loss = self.policy.sft_loss(demos)[0] * share
+                loss, metrics["bc_loss"] = loss + bc_coef * bc_loss, bc_loss.detach()
+            return loss, metrics
 
         loss, metrics = self._backward(loss_of, total, self.actor_parameters)
         norm = self._step("actor", self.optimizer, self.actor_parameters, loss)
@@ -181,13 +187,13 @@ class OffPolicyEngine(NativeTrainEngine):
 
     def _backward(
         self,
-        loss_of: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]],
+        loss_of: Callable[[slice], tuple[Tensor, dict[str, Tensor]]],
         total: int,
         parameters: list[nn.Parameter],
     ) -> tuple[float, dict[str, float]]:
         """Add the gradients of the micro-batches; return the loss and the sums of their metrics."""
-        parts = torch.arange(total).split(self.config.micro_batch_size)
-        tasks = [lambda rows=rows: loss_of(rows) for rows in parts]
+        size = self.config.micro_batch_size
+        tasks = [lambda start=start: loss_of(slice(start, start + size)) for start in range(0, total, size)]
         loss, outputs = add_gradients(tasks, {p: p for p in parameters}, self.num_threads)
         return float(loss), {name: float(sum(output[name] for output in outputs)) for name in outputs[0]}
 
@@ -271,40 +277,75 @@ def _other_critics(name: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint's critics do not fit: '{name}'", HINT, code="checkpoint-mismatch")
 
 
-def _group(batch: Batch, name: str) -> dict[str, Tensor]:
-    return dict(batch[name].items())
+@dataclass(frozen=True)
+class Transitions:
+    """What an update trains on.
+
+    Attributes:
+        inputs, next_inputs: of the policy by name, ``[B,...]``.
+        actions: ``float32[B,C,A]``, as they were executed.
+        returns, discount: ``float32[B]``; see ``n_step_return``.
+        is_demo: ``bool[B]``.
+        labels, label_mask: ``float32[B,C,A]`` and ``bool[B,C]``, what the expert would do, where one was asked.
+    """
+
+    inputs: dict[str, Tensor]
+    next_inputs: dict[str, Tensor]
+    actions: Tensor
+    returns: Tensor
+    discount: Tensor
+    is_demo: Tensor
+    labels: Tensor
+    label_mask: Tensor
+
+    def __len__(self) -> int:
+        return len(self.returns)
+
+    def part(self, rows: slice, device: torch.device) -> Transitions:
+        """Return some rows, on a device."""
+        return self._each(lambda x: x[rows].to(device))
+
+    def joined(self, other: Transitions) -> Transitions:
+        """Return the rows of both."""
+        return self._each(lambda *pair: torch.cat(pair), other)
+
+    def _each(self, change: Callable[..., Tensor], *others: Transitions) -> Transitions:
+        def of(x: Tensor | dict[str, Tensor], *rest: Any) -> Any:
+            if isinstance(x, Tensor):
+                return change(x, *rest)
+            return {key: change(tensor, *(each[key] for each in rest)) for key, tensor in x.items()}
+
+        return Transitions(
+            **{name: of(x, *(getattr(other, name) for other in others)) for name, x in vars(self).items()}
+        )
 
 
 def sample_transitions(
     stores: ReplayStores, count: int, algorithm: AlgorithmConfig, generator: torch.Generator
-) -> Batch:
-    """Return ``count`` transitions, ``demo_fraction`` of them from the demonstrations.
-
-    Columns: ``inputs`` and ``next_inputs`` (groups, ``[B,...]``), ``actions float32[B,C,A]``, ``returns``, ``discount
-    float32[B]`` (see ``n_step_return``), ``is_demo bool[B]``.
-    """
+) -> Transitions:
+    """Return ``count`` transitions, ``demo_fraction`` of them from the demonstrations."""
     from_demos = round(count * algorithm.off_policy.demo_fraction) if stores.demos is not None else 0
-    parts = [_transitions(stores.online, count - from_demos, algorithm, generator, False)]
-    if stores.demos is not None and from_demos:
-        parts.append(_transitions(stores.demos, from_demos, algorithm, generator, True))
-    return Batch.concat([part for part in parts if len(part)])
+    online = _transitions(stores.online, count - from_demos, algorithm, generator, False)
+    if stores.demos is None or not from_demos:
+        return online
+    return online.joined(_transitions(stores.demos, from_demos, algorithm, generator, True))
 
 
 def _transitions(
     buffer: ReplayBuffer, count: int, algorithm: AlgorithmConfig, generator: torch.Generator, is_demo: bool
-) -> Batch:
+) -> Transitions:
     places = buffer.draw(count, generator)
     seen = buffer.window(places, algorithm.off_policy.n_step)
     per_action = algorithm.reward_type == "action_level"
     rewards, lengths = chunk_return(seen.rewards, seen.valid, algorithm.gamma, per_action)
     found = n_step_return(rewards, lengths, seen.terminated, seen.acted, algorithm.gamma)
-    return Batch(
-        {
-            "inputs": buffer.inputs(places),
-            "next_inputs": buffer.inputs(places + found.offset),
-            "actions": buffer.column("actions", places),
-            "returns": found.returns,
-            "discount": found.discount,
-            "is_demo": torch.full((count,), is_demo),
-        }
+    return Transitions(
+        inputs=buffer.inputs(places),
+        next_inputs=buffer.inputs(places + found.offset),
+        actions=buffer.column("actions", places),
+        returns=found.returns,
+        discount=found.discount,
+        is_demo=torch.full((count,), is_demo),
+        labels=buffer.column("labels" if is_demo else "actions", places),
+        label_mask=seen.valid[:, 0] & is_demo,
     )

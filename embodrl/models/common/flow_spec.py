@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,7 +14,7 @@ from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
 from embodrl.errors import EmbodrlError
 from embodrl.fields import read_fields
-from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
+from embodrl.interface import LIBERO, Interface
 from embodrl.specs import ModelSpec
 
 ACTIONS = "continuous chunk by flow matching"
@@ -115,16 +115,14 @@ def pictures_are_not_cropped(context: Context) -> Iterator[Finding]:
 def libero_interface(context: Context) -> Interface | None:
     """Return the conventions of a checkpoint that is of LIBERO by its name, that of its statistics or its dataset.
 
-    Cameras and state are not stated of data that lerobot's train_config.json alone names. GR00T's were trained on data
-    that counts the gripper from 0 (closed): github.com/RLinf/RLinf, rlinf/models/embodiment/gr00t/simulation_io.py. The
-    others' data has LIBERO's own numbers.
+    Cameras and state are not stated of data that lerobot's train_config.json alone names.
     """
     model = context.config.model
     directory = policy_directory(model)
     sets = [] if directory is None or model.unnorm_key is not None else _statistics(directory)
     names = [model.unnorm_key or "", checkpoint_name(model), *(sets if len(sets) == 1 else ())]
     if any("libero" in name.lower() for name in names):
-        return replace(LIBERO, gripper=ZERO_CLOSES) if str(model.model_type).startswith("gr00t") else LIBERO
+        return LIBERO
     trained = None if directory is None else _read(directory / "train_config.json").get("dataset")
     name = trained.get("repo_id") if isinstance(trained, dict) else None
     return replace(LIBERO, cameras=None, state=None) if isinstance(name, str) and "libero" in name.lower() else None
@@ -151,9 +149,11 @@ def flow_family(
     description: str,
     settings: type[FlowModelConfig],
     rules: tuple[RuleSet, ...],
+    recognizes: Callable[[Mapping[str, object]], bool],
     *,
     sizes: str,
     checkpoint: str,
+    interface: Callable[[Context], Interface | None] = libero_interface,
     uses_state: bool | str = True,
     max_cameras: int = 3,
     actions: str = ACTIONS,
@@ -172,11 +172,13 @@ def flow_family(
         description=description,
         settings=settings,
         rules=(rules[0], FLOW, *rules[1:]),
+        recognizes=recognizes,
         kind="flow",
+        public_layout=True,
         value_inputs=("prefix", "suffix"),
         trainable=("all", "lora", "action_expert", "head"),
         uses_state=uses_state,
-        interface=libero_interface,
+        interface=interface,
         max_cameras=max_cameras,
         parity=f"embodrl.models.{package}.parity{suffix}:run" if has_recording else "",
         sizes=sizes,

@@ -40,15 +40,20 @@ class QEnsemble(nn.Module):
             weight.data.uniform_(-bound, bound, generator=generator)
             bias.data.uniform_(-bound, bound, generator=generator)
 
-    def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """``float32[B,F]`` and ``float32[B,C,A]`` to values ``float32[E,B]``."""
-        x = torch.cat([features, actions.flatten(1)], -1).expand(len(self.weights[0]), -1, -1)
+    def forward(self, features: Tensor, actions: Tensor, chosen: Tensor | None = None) -> Tensor:
+        """``float32[B,F]`` and ``float32[B,C,A]`` to values ``float32[E,B]``; ``chosen`` critics only, if given."""
+
+        def part(parameter: Tensor) -> Tensor:
+            return parameter if chosen is None else parameter[chosen]
+
+        x = torch.cat([features, actions.flatten(1)], -1)
+        x = x.expand(len(self.weights[0]) if chosen is None else len(chosen), -1, -1)
         last = len(self.weights) - 1
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            x = torch.baddbmm(bias, x, weight)
+            x = torch.baddbmm(part(bias), x, part(weight))
             if index == last:
                 break
             if len(self.scales):
-                x = F.layer_norm(x, x.shape[-1:]) * self.scales[index] + self.shifts[index]
+                x = torch.addcmul(part(self.shifts[index]), F.layer_norm(x, x.shape[-1:]), part(self.scales[index]))
             x = F.relu(x)
         return x.squeeze(-1)

@@ -44,6 +44,7 @@ def buffer_of(count: int, seed: int = 0) -> ReplayBuffer:
             "inputs.state": torch.randn(count, 8, generator=random),
             "inputs.images": torch.randint(0, 256, (count, 1, 8, 8, 3), generator=random, dtype=torch.uint8),
             "actions": torch.rand(count, 2, 7, generator=random) * 2 - 1,
+            "labels": torch.rand(count, 2, 7, generator=random) * 2 - 1,
             "rewards": torch.randn(count, 2, generator=random) * acted[:, None],
             "valid": acted[:, None].expand(count, 2),
             "terminated": torch.zeros(count, dtype=torch.bool),
@@ -83,7 +84,7 @@ def test_critics_train_the_encoder_and_the_actor_does_not() -> None:
     before = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
     critics = copy.deepcopy(engine.critic)
     engine._set_rates(engine_rates())
-    engine._update_actor(batch, generator())
+    engine._update_actor(batch, generator(), 0.0)
     moved = {name for name, p in engine.policy.named_parameters() if not torch.equal(p, before[name])}
     assert moved and not any(".vision." in name for name in moved)
     assert all(torch.equal(a, b) for a, b in zip(critics.parameters(), engine.critic.parameters(), strict=True))
@@ -122,10 +123,47 @@ def test_demonstrations_are_a_share_of_every_batch() -> None:
     algorithm = config_of(demo_fraction=0.25).algorithm
     stores = ReplayStores(buffer_of(60), buffer_of(30, seed=1))
     batch = sample_transitions(stores, 40, algorithm, generator())
-    assert len(batch) == 40 and int(batch["is_demo"].sum()) == 10
+    assert len(batch) == 40 and int(batch.is_demo.sum()) == 10 and torch.equal(batch.label_mask.any(1), batch.is_demo)
     known = stores.demos.inputs(torch.arange(30))["state"]
-    for state, is_demo in zip(batch["inputs"]["state"], batch["is_demo"], strict=True):
+    for state, is_demo in zip(batch.inputs["state"], batch.is_demo, strict=True):
         assert bool((known == state).all(1).any()) == bool(is_demo)
+
+
+def test_the_actor_imitates_the_labels_of_demonstrations() -> None:
+    """The gradient grows by ``bc_coef`` times that of the mean squared error over the demonstrations alone."""
+    algorithm = config_of(demo_fraction=0.25).algorithm
+    batch = sample_transitions(ReplayStores(buffer_of(60), buffer_of(30, seed=1)), 8, algorithm, generator())
+
+    def gradients(bc_coef: float) -> list[torch.Tensor]:
+        engine = engine_of(config_of(alpha_lr=None))
+        kept: list[torch.Tensor] = []
+        engine._step = lambda who, optimizer, parameters, loss: kept.extend(p.grad for p in parameters) or 0.0  # type: ignore[method-assign]
+        metrics = engine._update_actor(batch, generator(), bc_coef)
+        assert ("bc_loss" in metrics) == bool(bc_coef)
+        return kept
+
+    engine = engine_of(config_of())
+    greedy = torch.tanh(engine.policy.model.distribution(engine.actor.features(batch.inputs)).mean)
+    error = (greedy - batch.labels)[batch.is_demo].square().mean()
+    expected = torch.autograd.grad(error, engine.actor_parameters, allow_unused=True)
+    for without, with_it, own in zip(gradients(0.0), gradients(0.5), expected, strict=True):
+        torch.testing.assert_close(with_it - without, 0.5 * own, rtol=1e-3, atol=1e-6)
+
+
+def test_the_actor_waits_for_the_critics() -> None:
+    config = config_of(critic_warm_up=10)  # of 15 updates
+    engine = engine_of(config)
+    steps: list[int] = []
+    update = engine._update_actor
+    engine._update_actor = lambda *a: steps.append(engine.num_updates) or update(*a)  # type: ignore[method-assign]
+    engine.learn(ReplayStores(buffer_of(60)), config.algorithm, generator())
+    assert steps == [12, 14]
+
+
+def test_some_critics_are_asked_alone() -> None:
+    critics, chosen = engine_of(config_of()).critic, torch.tensor([2, 0])
+    seen, actions = torch.randn(5, engine_of(config_of()).actor.feature_dim), torch.randn(5, 2, 7)
+    torch.testing.assert_close(critics(seen, actions, chosen), critics(seen, actions)[chosen])
 
 
 @pytest.mark.parametrize("alpha_lr", [1e-2, None])

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import LlamaForCausalLM
 
 from embodrl.hybrid_engines.training.megatron.core import tensor_group
 from embodrl.hybrid_engines.training.megatron.llama import ParallelAttention, ParallelLlama
+from embodrl.models.common.llama import Llama
 
 Select = Callable[[Tensor], Tensor]
 
@@ -97,7 +97,7 @@ def _gate_up(prefix: str, width: int) -> list[Piece]:
 
 def llama_pieces(model: ParallelLlama) -> dict[str, list[Piece]]:
     """Return what every parameter of the model holds, by its name, in the names of the public layout."""
-    width = model.config.hidden_size
+    width = model.spec.hidden_size
     pieces = {
         "model.embed_tokens.weight": _one("model.embed_tokens.weight", 0),
         "model.norm.weight": _one("model.norm.weight", None),
@@ -158,7 +158,7 @@ def publish(
 
 
 @torch.no_grad()
-def parallelize(public: LlamaForCausalLM) -> ParallelLlama:
+def parallelize(public: Llama) -> ParallelLlama:
     """Return this process's part of a Llama, which is emptied layer by layer: it must not be used afterwards.
 
     What trains, and the device, stay the same. At most one layer is held twice.
