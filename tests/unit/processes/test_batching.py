@@ -11,7 +11,7 @@ from embodrl.processes.batching import BatchPump, Request
 
 
 class Doubling(BatchPump[int, int]):
-    """Doubles; fails where it is told to."""
+    """Doubles, and fails where a test wants it to."""
 
     fails = ""
 
