@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,23 +113,44 @@ class ModelCore(BatchPump[_Query, Chunk]):
             ServingError: the server is stopping, or the policy failed.
             EmbodrlError: the observation does not fit the policy.
         """
-        if self.is_stopping:
-            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
-        arrived = time.perf_counter()
-        self._note(client, arrived)
-        self._in_flight += 1
-        self._idle.clear()
-        self._arrival.set()
-        try:
+        with self._under_way():
+            arrived = time.perf_counter()
+            self._note(client, arrived)
+            self._arrival.set()
             chunk = await self.submit(Request(_Query(observation, arrived)))
-        finally:
-            self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
         total_s = time.perf_counter() - arrived
         self.metrics.count("requests_total", protocol)
         self.metrics.took(total_s)
         return Chunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
+
+    async def roll_out(self, compute: Callable[[], PolicyOutput]) -> PolicyOutput:
+        """Return what ``compute`` does with the engine, in a thread: a batch that a run has formed itself.
+
+        Raises:
+            ServingError: the server is stopping.
+            EmbodrlError: the observations do not fit the policy.
+        """
+        with self._under_way():
+            await self._running.wait()
+            return await asyncio.to_thread(compute)
+
+    @contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Count a request, which ``drain`` waits for.
+
+        Raises:
+            ServingError: the server is stopping.
+        """
+        if self.is_stopping:
+            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
     def _note(self, client: object, now: float) -> None:
         self._active[client] = now
