@@ -125,6 +125,7 @@ class SimulatorSpec(Spec):
         needs: Python modules.
         extra: of embodrl, which installs them.
         isolated: ``embodrl env install NAME`` installs it into a Python environment of its own.
+        imports: modules whose import proves there that the packages fit each other.
         draws_with: vulkan, mujoco, or "" if nothing is checked.
         probe: ``probe(settings, python)``, from the section ``env`` (None: `embodrl doctor` without a configuration)
             and the simulators' interpreter (None: this one) to pairs of what is missing and how to get it; or
@@ -160,6 +161,7 @@ class SimulatorSpec(Spec):
     needs: tuple[str, ...] = ()
     extra: str = ""
     isolated: bool = False
+    imports: tuple[str, ...] = ()
     draws_with: str = ""
     probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
     warnings: str = ""

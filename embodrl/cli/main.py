@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
 from typing import Annotated
 
 import typer
@@ -99,6 +102,11 @@ add(app, parity)
 
 def main() -> None:
     """Run the command line. What a signal has stopped ends soon: its time is limited."""
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name) == "0":  # of terminals without a size: nothing would be shown
+            del os.environ[name]
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # there is no stderr
+        faulthandler.enable()  # a crash of native code shows the stack
     own_process()  # not where the commands are called by a process of somebody else, such as a test
     try:
         app(prog_name="embodrl")

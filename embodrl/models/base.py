@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadReport:
-    """What became of each name in a checkpoint.
+    """How each name in a checkpoint was used.
 
     Attributes:
         source: directory or hub id.

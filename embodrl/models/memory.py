@@ -92,6 +92,15 @@ def estimate(
         gradient_checkpointing: blocks keep their input only, and one at a time is computed again.
         master_weights: weights in half precision that train have a float32 copy.
     """
+    kept = _Kept(policy, tokens, compute_dtype)
+    activations = kept.checkpointed() if gradient_checkpointing else kept.all()
+    return TrainingMemory(*state_memory(policy, compute_dtype, master_weights), micro_batch_size * activations)
+
+
+def state_memory(
+    policy: VLAPolicy, compute_dtype: torch.dtype = torch.float32, master_weights: bool = True
+) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer; arguments as of ``estimate``."""
     trained = [p for group in policy.trainable_groups().values() for p in group]
     weights = sum(_bytes(tensor) for tensor in (*policy.parameters(), *policy.buffers()))
     weights += sum(
@@ -103,9 +112,7 @@ def estimate(
     halves = [p for p in trained if master_weights and p.dtype.itemsize < FLOAT32_BYTES]
     optimizer = ADAMW_MOMENTS * (gradients - sum(map(_bytes, halves)))
     optimizer += (ADAMW_MOMENTS + 1) * FLOAT32_BYTES * sum(p.numel() for p in halves)
-    kept = _Kept(policy, tokens, compute_dtype)
-    activations = kept.checkpointed() if gradient_checkpointing else kept.all()
-    return TrainingMemory(weights, gradients, optimizer, micro_batch_size * activations)
+    return weights, gradients, optimizer
 
 
 def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, int]]:

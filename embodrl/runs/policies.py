@@ -18,7 +18,6 @@ from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
 from embodrl.hub import parse
-from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
 from embodrl.runs.load import load_config
@@ -87,6 +86,8 @@ class PolicySource:
             return build_policy(config, device)
         policy = build_policy(drop_missing_warm_start(config), device)
         if self.checkpoint.state.flag("sharded", False):
+            from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole  # see sharding
+
             read_whole(self.checkpoint.path, "policy", policy.state_dict())
         else:
             policy.load_state_dict(self.checkpoint.tensors("policy"))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING
 
 from embodrl import __version__
 from embodrl.errors import ServingError, WireError
@@ -21,7 +21,10 @@ from embodrl.serving.listener import Handler, HttpListener, Service
 from embodrl.serving.rollout import answer_of, computation
 from embodrl.serving.session import Session
 from embodrl.serving.weights import stable_directory
-from embodrl.wire.codec import openpi_default, openpi_envelope, pack, read_json, unpack, write_json
+from embodrl.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
+
+if TYPE_CHECKING:
+    from aiohttp.web import Request, StreamResponse
 
 MSGPACK = "application/msgpack"
 MAX_NAME = 200
@@ -53,10 +56,10 @@ class ApiListener(HttpListener):
             *(("GET", path, handler) for path, handler in gets),
         ]
 
-    def _posted(self, answer: Any) -> Handler:
+    def _posted(self, answer: Callable[[Message, Request], Awaitable[Mapping[str, object]]]) -> Handler:
         """Return a handler that decodes the body, and encodes what ``answer`` makes of it."""
 
-        async def handler(request: Any) -> Any:
+        async def handler(request: Request) -> StreamResponse:
             is_msgpack = request.content_type == MSGPACK
             try:
                 body = await request.read()
@@ -77,7 +80,7 @@ class ApiListener(HttpListener):
 
         return handler
 
-    async def _act(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _act(self, message: Message, request: Request) -> dict[str, object]:
         observation = self.keys.observation(message.get("observation", message))
         name = message.get("session")
         if name is not None:
@@ -101,15 +104,15 @@ class ApiListener(HttpListener):
         self._sessions.move_to_end(name)
         return self._sessions[name]
 
-    async def _roll_out(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _roll_out(self, message: Message, request: Request) -> dict[str, object]:
         output = await self.core.roll_out(computation(self.core.engine, message))
         return {**answer_of(output), "instance": self._instance}
 
-    async def _reset(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _reset(self, message: Message, request: Request) -> dict[str, object]:
         self._session(message.get("session")).reset()
         return {"policy_version": self.core.version}
 
-    async def _weights(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _weights(self, message: Message, request: Request) -> dict[str, object]:
         directory = stable_directory(message.get("directory"))
         report = await asyncio.to_thread(self.service.source.take, directory)
         if report is None and self.service.source.has_taken(directory):
@@ -120,18 +123,18 @@ class ApiListener(HttpListener):
         moved = {"num_tensors": report.num_tensors, "num_bytes": report.num_bytes}
         return {"policy_version": report.version, **moved, "instance": self._instance}
 
-    async def _pause(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _pause(self, message: Message, request: Request) -> dict[str, object]:
         self.core.pause()
         return {"paused": True, "policy_version": self.core.version}
 
-    async def _resume(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _resume(self, message: Message, request: Request) -> dict[str, object]:
         self.core.resume()
         return {"paused": False, "policy_version": self.core.version}
 
-    async def _info(self, request: Any) -> Any:
+    async def _info(self, request: Request) -> StreamResponse:
         content = self.service.info(self.keys) | {"paused": self.core.is_paused, "version": __version__}
         return self.web.json_response(content)
 
-    async def _openapi(self, request: Any) -> Any:
+    async def _openapi(self, request: Request) -> StreamResponse:
         text = (files("embodrl.serving") / "openapi.json").read_text(encoding="utf-8")
         return self.web.Response(text=text, content_type="application/json")

@@ -90,9 +90,9 @@ class WeightFollower(threading.Thread):
             self._stopped.wait(LOOK_S)
 
     def stop(self) -> None:
-        """End after the present look."""
+        """End after the present look, which may hang where its file system does."""
         self._stopped.set()
-        self.join()
+        self.join(2 * LOOK_S)
 
 
 def stable_directory(text: object) -> Path:

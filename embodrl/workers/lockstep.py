@@ -29,7 +29,7 @@ NO_VERSION = -1
 
 @dataclass
 class EpisodeStats:
-    """What became of the episodes that ended in a rollout.
+    """Outcomes of the episodes that ended in a rollout.
 
     Attributes:
         successes, episodes: how many, without those that were lost.

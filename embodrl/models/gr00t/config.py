@@ -29,7 +29,7 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import stats_content, stats_sets
-from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+from embodrl.models.common.patches import SO400M_224, SiglipSpec
 from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tFeatureBlocks, Gr00tSizes
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.schema import GrootKeysConfig, ModelConfig, PositiveFloat
+from embodrl.config.schema import GrootKeysConfig, ModelConfig, NonNegativeFloat, PositiveFloat
 from embodrl.specs import ModelSpec
 
 SCHEMES = ("ws", "wss", "http", "https", "tcp", "zmq")
@@ -29,6 +29,9 @@ class RemoteConfig(ModelConfig):
         " of the server, which openpi's own does not tell",
     )
     answer_timeout_s: PositiveFloat = Field(default=60.0, description="for the connection, and for each answer")
+    reconnect_timeout_s: NonNegativeFloat = Field(
+        default=120.0, description="seconds in which a server that is gone is connected to again; 0: not at all"
+    )
 
 
 RULES = RuleSet()

@@ -37,6 +37,7 @@ def servers(monkeypatch, *ports: int, count: int = 1):
     monkeypatch.setattr("served.MeanPolicy", Drawing)
     monkeypatch.setenv("EMBODRL_TOKEN", TOKEN)
     loop, ready = asyncio.new_event_loop(), threading.Event()
+    monkeypatch.setattr(loop, "add_signal_handler", lambda *arguments: None)  # the main thread has them
     urls, ends, tasks = [], [], []
 
     async def one(number: int) -> None:
