@@ -51,7 +51,7 @@ def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], str, b
         raise _refused("has no seed for each row")
     if mode not in ("train", "eval") or type(compute_values) is not bool:
         raise _refused("has no mode, or does not say whether values are asked for")
-    return Observation(images, state, texts, np.zeros(rows, np.int32)), seeds, mode, compute_values
+    return Observation(images.copy(), state.copy(), texts, np.zeros(rows, np.int32)), seeds, mode, compute_values
 
 
 def computation(engine: RolloutEngine, message: Mapping[str, Any]) -> Callable[[], PolicyOutput]:

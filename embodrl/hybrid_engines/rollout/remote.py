@@ -208,15 +208,11 @@ class RemoteRolloutEngine(NativeRolloutEngine):
                         raise RemotePolicyError(message, hint, code="remote-unreachable") from error
                     given_up.wait(_PAUSE_S)
                 continue
-            self._revive(server)
+            if server.is_gone:
+                logger.warning("%s answers again", server.url)
+                server.is_gone = False
             return answer
         raise InterruptedError
-
-    def _revive(self, server: RolloutServer) -> None:
-        """Let all servers be tried again once one that was gone answers, and now and then."""
-        if server.is_gone:
-            logger.warning("%s answers again", server.url)
-            server.is_gone = False
 
     def update_weights(self, weights: Any, version: int) -> None:
         super().update_weights(weights, version)
@@ -242,14 +238,12 @@ def _output(answer: Mapping[str, Any]) -> PolicyOutput:
     Raises:
         RemotePolicyError: something is missing or of another type.
     """
-    inputs, arrays = answer.get("forward_inputs"), (answer.get("actions"), answer.get("logprobs"))
-    values = answer.get("values")
-    is_whole = isinstance(inputs, Mapping) and all(isinstance(each, np.ndarray) for each in (*arrays, *inputs.values()))
+    actions, logprobs, values = (answer.get(name) for name in ("actions", "logprobs", "values"))
+    inputs = answer.get("forward_inputs")
+    tensors = {"logprobs": logprobs, **inputs} if isinstance(inputs, Mapping) else {"logprobs": None}
+    is_whole = all(isinstance(each, np.ndarray) for each in (actions, *tensors.values()))
     if not is_whole or not isinstance(values, np.ndarray | None):
         raise RemotePolicyError("a server's answer lacks actions, log-probs or inputs", "", code="remote-refused")
-    return PolicyOutput(
-        arrays[0],
-        torch.from_numpy(arrays[1].copy()),
-        None if values is None else torch.from_numpy(values.copy()),
-        {str(name): torch.from_numpy(array.copy()) for name, array in inputs.items()},
-    )
+    found = {str(name): torch.from_numpy(np.array(array)) for name, array in tensors.items()}
+    worth = None if values is None else torch.from_numpy(np.array(values))
+    return PolicyOutput(np.asarray(actions), found.pop("logprobs"), worth, found)
