@@ -64,7 +64,7 @@ def rows(directory: Path) -> list[dict]:
 
 def wait_for(run: Path, train: subprocess.Popen, iterations: int) -> None:
     while len(rows(run)) <= iterations:
-        assert train.poll() is None, "it has ended"
+        assert train.poll() is None, (run.parent / "train.log").read_text()
         time.sleep(0.05)
 
 
