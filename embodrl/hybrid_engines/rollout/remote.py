@@ -124,7 +124,7 @@ class RolloutServer:
         except (OSError, http.client.HTTPException) as error:
             raise ServerGone(f"{self.url}: {error}") from error
         if not isinstance(found, Mapping):
-            raise RemotePolicyError(f"{self.url}{path} answered what is no map", "", code="remote-refused")
+            raise RemotePolicyError(f"{self.url}{path} answered something that is not a map", "", code="remote-refused")
         return found
 
 
@@ -170,7 +170,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
             ]
             try:
                 outputs = [_output(each.result()) for each in asked]
-            except BaseException:  # a signal, too: the threads must not go on waiting; raised again
+            except BaseException:  # a signal, too: the threads must stop waiting; raised again
                 given_up.set()
                 raise
             return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=self.version)
@@ -200,7 +200,7 @@ class RemoteRolloutEngine(NativeRolloutEngine):
                     logger.warning("a rollout server does not answer; the others act for it (%s)", error)
                 server.is_gone = True
                 turn += 1
-                if (turn - first) % len(self._servers) == 0:  # nobody is there
+                if (turn - first) % len(self._servers) == 0:  # all of them are gone
                     if time.monotonic() > deadline:
                         limit = f"{self._settings.timeout_s:g} s (rollout.remote.timeout_s)"
                         hint = "start the servers again, and resume the run"
