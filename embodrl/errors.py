@@ -337,6 +337,10 @@ class ServingError(EmbodrlError):
     """A policy server can't start, or can't answer."""
 
 
+class StoreError(EmbodrlError):
+    """A store that processes share can't be reached, or holds what does not fit."""
+
+
 class ChannelError(EmbodrlError):
     """A channel can't do what is asked of it."""
 

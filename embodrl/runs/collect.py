@@ -43,10 +43,14 @@ class StepwiseActor:
         engine: the policy.
         num_envs: B.
         sample: draw actions, as rollouts do, instead of taking the most probable ones.
+
+    Attributes:
+        versions: for each environment, number of updates behind the weights that chose its last action.
     """
 
     def __init__(self, engine: RolloutEngine, num_envs: int, sample: bool) -> None:
         self.engine, self.sample = engine, sample
+        self.versions = [0] * num_envs
         self._left: list[list[tuple[NDArray[np.float32], np.float32 | None]]] = [[] for _ in range(num_envs)]
 
     def begin(self, rows: NDArray[np.int64]) -> None:
@@ -64,6 +68,7 @@ class StepwiseActor:
             for number, row in enumerate(empty):
                 known = [None] * len(output.actions[number]) if each is None else list(each[number])
                 self._left[row] = list(zip(output.actions[number], known, strict=True))
+                self.versions[row] = output.version
         actions, log_probs = zip(*(left.pop(0) for left in self._left), strict=True)
         return np.stack(actions), list(log_probs)
 

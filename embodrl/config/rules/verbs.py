@@ -8,7 +8,7 @@ from typing import Literal
 from embodrl.config.nodes import Node, walk
 from embodrl.config.rules.base import Finding
 
-Verb = Literal["train", "eval", "collect", "record", "sft", "plan", "serve"]
+Verb = Literal["train", "eval", "collect", "record", "sft", "plan", "serve", "store"]
 """``record`` is `embodrl collect` with a policy in place of the experts."""
 COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
 """What a verb is called, where it is not its own name."""
@@ -39,8 +39,8 @@ _SCHEDULE = (
 )
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("env.eval.total_num_envs", "collect", "sft", "serve"),
-    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve"),
+    "train": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
+    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
@@ -48,7 +48,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"runner.{name}" for name in _TRAINING_LOOP),
         *_CLUSTER,
         *("rollout.publish_weights", "runner.name", "runner.stop_timeout_s"),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve", "store"),
     ),
     "collect": (
         *_ALGORITHM,
@@ -56,7 +56,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "actor", "rollout"),
-        *("model", "collect.sample", "sft", "serve"),
+        *("model", "collect.sample", "sft", "serve", "store"),
     ),
     "record": (
         *_ALGORITHM,
@@ -65,7 +65,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "rollout.publish_weights"),
-        *("collect.noise_std", "collect.noise_fraction", "sft", "serve"),
+        *("collect.noise_std", "collect.noise_fraction", "sft", "serve", "store"),
     ),
     "sft": (
         *_ALGORITHM,
@@ -74,7 +74,20 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
-        *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve"),
+        *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
+    ),
+    "store": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *_CLUSTER,
+        *("env.train.auto_reset", "env.train.ignore_terminations", "rollout.publish_weights", "collect.sample"),
+        *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
+        *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
+        *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
+        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve"),
+        *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
+        *("sft.save_interval", "sft.eval_interval"),
+        *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),
     ),
     "serve": (
         *_ALGORITHM,
@@ -87,7 +100,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *("cluster.heartbeat_timeout_s", "cluster.restart_window_s", "env.max_abs_state", "rollout.publish_weights"),
         *(f"runner.{name}" for name in ("name", "output_dir", "stop_timeout_s", "logger")),
-        *("protocol", "collect", "sft"),
+        *("protocol", "collect", "sft", "store"),
     ),
 }
 """Sections and keys that a verb ignores."""
@@ -97,6 +110,7 @@ READ: dict[Verb, tuple[str, ...]] = {
     "record": ("env.eval.num_episodes", "env.eval.seed", "algorithm.sampling"),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
+    "store": ("algorithm.sampling",),
 }
 """Exceptions: keys below those of ``UNREAD`` that the verb does read."""
 

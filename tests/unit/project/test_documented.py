@@ -36,6 +36,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("collect",): "collect",
     ("plan", "train"): "plan",
     ("serve",): "serve",
+    **{("store", name): "store" for name in ("collect", "train", "eval", "status")},
     ("profile",): "train",
     ("config", "validate"): None,
     ("config", "show"): None,
