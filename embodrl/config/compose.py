@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key
+from embodrl.config.foreign import advice
 from embodrl.config.nodes import (
     MAX_DEPTH,
     Node,
@@ -243,6 +244,7 @@ def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:
     message = f"there is no preset '{shown}' in the group '{group}'"
     near = nearest(shown, names)
     hint = f"write {group}={near}; see `embodrl list presets`" if near else "see `embodrl list presets`"
+    near, hint = advice(group, shown) or (near, hint)
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
         hint = "write the name of a preset; a YAML file of your own is given with --config FILE"

@@ -424,9 +424,12 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
         message = f"importing '{name}' failed: {error.message}"
         return ConfigProblem("extensions", message, origin, hint=error.hint, code=error.code)
     except Exception as error:  # noqa: BLE001  (a custom module may raise anything; it is reported)
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith("<frozen")]
+        if isinstance(error, SyntaxError) and error.filename:
+            places.append((error.filename, error.lineno))
         message = f"importing '{name}' failed: {type(error).__name__}: {error}"
-        return problem(message, f"see {last.filename}, line {last.lineno}")
+        return problem(message, "see {}, line {}".format(*places[-1]))
     if is_first and _registered() == known:
         WITHOUT_ENTRIES.add(name)
     return None

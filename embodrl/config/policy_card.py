@@ -30,12 +30,11 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         facts: further ones, e.g. ``iteration`` and versions.
     """
     env, settings = config.env, config.env.model_dump(mode="json")
-    known = ENVS.entry(env.env_type).instructions() if env.env_type in ENVS else {}
     return {
         "env_type": env.env_type,
         "env_id": settings.get("id"),
         "tasks": list(env.tasks),
-        "instructions": {task: settings.get("instruction") or known.get(task, "") for task in env.tasks},
+        "instructions": known_instructions(config),
         "cameras": [{key: view.get(key) for key in CAMERA_KEYS} for view in settings["cameras"]],
         "interface": _interface(config),
         "num_action_chunks": config.model.num_action_chunks,
@@ -43,6 +42,13 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         "seed": config.runner.seed,
         **facts,
     }
+
+
+def known_instructions(config: Config) -> dict[str, str]:
+    """Return the tasks with their instructions, as far as they are known without the simulator, else ""."""
+    env = config.env
+    known = ENVS.entry(env.env_type).instructions() if env.env_type in ENVS else {}
+    return {task: env.model_dump().get("instruction") or known.get(task, "") for task in env.tasks}
 
 
 def _interface(config: Config) -> dict[str, object] | None:

@@ -105,6 +105,13 @@ class VLAPolicy(nn.Module, ABC):
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
+    def check_instructions(self, instructions: Sequence[str], num_cameras: int) -> None:
+        """Refuse, on the meta device, an instruction whose prompt is too long; nothing where prompts have the state.
+
+        Raises:
+            EmbodrlError: see above.
+        """
+
     @abstractmethod
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return model inputs, batch first, of fixed shape; images stay uint8. On the policy's device."""

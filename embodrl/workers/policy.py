@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from embodrl.config.policy_card import known_instructions
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
@@ -41,7 +42,7 @@ def resolve_device(config: Config) -> torch.device:
 def check_memory(
     config: Config, deployment: Deployment, training: bool = True, device: torch.device | None = None
 ) -> None:
-    """Refuse a model whose weights, gradients and optimizer can't fit, from its shapes alone.
+    """Refuse a model whose weights, gradients and optimizer, or prompts, can't fit, from its shapes and files alone.
 
     A checkpoint on the hub is not looked at: only its files tell its size.
 
@@ -52,7 +53,7 @@ def check_memory(
         device: of the policy; None takes that of the configuration.
 
     Raises:
-        EmbodrlError: the device has less memory.
+        EmbodrlError: the device has less memory, or an instruction of the tasks is longer than a prompt may be.
         CheckpointError: see the family's builder.
     """
     model = config.model
@@ -62,6 +63,7 @@ def check_memory(
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
     policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
+    policy.check_instructions([text for text in known_instructions(config).values() if text], len(config.env.cameras))
     weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
     needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":

@@ -169,6 +169,18 @@ def test_only_the_cause_is_reported_if_an_extension_fails(tmp_path: Path, monkey
     assert problem.code == "extension-import" and problem.hint.endswith("ext_broken.py, line 2")
 
 
+@pytest.mark.parametrize("text", ["x = 1\nx ==== 2\n", "x = 1\nimport a_module_that_is_not_there\n"])
+def test_the_line_of_an_extension_that_cannot_be_imported_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ext_unreadable.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_config(["env=toy", "extensions=[ext_unreadable]"])
+    [problem] = caught.value.problems
+    assert problem.code == "extension-import" and problem.hint.endswith("ext_unreadable.py, line 2")
+
+
 def test_an_unknown_key_is_still_reported_beside_a_broken_extension_if_the_environment_is_known() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(["extensions=[no_such_module]", "env=toy", "env.my_gain=3", "model.warm_start=null"])

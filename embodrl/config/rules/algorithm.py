@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from embodrl.config.foreign import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
@@ -27,6 +28,7 @@ def parts_are_registered(context: Context) -> Iterator[Finding]:
         elif name not in table:
             near = nearest(name, table.names())
             hint = f"write algorithm.{key}={near}" if near else "see `embodrl list algorithms`"
+            near, hint = advice(f"algorithm.{key}", name) or (near, hint)
             yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", hint, ", ".join(table), near)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal, Protocol
 
 from pydantic import Field
 
-from embodrl.config.policy_card import checkpoint_name
-from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
+from embodrl.config.policy_card import checkpoint_name, policy_directory
+from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path_kind
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.errors import EmbodrlError
+from embodrl.fields import read_fields
 from embodrl.interface import LIBERO, Interface
 from embodrl.specs import ModelSpec
 
@@ -109,10 +113,34 @@ def pictures_are_not_cropped(context: Context) -> Iterator[Finding]:
 
 
 def libero_interface(context: Context) -> Interface | None:
-    """Return the conventions of a checkpoint that is of LIBERO by its name or that of its statistics."""
+    """Return the conventions of a checkpoint that is of LIBERO by its name, that of its statistics or its dataset.
+
+    Cameras and state are not stated of data that lerobot's train_config.json alone names.
+    """
     model = context.config.model
-    names = [model.unnorm_key or "", checkpoint_name(model)]
-    return LIBERO if any("libero" in name.lower() for name in names) else None
+    directory = policy_directory(model)
+    sets = [] if directory is None or model.unnorm_key is not None else _statistics(directory)
+    names = [model.unnorm_key or "", checkpoint_name(model), *(sets if len(sets) == 1 else ())]
+    if any("libero" in name.lower() for name in names):
+        return LIBERO
+    trained = None if directory is None else _read(directory / "train_config.json").get("dataset")
+    name = trained.get("repo_id") if isinstance(trained, dict) else None
+    return replace(LIBERO, cameras=None, state=None) if isinstance(name, str) and "libero" in name.lower() else None
+
+
+def _statistics(directory: Path) -> list[str]:
+    """Return the names of the sets of statistics, in openpi's, RLinf's and GR00T's layouts."""
+    found = [path for depth in range(5) for path in directory.glob("*/" * depth + "norm_stats.json")]
+    of_openpi = [path.parent.relative_to(directory).as_posix() for path in found]
+    return of_openpi or [*_read(directory / "experiment_cfg" / "metadata.json"), *_read(directory / "statistics.json")]
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    """Return a JSON object; an empty one for a file that is missing, or damaged, which loading reports."""
+    try:
+        return read_fields(path).content if path_kind(str(path)) == "file" else {}
+    except (EmbodrlError, OSError):
+        return {}
 
 
 def flow_family(

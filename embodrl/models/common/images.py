@@ -112,15 +112,21 @@ def resize_with_pad(images: Tensor, height: int, width: int, antialias: bool = T
     bars can't be equal, the thinner one above or left. Without ``antialias`` as lerobot: torch's bilinear interpolation
     of the nearest pixels, here rounded to whole levels.
     """
-    ratio = max(images.shape[2] / width, images.shape[1] / height)
-    inner_height, inner_width = int(images.shape[1] / ratio), int(images.shape[2] / ratio)
-    resized = (_resize if antialias else _interpolate)(images, inner_height, inner_width, _BILINEAR)
-    if (inner_height, inner_width) == (height, width):
+    top, left, bottom, right = picture_box(images.shape[1], images.shape[2], height, width)
+    resized = (_resize if antialias else _interpolate)(images, bottom - top, right - left, _BILINEAR)
+    if resized.shape[1:3] == (height, width):
         return resized
-    top, left = (height - inner_height) // 2, (width - inner_width) // 2
     padded = images.new_zeros(len(images), height, width, 3)
-    padded[:, top : top + inner_height, left : left + inner_width] = resized
+    padded[:, top:bottom, left:right] = resized
     return padded
+
+
+def picture_box(rows: int, columns: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """Return top, left, bottom and right of a picture of ``rows x columns`` after ``resize_with_pad``."""
+    ratio = max(columns / width, rows / height)
+    inner_height, inner_width = int(rows / ratio), int(columns / ratio)
+    top, left = (height - inner_height) // 2, (width - inner_width) // 2
+    return top, left, top + inner_height, left + inner_width
 
 
 def center_crop_area(images: Tensor, area: float = 0.9) -> Tensor:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from embodrl.errors import CheckpointError, EmbodrlError
+
+LEAST_USED = 0.9
+"""Embeddings are padded to a round number at most: Llama's has 32064 rows for 32000 ids, PaliGemma's as many as ids."""
+
+logger = logging.getLogger(__name__)
 
 
 def check_cameras(found: int, most: int | None = None) -> None:
@@ -29,7 +36,7 @@ def check_prompt(instruction: str, num_tokens: int, most: int, hint: str) -> Non
 
 
 def check_vocabulary(source: object, num_ids: int, most: int, hint: str = "use the model's own tokenizer") -> None:
-    """Refuse a tokenizer with more ids than the model has embeddings.
+    """Refuse a tokenizer with more ids than the model has embeddings, and warn of one with far fewer.
 
     Raises:
         CheckpointError: see above; names ``source``.
@@ -37,3 +44,12 @@ def check_vocabulary(source: object, num_ids: int, most: int, hint: str = "use t
     if num_ids > most:
         message = f"the tokenizer of {source} has {num_ids} ids, the model {most}"
         raise CheckpointError(message, hint, code="tokenizer-mismatch")
+    if num_ids < LEAST_USED * most:
+        logger.warning(
+            "the tokenizer of %s has %d ids, and the model %d embeddings: it is not the model's own, and its prompts"
+            " mean nothing to trained weights; %s",
+            source,
+            num_ids,
+            most,
+            hint,
+        )

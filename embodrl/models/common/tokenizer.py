@@ -8,6 +8,8 @@ from tokenizers import Tokenizer
 
 from embodrl.errors import CheckpointError, PolicyFileError
 
+BLANK = "\u2581"
+"""SentencePiece's lone space, with which OpenVLA's prompts end."""
 TINY_TOKENIZER = Path(__file__).parent / "tiny_tokenizer.json"
 
 
@@ -72,6 +74,13 @@ class PromptTokenizer(FileTokenizer):
                     "use the model's own tokenizer",
                     code="tokenizer-mismatch",
                 )
+        blank = self._tokenizer.token_to_id(BLANK)
+        if blank is not None and blank != prompt_end_id:
+            raise CheckpointError(
+                f"{path}: the token {BLANK} is {blank}, and the model's prompts end with it as {prompt_end_id}",
+                "use the model's own tokenizer",
+                code="tokenizer-mismatch",
+            )
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt: BOS first, ``prompt_end_id`` last."""

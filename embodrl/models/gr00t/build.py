@@ -83,13 +83,6 @@ def build_gr00t(
 
     robot = choose_robot(model_config.metadata, config.unnorm_key, config.action_dim, report.source, keys_of)
     model_config = replace(model_config, keys=used)
-    generator = new_generator(device, seed)
-    with torch.device("meta"):
-        model = Gr00tModel(model_config)
-    checkpoint.fill(
-        model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype, aliases=aliases
-    )
-    model.reset_buffers(device)
     processor = Gr00tProcessor(
         tokenizer,
         model_config.siglip.image_size,
@@ -100,6 +93,14 @@ def build_gr00t(
         robot.state,
         model_config.head.max_state_dim,
     )
+    processor.check_room()
+    generator = new_generator(device, seed)
+    with torch.device("meta"):
+        model = Gr00tModel(model_config)
+    checkpoint.fill(
+        model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype, aliases=aliases
+    )
+    model.reset_buffers(device)
     report.conventions["images"] = (
         f"the middle {config.gr00t.crop_side:g} of each side, then bilinear (model.gr00t.crop_side)"
     )

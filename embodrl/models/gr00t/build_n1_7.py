@@ -170,6 +170,8 @@ def build(
         model_config = replace(model_config, sidecars=with_statistics(model_config.sidecars, given, horizon))
     robot = model_config.sidecars.robot(config.unnorm_key, config.action_dim, report.source)
     _check_horizon(robot, config.num_action_chunks, model_config.head.action_horizon)
+    processor = version.processor(tokenizer, model_config, robot, sizes.max_prompt_tokens)
+    processor.check_room()
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = version.model(model_config)
@@ -184,7 +186,6 @@ def build(
         ignore=ignore,
     )
     model.reset_buffers(device)
-    processor = version.processor(tokenizer, model_config, robot, sizes.max_prompt_tokens)
     images = processor.images
     report.conventions["images"] = (
         f"to {images.side} pixels, the middle {images.crop}, to {model_config.image_size} ({PROCESSOR_FILE})"

@@ -6,7 +6,7 @@ size of the language model, W width of the diffusion transformer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +114,10 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         for part, origin in self.robot.relative:
             shifted[..., part] += sign * observation.state[:, None, origin]
         return shifted
+
+    def check_instructions(self, instructions: Sequence[str], num_cameras: int) -> None:
+        for text in instructions:
+            self.processor.prompt_row(text, num_cameras)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,H,W,3]``, ``input_ids``, ``attention_mask`` and ``state``; see Gr00tProcessor."""

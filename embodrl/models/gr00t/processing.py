@@ -175,6 +175,14 @@ class Gr00tProcessor:
             self._rows[key] = ([PAD_ID] * space + ids, [0] * space + [1] * len(ids))
         return self._rows[key]
 
+    def check_room(self) -> None:
+        """Refuse a size L that no instruction fits in, e.g. with the tokenizer of another model.
+
+        Raises:
+            EmbodrlError: see above.
+        """
+        self.prompt_row("", num_images=1)
+
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
         """Return the model's inputs on ``device``.
 

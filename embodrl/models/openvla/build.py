@@ -15,6 +15,7 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import ActionStats, choose_stats, given_sets, identity_stats
 from embodrl.models.common.tokenizer import PromptTokenizer, tiny_tokenizer
 from embodrl.models.common.value_head import ValueHead
@@ -138,6 +139,7 @@ def build_parts(
     if directory is not None:
         model_config = OpenVLAConfig.from_directory(directory, checkpoint.place_of(STATISTICS_FILE, directory, report))
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)
+        check_vocabulary(directory, tokenizer.vocab_size, model_config.llama.vocab_size)
         if config.model_path is None:
             checkpoint.check_size(model_config, tiny, ("dino", "siglip", "llama"), directory, "model.architecture")
         files = checkpoint.weight_files(directory)

@@ -7,6 +7,7 @@ P image and prompt tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +95,10 @@ class TokenPolicy(PublicLayout):
         return None
 
     # VLAPolicy -------------------------------------------------------------------------------------------------------
+
+    def check_instructions(self, instructions: Sequence[str], num_cameras: int) -> None:
+        for text in instructions:
+            self.processor.prompt_row(text)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return the processor's inputs on the policy's device.

@@ -74,6 +74,13 @@ def build_pi(
         aliases, ignore = _names(model_config, files, directory)
         if report.adapters is not None:
             report.adapters.rename(lambda names: aliases_and_ignored([*names, EMBEDDING]))  # lm_head is not used
+    if config.stats_path is not None and model_config.relative_dims:
+        raise CheckpointError(
+            f"{report.source} acts relative to the first {model_config.relative_dims} dimensions of the state, and the"
+            f" statistics of {config.stats_path} are of actions as they are",
+            "use the checkpoint's statistics (sft.stats=checkpoint, model.stats_path=null), or another checkpoint",
+            code="statistics-relative",
+        )
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = PiModel(model_config)
@@ -116,15 +123,11 @@ def _read(directory: Path, variant: Variant, config: PiModelConfig, report: Load
         model_config = replace(model_config, normalization=methods)
     sets = given or sets
     stats = choose(sets, config.unnorm_key, model_config.normalization, config.action_dim, str(settings))
-    model_config, conventions = with_conventions(model_config, config.pi, fields, stats.key, settings)
+    weights = directory if settings == directory else None
+    model_config, conventions = with_conventions(
+        model_config, config.pi, fields, stats.key, settings, weights, own_statistics=bool(given)
+    )
     report.conventions |= conventions
-    if given and model_config.relative_dims:
-        raise CheckpointError(
-            f"{directory} acts relative to the first {model_config.relative_dims} dimensions of the state, and the"
-            f" statistics of {config.stats_path} are of actions as they are",
-            "use the checkpoint's statistics (sft.stats=checkpoint, model.stats_path=null), or another checkpoint",
-            code="statistics-relative",
-        )
     return model_config, stats
 
 

@@ -53,6 +53,8 @@ STATELESS = frozenset(
 
 RELATIVE = {LIBERO: 6, "physical-intelligence/behavior": 6}
 """Leading action dimensions that openpi's or RLinf's configurations make pi0 predict relative to the state."""
+KNOWN_DATASETS = STATELESS | RELATIVE.keys() | {"droid"}
+"""Where it is known whether actions are relative."""
 JOINTS_OF_TWO_ARMS = frozenset({"trossen", "trossen_mobile", "physical-intelligence/robotwin"})
 """Besides those named after ALOHA: each arm's joints relative to the state, and in openpi's own units for ALOHA."""
 
@@ -91,6 +93,7 @@ class PiConfig:
         max_prompt_tokens: prompts are padded to it (L).
         discrete_state: the prompt has the state (pi0.5 only).
         padded_state_in_prompt: it has the padding as well, as with lerobot before 0.5; not with openpi.
+        dark_bars: bars beside pictures that are not square are at -3, as with lerobot before 0.5, and not black (-1).
         relative_dims: this many leading action dimensions are relative to the state.
         normalization: how statistics are used.
         antialias: pictures are resized with it, as by openpi; not with lerobot.
@@ -108,6 +111,7 @@ class PiConfig:
     max_prompt_tokens: int = 48
     discrete_state: bool = False
     padded_state_in_prompt: bool = False
+    dark_bars: bool = False
     relative_dims: int = 0
     normalization: Normalization = BY_DEVIATION
     antialias: bool = True
@@ -191,6 +195,8 @@ class PiConfig:
             arch.max_prompt_tokens,
             discrete_state=bool(arch.discrete_state) and variant == "pi05",
             padded_state_in_prompt=bool(arch.padded_state_in_prompt) and variant == "pi05",
+            dark_bars=bool(arch.dark_bars),
+            relative_dims=arch.relative_dims or 0,
             normalization=PUBLIC[variant].normalization,
             antialias=arch.antialias is not False,
         )

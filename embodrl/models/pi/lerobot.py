@@ -15,11 +15,10 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
 from embodrl.models.pi.config import PUBLIC
 from embodrl.models.pi.policy import PiPolicy
-from embodrl.models.pi.stats import LEROBOT_FILE, PiStats, write_pipeline
+from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, write_pipeline
 from embodrl.models.pi.tokenizer import PALIGEMMA
 from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
 
-POSTPROCESSOR_FILE = "policy_postprocessor.json"
 STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
 _CODE = "lerobot-can-not-express"
 Step = tuple[str, dict[str, object]]
@@ -67,6 +66,7 @@ def _check(policy: PiPolicy) -> None:
         f"its actions are relative to {config.relative_dims} dimensions of the state": config.relative_dims,
         "its prompt has no state": config.adaptive_norm and not config.discrete_state,
         "its prompt has the padding of the state": config.discrete_state and config.padded_state_in_prompt,
+        "the bars beside its pictures are not black": config.dark_bars,
         f"its gripper is converted (model.gripper={policy.gripper})": policy.gripper != "as_is",
     }
     wrong = [problem for problem, holds in problems.items() if holds]
@@ -142,7 +142,7 @@ def _write_processors(policy: PiPolicy, directory: Path) -> None:
     stats = _with_range_eps(policy.robot_stats, config.normalization.eps)
     write_pipeline(directory, LEROBOT_FILE, steps, stats)
     unnormalize: Step = ("unnormalizer_processor", normalizer | {"features": action})
-    write_pipeline(directory, POSTPROCESSOR_FILE, [unnormalize, move], stats)
+    write_pipeline(directory, LEROBOT_AFTER_FILE, [unnormalize, move], stats)
 
 
 def _with_range_eps(stats: PiStats, eps: float) -> PiStats:

@@ -76,7 +76,7 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         Args:
             inputs: from ``preprocess``; ``image_mask bool[B,V]``, if there is one, leaves cameras of rows out.
         """
-        pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
+        pixels = self.processor.pixels(inputs)
         return self.model.encode(
             pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("state"), inputs.get("image_mask")
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.errors import EmbodrlError
-from embodrl.models.common.images import resize_with_pad
+from embodrl.models.common.images import picture_box, resize_with_pad
 from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.stats import Scaling, cut
@@ -22,6 +22,8 @@ from embodrl.types import Observation
 
 PAD_ID = 0
 STATE_BINS = np.linspace(-1.0, 1.0, 257)[:-1]
+DARK_BARS = -3.0
+"""lerobot before 0.5 pads pictures of 0 to 1 with -1, and then maps 0 to 1 to -1 to 1."""
 
 
 class PiProcessor:
@@ -49,7 +51,8 @@ class PiProcessor:
 
         Returns:
             ``images uint8[B,V,h,w,3]`` at the model's size, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``
-            (padded on the right) and, for pi0, ``state float32[B,D]``.
+            (padded on the right), for pi0 ``state float32[B,D]`` and, where bars are not black, ``picture_box
+            int64[B,4]`` (top, left, bottom, right, in pixels).
 
         Raises:
             EmbodrlError: too many cameras, too large a state, or a prompt that does not fit.
@@ -73,7 +76,22 @@ class PiProcessor:
         }
         if not self.config.adaptive_norm:
             inputs["state"] = torch.from_numpy(self._padded(state).astype(np.float32)).to(device)
+        box = picture_box(images.shape[1], images.shape[2], size, size)
+        if self.config.dark_bars and box != (0, 0, size, size):
+            inputs["picture_box"] = torch.tensor([box] * batch, device=device)
         return inputs
+
+    @staticmethod
+    def pixels(inputs: dict[str, Tensor]) -> Tensor:
+        """Return the pictures of ``inputs`` as ``float32[B,V,3,h,w]`` in [-1, 1], and bars as in training."""
+        pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
+        if "picture_box" not in inputs:
+            return pixels
+        top, left, bottom, right = inputs["picture_box"][:, None, None, None].unbind(-1)
+        row = torch.arange(pixels.shape[3], device=pixels.device)
+        column = torch.arange(pixels.shape[4], device=pixels.device)
+        inside = ((row >= top) & (row < bottom))[..., None] & ((column >= left) & (column < right))[..., None, :]
+        return pixels.masked_fill(~inside, DARK_BARS)
 
     def normalized_state(self, state: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return ``[B,S]`` in the model's units.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.schema import PositiveInt, Section
+from embodrl.config.schema import NonNegativeInt, PositiveInt, Section
 from embodrl.models.common.config_file import own_section
 from embodrl.models.common.flow_spec import (
     WHOLE_PICTURES,
@@ -46,6 +46,16 @@ class PiArchitectureConfig(Section):
     padded_state_in_prompt: bool | None = Field(
         default=None,
         description="pi0.5: pad that state to max_action_dim as lerobot before 0.5; null: as the checkpoint",
+    )
+    dark_bars: bool | None = Field(
+        default=None,
+        description="bars beside pictures that are not square are at -3 instead of black, as with lerobot before 0.5;"
+        " null: as the checkpoint",
+    )
+    relative_dims: NonNegativeInt | None = Field(
+        default=None,
+        description="leading action dimensions that a checkpoint in openpi's layout predicts relative to the state"
+        " (its DeltaActions); null: by the name of the dataset",
     )
     antialias: bool | None = Field(
         default=None,

@@ -7,6 +7,7 @@ lerobot keeps statistics in a safetensors file that policy_preprocessor.json nam
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,26 @@ Scaling = MeanStd | Quantiles
 ASSETS = "assets"
 STATS_FILE = "norm_stats.json"
 LEROBOT_FILE = "policy_preprocessor.json"
+LEROBOT_AFTER_FILE = "policy_postprocessor.json"
 LEROBOT_KEY = "lerobot"
 _FIELDS: dict[Method, tuple[str, ...]] = {"mean_std": ("mean", "std"), "quantiles": ("q01", "q99"), "identity": ()}
 _LEROBOT_NAMES = {"state": "observation.state", "actions": "action"}
+_RELATIVE_STEPS = frozenset({"relative_actions_processor", "absolute_actions_processor"})
+_KNOWN_STEPS = _RELATIVE_STEPS | {
+    "rename_observations_processor",
+    "to_batch_processor",
+    "device_processor",
+    "normalizer_processor",
+    "unnormalizer_processor",
+    "tokenizer_processor",
+    "action_tokenizer_processor",
+    "pi0_new_line_processor",
+    "smolvla_new_line_processor",
+    "pi05_prepare_state_tokenizer_processor_step",
+    "pi0_fast_prepare_state_tokenizer_processor_step",
+}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,9 +100,9 @@ def read_openpi(directory: Path) -> dict[str, Fields]:
     return sets
 
 
-def lerobot_steps(directory: Path) -> list[Fields]:
-    """Return lerobot's steps of preprocessing; none without its file."""
-    path = directory / LEROBOT_FILE
+def lerobot_steps(directory: Path, name: str = LEROBOT_FILE) -> list[Fields]:
+    """Return lerobot's steps of preprocessing, or of another file; none without it."""
+    path = directory / name
     content = read_file(path) if path.is_file() else fields_of({}, str(path))
     return content.objects("steps") if "steps" in content else []
 
@@ -93,11 +111,60 @@ def read_lerobot(directory: Path) -> tuple[dict[str, Fields], Normalization | No
     """Return lerobot's statistics, as the one set that there is, and how they are used; None without the file.
 
     Raises:
-        CheckpointError: a file is corrupt or names a method that is not supported.
+        CheckpointError: a file is corrupt, names a method that is not supported, or has actions scaled back in another
+            way than they were scaled in training.
     """
-    steps = [step for step in lerobot_steps(directory) if step.text("registry_name", "") == "normalizer_processor"]
-    if not steps:
+    before, after = lerobot_steps(directory), lerobot_steps(directory, LEROBOT_AFTER_FILE)
+    _check_steps(directory, [*before, *after])
+    found = _normalizer(directory, before, "normalizer_processor")
+    if found is None:
         return {}, None
+    sets, methods = found
+    back = _normalizer(directory, after, "unnormalizer_processor")
+    if back is not None:
+        _check_inverse(directory, found, back)
+    return sets, methods
+
+
+def _check_steps(directory: Path, steps: Sequence[Fields]) -> None:
+    for step in steps:
+        if step.text("registry_name", "") in _RELATIVE_STEPS and step.fields("config", {}).flag("enabled", False):
+            raise CheckpointError(
+                f"{step.source}: lerobot's actions relative to the state ({step.text('registry_name')}) are not"
+                " supported",
+                "use a checkpoint trained on absolute actions",
+                code="checkpoint-unsupported",
+            )
+    names = [step.text("registry_name", "") or step.text("class", "without a name") for step in steps]
+    unknown = sorted(set(names) - _KNOWN_STEPS)
+    if unknown:
+        logger.warning(
+            "%s: lerobot's processors have the steps %s, which are left out here: if one of them changes pictures,"
+            " states or actions, the policy acts in another way than with lerobot",
+            directory,
+            ", ".join(unknown),
+        )
+
+
+def _check_inverse(
+    directory: Path, found: tuple[dict[str, Fields], Normalization], back: tuple[dict[str, Fields], Normalization]
+) -> None:
+    """lerobot acts with the statistics of the second file, and trains with those of the first."""
+    entries = [sets[LEROBOT_KEY].fields("actions", {}) for sets, _ in (found, back) if sets]
+    names = _FIELDS[found[1].actions] if len(entries) == 2 else ()
+    values = [[entry.numbers(name) for name in names if name in entry] for entry in entries]
+    if found[1].actions != back[1].actions or (names and values[0] != values[1]):
+        raise PolicyFileError(
+            f"{directory}: {LEROBOT_AFTER_FILE} scales actions back in another way than {LEROBOT_FILE} scales them",
+            "write both files from the same dataset",
+        )
+
+
+def _normalizer(directory: Path, steps: Sequence[Fields], name: str) -> tuple[dict[str, Fields], Normalization] | None:
+    """Return the statistics of the first step of that name, and how they are used; None without such a step."""
+    steps = [step for step in steps if step.text("registry_name", "") == name]
+    if not steps:
+        return None
     settings = steps[0].fields("config")
     norm_map = fields_of(
         {"STATE": "IDENTITY", "ACTION": "IDENTITY", **settings.fields("norm_map").content}, steps[0].source

@@ -13,7 +13,7 @@ from embodrl.models.common.config_file import CONFIG_FILE, fields_of, read_file
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.pi.conventions import state_is_padded
+from embodrl.models.pi.conventions import with_lerobots_age
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
 from embodrl.models.pi.weights import EMBEDDING, LANGUAGE, TOWER, in_float32
@@ -99,16 +99,10 @@ def _read(directory: Path, config: Pi0FastModelConfig, report: LoadReport) -> tu
     if methods is not None and not (given and methods.actions == "identity"):
         inputs = replace(inputs, normalization=methods)
     stats = choose(given or sets, config.unnorm_key, inputs.normalization, config.action_dim, str(place))
-    padded, origin = state_is_padded(
-        inputs.padded_state_in_prompt,
-        settings.padded_state_in_prompt,
-        read_file(place / CONFIG_FILE),
-        place,
-        SECTION,
-    )
-    report.conventions["padding of the state in prompt"] = f"{'yes' if padded else 'no'} ({origin})"
+    weights = directory if place == directory else None
+    inputs, conventions = with_lerobots_age(inputs, settings, read_file(place / CONFIG_FILE), place, weights, SECTION)
+    report.conventions |= conventions
     if settings.antialias is not None:
         inputs = replace(inputs, antialias=settings.antialias)
         report.conventions["antialiased resizing"] = f"{'yes' if settings.antialias else 'no'} ({SECTION}.antialias)"
-    inputs = replace(inputs, padded_state_in_prompt=padded)
     return replace(known, inputs=inputs, max_action_tokens=settings.max_action_tokens or known.max_action_tokens), stats

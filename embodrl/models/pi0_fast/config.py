@@ -76,6 +76,7 @@ class FastConfig:
             arch.max_prompt_tokens,
             discrete_state=True,
             padded_state_in_prompt=bool(arch.padded_state_in_prompt),
+            dark_bars=bool(arch.dark_bars),
             normalization=BY_QUANTILES,
             antialias=arch.antialias is not False,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.pi.stats import LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
+from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
 from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
 from embodrl.models.pi0_fast.codec import SETTINGS_FILE, TOKENIZER_FILE, ActionCodec, read_codec
 from embodrl.models.pi0_fast.config import FastConfig
@@ -110,4 +110,4 @@ def write_processors(directory: Path, config: FastConfig, stats: PiStats, action
     ]
     write_pipeline(directory, LEROBOT_FILE, steps, stats)
     after = [("unnormalizer_processor", normalizer), ("device_processor", to_cpu)]
-    write_pipeline(directory, "policy_postprocessor.json", after, stats)
+    write_pipeline(directory, LEROBOT_AFTER_FILE, after, stats)

@@ -324,7 +324,7 @@ class FastPolicy(PublicLayout):
 
     def prefix(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return embeddings ``[B,P,W]`` and mask ``bool[B,P]`` of images and prompt; see ``embed_prefix``."""
-        pixels = inputs["images"].float().permute(0, 1, 4, 2, 3) / 127.5 - 1.0
+        pixels = self.processor.pixels(inputs)
         return self.model.paligemma.embed_prefix(
             pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("image_mask")
         )

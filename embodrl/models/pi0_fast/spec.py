@@ -37,6 +37,11 @@ class Pi0FastArchitectureConfig(Section):
         default=None,
         description="pad the state in the prompt to max_action_dim as lerobot before 0.5; null: as the checkpoint",
     )
+    dark_bars: bool | None = Field(
+        default=None,
+        description="bars beside pictures that are not square are at -3 instead of black, as with lerobot before 0.5;"
+        " null: as the checkpoint",
+    )
     antialias: bool | None = Field(
         default=None, description="resize pictures with antialiasing; null: no, as lerobot; tiny size: yes"
     )

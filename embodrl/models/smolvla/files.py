@@ -19,7 +19,7 @@ from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_o
 from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
+from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 from embodrl.models.smolvla.config import SmolVlaConfig
 
@@ -170,7 +170,7 @@ def write_processors(directory: Path, config: SmolVlaConfig, stats: PiStats, act
     write_pipeline(directory, LEROBOT_FILE, steps, stats)
     write_pipeline(
         directory,
-        "policy_postprocessor.json",
+        LEROBOT_AFTER_FILE,
         [("unnormalizer_processor", normalizer), ("device_processor", to_cpu)],
         stats,
     )

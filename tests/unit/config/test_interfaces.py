@@ -56,6 +56,41 @@ def test_a_libero_policy_acts_in_libero(tmp_path: Path):
     assert mismatches(*settings, "model.gripper=as_is") == {"gripper": ("model.gripper", "set model.gripper=libero")}
 
 
+@pytest.mark.parametrize(
+    ("family", "file", "content", "missing"),
+    [
+        ("pi0", "assets/physical-intelligence/libero/norm_stats.json", {}, set()),
+        ("pi05", "physical-intelligence/libero/norm_stats.json", {}, set()),
+        ("gr00t", "experiment_cfg/metadata.json", {"libero_franka": {}}, set()),
+        ("gr00t_n1_7", "statistics.json", {"libero_sim": {}}, set()),
+        ("smolvla", "train_config.json", {"dataset": {"repo_id": "HuggingFaceVLA/libero"}}, {"state"}),
+        ("pi0_fast", "train_config.json", {"dataset": {"repo_id": "me/libero_10"}}, {"state"}),
+    ],
+)
+def test_the_files_of_a_checkpoint_tell_that_it_is_of_libero(
+    family: str, file: str, content: dict[str, object], missing: set[str], tmp_path: Path
+):
+    """A directory with any name: without a word its gripper would be inverted, or never open."""
+    weights = checkpoint(tmp_path / "weights")
+    settings = (f"model={family}", f"model.model_path={weights}", "env.include_state=true")
+    assert mismatches("env=maniskill", *settings) == {}, "nothing says what it is of"
+    (tmp_path / "weights" / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "weights" / file).write_text(json.dumps(content))
+    assert set(mismatches("env=maniskill", *settings)) == {"rotation", "gripper", "state", "pictures"} - missing
+    wrong, right = ("as_is", "libero") if family.startswith("gr00t") else ("libero", "as_is")
+    here = ("env=libero_wrist", "env.suite=libero_spatial", *settings)
+    assert mismatches(*here, f"model.gripper={right}") == {}
+    assert mismatches(*here, f"model.gripper={wrong}") == {"gripper": ("model.gripper", f"set model.gripper={right}")}
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", '{"dataset": []}', '{"dataset": {"repo_id": 3}}'])
+def test_damaged_files_say_nothing(content: str, tmp_path: Path):
+    weights = checkpoint(tmp_path / "weights")
+    (tmp_path / "weights" / "train_config.json").write_text(content)
+    settings = ("model=smolvla", f"model.model_path={weights}", "env.include_state=true")
+    assert mismatches("env=maniskill", *settings) == {}
+
+
 def test_a_libero_policy_is_refused_in_another_simulator_all_at_once(tmp_path: Path):
     weights = checkpoint(tmp_path / "pi0_libero")
     settings = ("env=maniskill", "model=pi0", f"model.model_path={weights}", "env.include_state=true")

@@ -101,6 +101,8 @@ def test_longest_prompt():
     assert processor(max_prompt_tokens=needed).prompt_row("pull", 1)[1] == [1] * (needed + 4)
     with raises_code("prompt-too-long", EmbodrlError, f"max_prompt_tokens={needed}"):
         processor(max_prompt_tokens=needed - 1).prompt_row("pull", 1)
+    with raises_code("prompt-too-long"):
+        processor(max_prompt_tokens=8).check_room()  # not even an empty instruction
 
 
 def test_trimming_drops_common_padding_only():

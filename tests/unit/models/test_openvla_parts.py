@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from expect import raises_code
 from PIL import Image
+from tokenizers import Tokenizer, models
 
 from embodrl.errors import CheckpointError
 from embodrl.models.common.action_bins import ActionBins
@@ -143,6 +145,14 @@ class TestTokenizer:
         tiny_tokenizer().save(tmp_path)
         with raises_code("tokenizer-mismatch", CheckpointError, "29871"):
             PromptTokenizer(tmp_path / "tokenizer.json", 1, 29871)
+
+    def test_one_of_the_same_size_with_other_ids_is_refused(self, tmp_path):
+        """Mistral's has 32000 ids as Llama's, and its blank at another place."""
+        for blank in (28705, 29871):
+            ids = {f"t{i}": i for i in range(32000) if i != blank} | {"\u2581": blank}
+            Tokenizer(models.WordLevel(ids, unk_token="t0")).save(str(tmp_path / "tokenizer.json"))
+            with nullcontext() if blank == 29871 else raises_code("tokenizer-mismatch", CheckpointError, "28705"):
+                PromptTokenizer(tmp_path / "tokenizer.json", 1, 29871)
 
 
 class TestSampling:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_families import TINY
 
 from embodrl.config import load_config
+from embodrl.data.statistics import RobotStatistics
 from embodrl.errors import CheckpointError, ConfigError
 from embodrl.fields import read_fields
 from embodrl.models.base import LoadReport
@@ -25,7 +28,8 @@ from embodrl.models.pi.conventions import with_conventions
 from embodrl.models.pi.policy import PiPolicy
 from embodrl.models.pi.spec import PiArchitectureConfig, PiModelConfig
 from embodrl.models.pi.stats import read_openpi
-from embodrl.types import Observation
+from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING
+from embodrl.types import Observation, SamplingParams
 
 SIZES: dict[str, Any] = {**TINY["pi"], "max_action_dim": 8, "num_images": 2, "max_prompt_tokens": 120}
 OPENPI = {
@@ -232,13 +236,165 @@ def test_lerobots_padding_of_the_state(
 
 
 @pytest.mark.usefixtures("tiny_is_public")
-def test_where_lerobots_files_do_not_say_a_warning_names_the_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(("apart", "text"), [(False, PADDED), (True, STATED)])
+def test_weights_tell_lerobot_0_5_from_0_4(apart: bool, text: str, tmp_path: Path):
+    """0.4 ties PaliGemma's embedding and output layer, and safetensors stores one; 0.5 stores both."""
     build()[0].save_pretrained(tmp_path)
     write_lerobot(tmp_path, {"rtc_config": None}, [], None)
+    weights = load_file(tmp_path / "model.safetensors")
+    if apart:
+        weights[TIED_TO_EMBEDDING] = weights[EMBEDDING] + 1.0
+    save_file({f"model.{name}": tensor for name, tensor in weights.items()}, tmp_path / "model.safetensors")
     policy, report = build(model_path=str(tmp_path))
-    assert prompt_ids(policy) == wanted_ids(policy, PADDED)
-    assert "assumed" in report.conventions["padding of the state in prompt"]
-    assert "model.pi.padded_state_in_prompt=false" in caplog.text
+    assert prompt_ids(policy) == wanted_ids(policy, text)
+    assert policy.processor.config.dark_bars == (not apart)
+    assert ("apart" if apart else "one") in report.conventions["padding of the state in prompt"]
+
+
+def test_where_lerobots_files_do_not_say_a_warning_names_the_settings(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Adapters without train_config.json: the base's weights may be of another version."""
+    raw = {**LEROBOT, "rtc_config": None}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    fields = read_fields(tmp_path / "config.json")
+    config, origins = with_conventions(
+        PiConfig.from_dict(raw, "pi05"), PiArchitectureConfig(), fields, "lerobot", tmp_path
+    )
+    assert config.padded_state_in_prompt and config.dark_bars
+    assert "assumed" in origins["padding of the state in prompt"] and "assumed" in origins[BARS]
+    assert "model.pi.padded_state_in_prompt=false model.pi.dark_bars=false" in caplog.text
+
+
+BARS = "bars beside pictures that are not square"
+
+
+def lerobots_pixels(images: np.ndarray, side: int, bar: float) -> torch.Tensor:
+    """``float32[N,3,side,side]`` as lerobot's pi0 prepares ``uint8[N,H,W,3]``; 0.4 has bars of -1, 0.5 of 0."""
+    pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255.0
+    height, width = images.shape[1:3]
+    ratio = max(width / side, height / side)
+    inner = int(height / ratio), int(width / ratio)
+    pixels = torch.nn.functional.interpolate(pixels, inner, mode="bilinear", align_corners=False)
+    (top, more), (left, wider) = divmod(side - inner[0], 2), divmod(side - inner[1], 2)
+    return torch.nn.functional.pad(pixels, (left, left + wider, top, top + more), value=bar) * 2.0 - 1.0
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+@pytest.mark.parametrize(
+    ("variant", "raw", "pi", "bar"),
+    [
+        ("pi0", {}, {}, -1.0),
+        ("pi05", {}, {}, -1.0),
+        ("pi05", {"use_relative_actions": False}, {}, 0.0),
+        ("pi05", {}, {"dark_bars": False}, 0.0),
+        ("pi05", {"use_relative_actions": False}, {"dark_bars": True}, -1.0),
+    ],
+)
+def test_bars_are_lerobots(variant: Variant, raw: dict[str, Any], pi: dict[str, Any], bar: float, tmp_path: Path):
+    build(variant)[0].save_pretrained(tmp_path)
+    write_lerobot(tmp_path, {**raw, "type": variant}, [], None)
+    policy, report = build(variant, model_path=str(tmp_path), pi=pi)
+    assert report.conventions[BARS].startswith("-3" if bar else "black")
+    for shape in ((16, 16), (12, 20), (21, 12)):
+        images = np.random.default_rng(0).integers(0, 256, (2, 1, *shape, 3), dtype=np.uint8)
+        seen = Observation(images, np.ones((2, 3), np.float32), ["push"] * 2, np.zeros(2, np.int32))
+        inputs = policy.preprocess(seen)
+        assert ("picture_box" in inputs) == (bool(bar) and shape[0] != shape[1])
+        found, wanted = policy.processor.pixels(inputs)[:, 0], lerobots_pixels(images[:, 0], 16, bar)
+        assert torch.equal(found < -1.5, wanted < -1.5)
+        torch.testing.assert_close(found, wanted, atol=1.01 / 255.0, rtol=0)  # rounded to whole levels
+    seed = torch.Generator().manual_seed(0)
+    taken = policy.predict_action_batch(seen, "train", SamplingParams(), seed, compute_values=False)
+    again = policy.evaluate_actions(taken.forward_inputs, SamplingParams(), compute_values=False)
+    torch.testing.assert_close(again.logprobs, taken.logprobs)
+    if variant == "pi05":
+        changed = replace(policy.model.config, padded_state_in_prompt=False)
+        policy.model.config = changed
+        refused = raises_code("lerobot-can-not-express") if bar else nullcontext()
+        with refused:
+            policy.save_lerobot(tmp_path / "exported", ["front"])
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+@pytest.mark.parametrize("where", ["policy_preprocessor.json", "policy_postprocessor.json"])
+def test_steps_of_lerobots_processors_that_are_left_out(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    build()[0].save_pretrained(tmp_path)
+
+    def load(step: dict[str, Any]) -> None:
+        (tmp_path / "policy_postprocessor.json").unlink(missing_ok=True)
+        write_lerobot(tmp_path, {"use_relative_actions": False}, [], None)
+        path = tmp_path / where
+        content = json.loads(path.read_text()) if path.exists() else {"steps": []}
+        content["steps"].append(step)
+        path.write_text(json.dumps(content))
+        build(model_path=str(tmp_path))
+
+    for name in ("relative_actions_processor", "absolute_actions_processor"):
+        load({"registry_name": name, "config": {"enabled": False}})
+        with raises_code("checkpoint-unsupported"):
+            load({"registry_name": name, "config": {"enabled": True}})
+    assert not caplog.records
+    load({"registry_name": "vla_jepa_binarize_gripper", "config": {}})
+    assert "vla_jepa_binarize_gripper" in caplog.text
+    load({"class": "my.robot.FlipPictures"})
+    assert "my.robot.FlipPictures" in caplog.text
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+@pytest.mark.parametrize(
+    ("changes", "mode", "refused"),
+    [
+        ({}, "QUANTILES", False),
+        ({"mean": [9.0, 9.0, 9.0]}, "QUANTILES", False),  # not used
+        ({"q99": [2.0, 3.0, 4.5]}, "QUANTILES", True),
+        ({}, "MEAN_STD", True),
+    ],
+)
+def test_actions_are_scaled_back_as_they_were_scaled(
+    changes: dict[str, list[float]], mode: str, refused: bool, tmp_path: Path
+):
+    """lerobot acts with policy_postprocessor.json and trains with policy_preprocessor.json."""
+    build()[0].save_pretrained(tmp_path)
+    write_lerobot(tmp_path, {"use_relative_actions": False}, [], None)
+    save_file({f"action.{n}": torch.tensor(v) for n, v in {**VALUES, **changes}.items()}, tmp_path / "back.safetensors")
+    config = {"norm_map": {"STATE": "QUANTILES", "ACTION": mode}}
+    step = {"registry_name": "unnormalizer_processor", "config": config, "state_file": "back.safetensors"}
+    (tmp_path / "policy_postprocessor.json").write_text(json.dumps({"steps": [step]}))
+    with raises_code("policy-file") if refused else nullcontext():
+        build(model_path=str(tmp_path))
+
+
+@pytest.mark.usefixtures("tiny_is_public")
+@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+def test_relative_actions_of_an_unknown_dataset_are_asked_for(
+    variant: Variant, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """openpi's DeltaActions follow from the TrainConfig's name alone; a fine-tune on data of one's own does not say."""
+    build(variant)[0].save_pretrained(tmp_path)
+    rearrange(tmp_path, {"assets/me/my_libero": 0.0}, {**OPENPI, "discrete_state_input": False})
+    named = "action dimensions relative to the state"
+    _, report = build(variant, model_path=str(tmp_path))
+    assert report.conventions[named].startswith("0 (assumed") and "model.pi.relative_dims=6" in caplog.text
+    caplog.clear()
+    absolute, report = build(variant, model_path=str(tmp_path), pi={"relative_dims": 0})
+    relative, _ = build(variant, model_path=str(tmp_path), pi={"relative_dims": 2})
+    assert report.conventions[named] == "0 (setting model.pi.relative_dims)" and not caplog.records
+    seen = Observation(
+        np.zeros((1, 1, 16, 16, 3), np.uint8), np.array([[3.0, 5.0, 7.0]], np.float32), ["push"], np.zeros(1, np.int32)
+    )
+    first, second = (
+        policy.predict_action_batch(
+            seen, "eval", SamplingParams(), torch.Generator().manual_seed(0), compute_values=False
+        ).actions
+        for policy in (absolute, relative)
+    )
+    np.testing.assert_allclose(second - first, np.broadcast_to([3.0, 5.0, 0.0], first.shape), atol=1e-5)
+    given = tmp_path / "robot.json"
+    complete = {**VALUES, "min": VALUES["q01"], "max": VALUES["q99"]}
+    RobotStatistics("robot", complete, complete, "as_is", 4, 1).write(given)
+    with raises_code("statistics-relative"):
+        build(variant, model_path=str(tmp_path), stats_path=str(given), pi={"relative_dims": 2})
+    build(variant, model_path=str(tmp_path), stats_path=str(given))
+    assert not caplog.records, "actions of the user's statistics are absolute"
 
 
 @pytest.mark.parametrize("name", ["use_visual_memory", "use_proprioceptive_memory"])

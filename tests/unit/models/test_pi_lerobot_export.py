@@ -19,8 +19,7 @@ from test_pi_layouts import build, tiny_is_public
 from embodrl.config.schema import model_settings
 from embodrl.models.base import VLAPolicy
 from embodrl.models.pi import config as pi_config
-from embodrl.models.pi.lerobot import POSTPROCESSOR_FILE
-from embodrl.models.pi.stats import LEROBOT_FILE
+from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
@@ -74,7 +73,7 @@ def test_the_files(tmp_path: Path) -> None:
     ]
     assert config["input_features"]["observation.state"]["shape"] == [3]
     assert config["output_features"] == {"action": {"type": "ACTION", "shape": [3]}}
-    before, after = (json.loads((tmp_path / "out" / name).read_text()) for name in (LEROBOT_FILE, POSTPROCESSOR_FILE))
+    before, after = (json.loads((tmp_path / "out" / name).read_text()) for name in (LEROBOT_FILE, LEROBOT_AFTER_FILE))
     assert [step["registry_name"] for step in before["steps"]] == [
         *("rename_observations_processor", "to_batch_processor", "normalizer_processor"),
         *("pi05_prepare_state_tokenizer_processor_step", "tokenizer_processor", "device_processor"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from embodrl.errors import CheckpointError, EmbodrlError, HubError, MissingDependencyError
 from embodrl.hub import HubName
@@ -330,6 +330,16 @@ def test_shipped_tokenizer_marks_no_ends():
     tokenizer = tiny_tokenizer()
     assert tokenizer.bos_id == 1 and 1 not in tokenizer.encode("push the cube")
     assert tokenizer.encode("push") + tokenizer.encode("\n") == tokenizer.encode("push\n")
+
+
+def test_a_tokenizer_of_another_model_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Llama's has a BOS, too, and only ids that PaliGemma has; nothing else would tell."""
+    ids = {f"t{i}": i for i in range(2, 32000)} | {"<unk>": 0, "<s>": 1}
+    Tokenizer(models.WordLevel(ids, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    load_tokenizer(tmp_path, 32064)
+    assert not caplog.records
+    load_tokenizer(tmp_path, 257152)
+    assert "32000 ids" in caplog.text and "257152 embeddings" in caplog.text and "paligemma" in caplog.text
 
 
 def test_tokenizer_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -103,10 +103,14 @@ def load(directory: Path, **changes: object) -> SmolVlaPolicy:
 
 def test_statistics_of_the_processor_files(saved: Path) -> None:
     [path] = saved.glob("policy_preprocessor*.safetensors")
+    [back] = saved.glob("policy_postprocessor*.safetensors")
     stats = {"mean": torch.arange(7.0), "std": torch.full((7,), 2.0)}
     state = {"mean": torch.ones(6), "std": torch.full((6,), 4.0)}
     names = {f"action.{k}": v for k, v in stats.items()} | {f"observation.state.{k}": v for k, v in state.items()}
     save_file(names, path)
+    with raises_code("policy-file"):  # lerobot acts with those of the other file
+        load(saved)
+    save_file(names, back)
     policy = load(saved)
     np.testing.assert_allclose(policy.stats.unnormalize(np.ones((1, 7))), [np.arange(7) + 2.0], rtol=1e-6)
     given = policy.preprocess(observation("smolvla", 1))["state"][0]

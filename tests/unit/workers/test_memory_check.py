@@ -10,6 +10,7 @@ from expect import raises_code
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
 from embodrl.runs import evaluate as verb
+from embodrl.runs.random_model import write_random_model
 from embodrl.workers import policy
 
 GIB = 1 << 30
@@ -62,3 +63,20 @@ def test_a_warm_start_that_is_gone_does_not_matter(monkeypatch: pytest.MonkeyPat
     (tmp_path / "warm").mkdir()
     (tmp_path / "warm" / "config.json").write_text("{}")
     check(monkeypatch, 1, f"model.warm_start={tmp_path / 'warm'}")
+
+
+@pytest.mark.parametrize(
+    ("model", "section", "cameras"),
+    [("gr00t", "gr00t", 1), ("gr00t_n1_7", "gr00t_n1_7", 2), ("openvla", "architecture", 1)],
+)
+def test_prompts_that_do_not_fit_are_refused_before_the_weights_are_loaded(
+    model: str, section: str, cameras: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with a stand-in tokenizer, whose prompts are longer; the tasks' instructions are known without a simulator."""
+    write_random_model(model, tmp_path / "made", "tiny")
+    views = [f"{{name: {name}, height: 64, width: 64}}" for name in ("agentview", "wrist")[:cameras]]
+    given = (f"model={model}", f"model.model_path={tmp_path / 'made'}", "env.include_state=true")
+    here = ("env=libero_10", f"env.cameras=[{', '.join(views)}]", *given)
+    check(monkeypatch, 1, *here, f"model.{section}.max_prompt_tokens=200")
+    with raises_code("prompt-too-long", EmbodrlError, "at most 30 fit"):
+        check(monkeypatch, 1, *here, f"model.{section}.max_prompt_tokens=30")
