@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the rules of the configuration read deployments, so this pa
     from embodrl.config.schema import Config
     from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig
 
-SINGLE_PROCESS = {"actor": ("native",), "rollout": ("native", "vllm")}
+SINGLE_PROCESS = {"actor": ("native",), "rollout": ("native", "vllm", "remote")}
 """Backends that are one process on one device."""
 # Stands for a number of GPUs that is not known, so that all else about the placement can be checked.
 _MANY_GPUS = 100_000

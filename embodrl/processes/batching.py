@@ -79,6 +79,7 @@ class BatchPump(ABC, Generic[Content, Answer]):
 
     async def _serve(self) -> None:
         """Answer until no request waits. A task starts in the next cycle of the loop, so all of this one join."""
+        batch: list[Request[Content, Answer]] = []
         try:
             while self._waiting:
                 await self.gather(self._waiting)
@@ -89,6 +90,10 @@ class BatchPump(ABC, Generic[Content, Answer]):
                 if batch:
                     await self._answer(batch)
                     await asyncio.sleep(0)  # whom this answered may ask again before the next batch is made
+        except Exception as error:  # noqa: BLE001 - a request without an answer would wait forever
+            for request in (*batch, *self._waiting):
+                request.settle(error)
+            self._waiting = []
         finally:
             self._pump = None
 

@@ -21,7 +21,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
-from embodrl.runs.files import WEIGHT_SYNC_DIR
+from embodrl.runs.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR
 from embodrl.runs.replay import make_stores
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
@@ -151,7 +151,9 @@ def build(
         pool.wait_started()
         check_environments(config, pool)
         threads = deployment.threads_of(deployment.of("rollout")[0])
-        acting = make_rollout_engine(config, policy, threads, memory=memory)
+        acting = make_rollout_engine(
+            config, policy, threads, memory=memory, weights_dir=run_dir.resolve() / PUBLISHED_DIR
+        )
         rewards = RewardWorker(config, tuple(pool.spec.tasks))
         collector = make_collector(config, pool, acting, should_stop, keep_frames, rewards.judge)
         rollouts = LocalBackend(pool, acting, collector, Evaluator(config, pool, acting, should_stop=should_stop))

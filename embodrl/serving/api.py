@@ -7,6 +7,7 @@ application/msgpack``); an answer has the form of its request.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
@@ -17,6 +18,7 @@ from embodrl.errors import ServingError, WireError
 from embodrl.serving.act import VERSION_HEADER, status_of
 from embodrl.serving.core import explain
 from embodrl.serving.listener import Handler, HttpListener, Service
+from embodrl.serving.rollout import answer_of, computation
 from embodrl.serving.session import Session
 from embodrl.serving.weights import stable_directory
 from embodrl.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
@@ -37,9 +39,16 @@ class ApiListener(HttpListener):
         super().__init__(service)
         self.keys = service.wire_map(service.settings.http, "images.{}", "state", "instruction")
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._instance = secrets.token_hex(8)
+        """Of this life of the server: one that was restarted has the weights that it was started with."""
 
     def routes(self) -> list[tuple[str, str, Handler]]:
-        posts = (("/act", self._act), ("/reset", self._reset), ("/weights", self._weights))
+        posts = (
+            ("/act", self._act),
+            ("/rollout", self._roll_out),
+            ("/reset", self._reset),
+            ("/weights", self._weights),
+        )
         posts += (("/pause", self._pause), ("/resume", self._resume))
         gets = (("/info", self._info), ("/openapi.json", self._openapi))
         return [
@@ -95,6 +104,10 @@ class ApiListener(HttpListener):
         self._sessions.move_to_end(name)
         return self._sessions[name]
 
+    async def _roll_out(self, message: Message, request: Request) -> dict[str, object]:
+        output = await self.core.roll_out(computation(self.core.engine, message))
+        return {**answer_of(output), "instance": self._instance}
+
     async def _reset(self, message: Message, request: Request) -> dict[str, object]:
         self._session(message.get("session")).reset()
         return {"policy_version": self.core.version}
@@ -102,10 +115,13 @@ class ApiListener(HttpListener):
     async def _weights(self, message: Message, request: Request) -> dict[str, object]:
         directory = stable_directory(message.get("directory"))
         report = await asyncio.to_thread(self.service.source.take, directory)
+        if report is None and self.service.source.has_taken(directory):
+            return {"policy_version": self.core.version, "num_tensors": 0, "num_bytes": 0, "instance": self._instance}
         if report is None:
             hint = "a version has a directory v000012/ with STABLE in it; see docs/weight_sync.md"
             raise ServingError(f"{directory} has no newer weights", hint, code="server-weights")
-        return {"policy_version": report.version, "num_tensors": report.num_tensors, "num_bytes": report.num_bytes}
+        moved = {"num_tensors": report.num_tensors, "num_bytes": report.num_bytes}
+        return {"policy_version": report.version, **moved, "instance": self._instance}
 
     async def _pause(self, message: Message, request: Request) -> dict[str, object]:
         self.core.pause()

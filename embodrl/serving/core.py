@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +80,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
         self._idle = asyncio.Event()
         self._idle.set()
         self._under_way: set[Request[_Query, Chunk]] = set()
+        self._rollouts = 0
         self._watch = BatchWatch(settings.stall_timeout_s)
         self.is_stopping = False
 
@@ -143,12 +145,41 @@ class ModelCore(BatchPump[_Query, Chunk]):
             chunk = await self.submit(request)
         finally:
             self._under_way.discard(request)
-            if not self._under_way:
-                self._idle.set()
+            self._note_idle()
         total_s = time.perf_counter() - arrived
         self.metrics.count("requests_total", protocol)
         self.metrics.took(total_s)
         return Chunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
+
+    async def roll_out(self, compute: Callable[[], PolicyOutput]) -> PolicyOutput:
+        """Return what ``compute`` does with the engine, in a thread: a batch that a run has formed itself.
+
+        Raises:
+            ServingError: the server is stopping.
+            EmbodrlError: the observations do not fit the policy.
+        """
+        if self.is_stopping:
+            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+        if self.stalled:
+            raise self._stalled()
+        await self._running.wait()
+        with self._counted_rollout():
+            return await asyncio.to_thread(compute)
+
+    @contextmanager
+    def _counted_rollout(self) -> Iterator[None]:
+        """Let ``drain`` wait for the block."""
+        self._rollouts += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._rollouts -= 1
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._under_way and not self._rollouts:
+            self._idle.set()
 
     def _note(self, client: object, now: float) -> None:
         self._active[client] = now

@@ -54,6 +54,11 @@ class WeightSource:
                 del self._receivers[directory]
                 raise
 
+    def has_taken(self, directory: Path) -> bool:
+        """Return whether the policy has got weights from a directory before."""
+        receiver = self._receivers.get(directory)
+        return receiver is not None and receiver.version is not None
+
 
 class WeightFollower(threading.Thread):
     """Takes every new version of a directory, until it is stopped.

@@ -42,7 +42,7 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
     Raises:
         EnvError: a state can't be saved, or a seed has no effect and episodes of one seed are to form groups.
     """
-    if training:
+    if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, and no simulator
         pool.call("check_state", restart=True)
     found = pool.call("check_episodes", restart=True)[0]
     codes = found if isinstance(found, list) else []

@@ -26,5 +26,12 @@ SERVE = [
         ("serve.tls_cert=nothing.pem", "serve.tls_key=nothing.key"),
         more=("serve.tls_key",),
     ),
+    Wrong(
+        "rollout servers without a URL",
+        "rollout.remote.urls",
+        "remote-rollouts-have-servers",
+        ("rollout.remote.urls=[host:8000]", "rollout.backend=remote", "rollout.publish_weights=true"),
+        names="http://",
+    ),
     Wrong("token that can be guessed", "serve.token", "token-is-a-secret", ("serve.token=abc",), names="auto"),
 ]

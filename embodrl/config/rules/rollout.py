@@ -90,6 +90,40 @@ def vllm_keys_without_effect(context: Context) -> Iterator[Finding]:
         yield Finding("rollout.vllm", "has no effect: rollout.backend is not vllm", "leave it out, or add rollout=vllm")
 
 
+REMOTE = "rollout.remote.urls"
+
+
+@rule(BACKEND, REMOTE, "rollout.publish_weights", "runner.max_staleness", "rollout.own_process")
+def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
+    """Policy servers act for one training run in lockstep, which publishes its weights."""
+    config, deployment = context.config, context.deployment
+    if config.rollout.backend != "remote":
+        return
+    urls = config.rollout.remote.urls
+    if not urls or not all(url.startswith(("http://", "https://")) for url in urls):
+        message = f"has {len(urls)} URLs of servers, or some that are not http:// or https://"
+        yield Finding(REMOTE, message, "start `embodrl serve protocol=http`, and name it", "http://HOST:PORT, ...")
+    if context.verb not in ("train", "plan", None):
+        hint = f"{NATIVE}; `embodrl eval` of a server is model=remote"
+        yield Finding(BACKEND, f"`embodrl {context.verb}` has no rollout servers", hint, "native")
+    if not config.rollout.publish_weights:
+        message = "is false, and the servers take the weights from where they are published"
+        yield Finding("rollout.publish_weights", message, "set it to true, or add rollout=remote", "true")
+    if config.runner.max_staleness > 0:
+        message = "the servers act with the newest weights, in lockstep with the run"
+        yield Finding("runner.max_staleness", message, f"set it to 0, or {NATIVE}", "0", others=(BACKEND,))
+    if deployment is not None and deployment.rolls_out_in_processes:
+        message = "rollouts are in processes of their own, and servers act for the main process"
+        yield Finding(BACKEND, message, f"{NATIVE}, or leave out rollout.own_process", "native")
+
+
+@note(BACKEND, "rollout.remote")
+def remote_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings that only matter with policy servers."""
+    if context.config.rollout.backend != "remote" and context.by_user("rollout.remote"):
+        yield Finding("rollout.remote", "has no effect: rollout.backend is not remote", "add rollout=remote")
+
+
 @note("rollout.backend", "rollout.precision", "model.trainable")
 def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
     """vLLM gets weights with the adapters in them, in its own precision."""

@@ -14,7 +14,14 @@ from embodrl.config.schema.algorithm import (
 )
 from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
 from embodrl.config.schema.config import Config, config_class, defaults_of, schema_for
-from embodrl.config.schema.engines import ActorConfig, FsdpConfig, OptimConfig, RolloutConfig, VllmConfig
+from embodrl.config.schema.engines import (
+    ActorConfig,
+    FsdpConfig,
+    OptimConfig,
+    RemoteRolloutConfig,
+    RolloutConfig,
+    VllmConfig,
+)
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
 from embodrl.config.schema.model import LoraConfig, ModelConfig, ValueHeadConfig
 from embodrl.config.schema.run import CollectConfig, LoggerConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
@@ -63,6 +70,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "Ranks",
+    "RemoteRolloutConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunnerConfig",

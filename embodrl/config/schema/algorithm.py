@@ -203,7 +203,7 @@ class AlgorithmConfig(Section):
     recompute_logprobs: Literal["auto"] | bool = Field(
         default="auto",
         description="take the log-probs of all chunks, which ratios are relative to, from the engine that trains, by a"
-        " forward pass before the update; auto: where another engine acts (rollout.backend vllm)",
+        " forward pass before the update; auto: where another engine acts (rollout.backend vllm or remote)",
     )
     engine_weight_cap: float | None = Field(
         default=2.0,

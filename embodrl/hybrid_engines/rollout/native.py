@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -71,6 +72,7 @@ def make_rollout_engine(
     num_threads: int,
     part: tuple[int, int] = (0, 1),
     memory: Offload | None = None,
+    weights_dir: Path | None = None,
 ) -> RolloutEngine:
     """Return the engine that ``rollout.backend`` names.
 
@@ -80,6 +82,7 @@ def make_rollout_engine(
         num_threads: of ``cluster.num_threads``.
         part: see RolloutEngine.
         memory: of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
+        weights_dir: where a training run publishes its weights, for ``rollout.backend: remote``.
 
     Raises:
         EmbodrlError: what the backend needs is missing.
@@ -87,6 +90,11 @@ def make_rollout_engine(
     arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads, part)
     if config.rollout.backend == "native":
         return NativeRolloutEngine(*arguments, memory)
+    if config.rollout.backend == "remote":
+        from embodrl.hybrid_engines.rollout.remote import RemoteRolloutEngine
+
+        assert weights_dir is not None, "a rule restricts it to training in lockstep"
+        return RemoteRolloutEngine(*arguments, memory, weights_dir=weights_dir)
     from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 
     most = config.rollout.vllm.max_num_seqs or max_batch_rows(config)

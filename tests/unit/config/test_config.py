@@ -43,7 +43,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "libero_wrist": ["model=openvla_oft"],
         "megatron": [TWO_TRAINERS],
         "lerobot": lerobot,
-        "remote": ["model.url=ws://host:1"],
+        "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "sac": ["env=toy", "model=mlp", *(["algorithm=sac"] if group == "pipeline" else [])],
     }.get(name, [])
@@ -54,7 +54,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "plan"
         if group == "cluster" or name in ("vllm", "megatron")
         else "eval"
-        if name in ("lerobot", "remote")
+        if name == "lerobot" or (group, name) == ("model", "remote")
         else None
     )
     loaded = load_config([f"{group}={name}", *extra], verb=verb)

@@ -282,6 +282,23 @@ def test_groups_of_episodes_need_seeds(caplog: pytest.LogCaptureFixture) -> None
         check_environments(load_config(["env=toy", "algorithm=grpo"]).config, pool)
 
 
+class _Stateless(_Answers):
+    """An EnvPool whose environments can't tell their state."""
+
+    def call(self, method: str, *, restart: bool) -> list[object]:
+        if method == "check_state":
+            raise EnvError("no state", "write get_state", code="state-missing")
+        return [[]]
+
+
+def test_only_synchronous_training_needs_states() -> None:
+    pool: Any = _Stateless()
+    with raises_code("state-missing", EnvError):
+        check_environments(load_config(["env=toy"]).config, pool)
+    check_environments(load_config(["env=toy", "runner.max_staleness=1"]).config, pool)
+    check_environments(load_config(["env=toy"]).config, pool, training=False)
+
+
 def test_experts_act_only_where_they_have_begun() -> None:
     env = Scripts()
     begin(env)
