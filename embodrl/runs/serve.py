@@ -45,8 +45,8 @@ def serve(
         engine = make_rollout_engine(config, make_policy(config), num_threads(config))
         server = PolicyServer(engine, config, weights_dir, say)
         code = await server.run()
-        if server.core.is_computing and owns_process():
-            leave(code)  # the interpreter would wait for the thread that hangs
+        if owns_process():
+            leave(code)  # the interpreter would wait for a thread that hangs, and take seconds on busy cores
         return code
 
     return asyncio.run(run())

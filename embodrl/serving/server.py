@@ -143,8 +143,8 @@ class PolicyServer:
 def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[None]:
     """Let SIGTERM and SIGINT call ``stop`` in the running event loop; outside of the main thread do nothing.
 
-    Native code of the model may hold the interpreter lock, so that no Python code runs: then the guard ends the process
-    of the command line ``limit_s`` after the signal.
+    Whatever hangs then, such as native code of the model that holds the interpreter lock, the guard ends the process of
+    the command line ``limit_s`` after the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -153,9 +153,13 @@ def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[
     wakeup = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
 
+    is_asked = False
+
     def read() -> None:
+        nonlocal is_asked
         for number in os.read(pipe[0], 64):
             if number in before:
+                is_asked = True
                 keep_time(limit_s)
                 stop(number)
 
@@ -165,7 +169,8 @@ def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[
     try:
         yield
     finally:
-        release_signals()
+        if not (is_asked and owns_process()):  # the guard keeps the time until the process has ended
+            release_signals()
         loop.remove_reader(pipe[0])
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
