@@ -128,6 +128,7 @@ class EnvPool:
                 code="pool-layout",
             )
         size = total_num_envs // num_processes
+        environ = manager_options.pop("environ", None) or {}
         managers = [
             EnvManager(
                 env_type,
@@ -135,7 +136,7 @@ class EnvPool:
                 name=f"{name}/{rank}",
                 cpu=cpus[rank] if cpus else None,
                 numa_node=numa_nodes[rank] if numa_nodes else None,
-                environ=environs[rank] if environs else None,
+                environ={**environ, **environs[rank]} if environs else environ,
                 first_env=rank * size,
                 **manager_options,
             )
