@@ -75,7 +75,7 @@ def other_values(info: FieldInfo, value: object) -> list[str]:
     if isinstance(value, int):
         chosen += [str(value + 1), str(2 * value), str(value - 1)]
     elif isinstance(value, float):
-        chosen += [str(value * 0.5), str(value * 1.5 + 0.1)]
+        chosen += [str(value * 0.5 or 0.5), str(value * 1.5 + 0.1)]
     elif isinstance(value, tuple) and value and isinstance(value[0], int | float):
         numbers = [number * 0.5 if isinstance(number, float) else number + 1 for number in value]
         chosen.append(str(numbers).replace(" ", ""))

@@ -20,6 +20,7 @@ BASE = [
     *("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=20", "env.eval.total_num_envs=2"),
     *("env.eval.num_episodes=2", "actor.global_batch_size=4", "actor.micro_batch_size=4"),
     *("runner.max_iterations=2", "runner.eval_interval=1", "runner.save_interval=1", "algorithm.update_epoch=1"),
+    "actor.optim.critic_warmup_iterations=0",
 ]
 EXPLAINED: dict[Verb, set[str]] = {
     # They choose nodes of the graph; of the kinds of weight_sync all but shared are refused in one process.

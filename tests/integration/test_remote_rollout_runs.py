@@ -33,8 +33,9 @@ model:
     num_hidden_layers: 1
     num_attention_heads: 2
   value_head: {hidden_sizes: [8]}
-actor: {global_batch_size: 80, micro_batch_size: 40}
-runner: {max_iterations: 30, eval_interval: 30, logger: {tensorboard: false}}
+actor: {global_batch_size: 80, micro_batch_size: 40, precision: fp32}
+rollout: {precision: fp32}
+runner: {max_iterations: 15, eval_interval: 15, logger: {tensorboard: false}}
 """
 
 
@@ -103,7 +104,7 @@ def test_a_server_that_is_killed_does_not_end_the_run(tmp_path):
             process.kill()
             process.wait()
     found = rows(run)
-    assert [row["iteration"] for row in found] == list(range(31)) and "eval/success_rate" in found[-1]
+    assert [row["iteration"] for row in found] == list(range(16)) and "eval/success_rate" in found[-1]
     assert "does not answer" in (run / "logs" / "embodrl.log").read_text()
     # Every chunk was drawn by the weights that the update began with.
-    assert all(row["train/logprob_mismatch"] < 1e-4 for row in found[1:])
+    assert all(row["train/logprob_mismatch"] < 1e-5 for row in found[1:])

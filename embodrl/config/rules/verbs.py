@@ -24,8 +24,8 @@ _ROLLOUT_LOOP = (
     *("rollout.enable_offload", "rollout.own_process", "rollout.pipeline_stages"),
 )
 _TRAINER = (
-    *("optim", "fsdp", "global_batch_size", "enable_offload", "own_process", "tensor_parallel_size"),
-    *("training_backend", "precision", "gradient_checkpointing", "max_restarts"),
+    *("optim", "fsdp", "global_batch_size", "micro_batch_size", "enable_offload", "own_process"),
+    *("tensor_parallel_size", "training_backend", "precision", "gradient_checkpointing", "max_restarts"),
 )
 _ALGORITHM = ("algorithm", "reward", "pipeline")
 _CLUSTER = tuple(

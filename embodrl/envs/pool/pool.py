@@ -128,6 +128,7 @@ class EnvPool:
                 code="pool-layout",
             )
         size = total_num_envs // num_processes
+        shared: Mapping[str, str] = manager_options.get("environ") or {}
         managers = [
             EnvManager(
                 env_type,
@@ -135,9 +136,8 @@ class EnvPool:
                 name=f"{name}/{rank}",
                 cpu=cpus[rank] if cpus else None,
                 numa_node=numa_nodes[rank] if numa_nodes else None,
-                environ=environs[rank] if environs else None,
                 first_env=rank * size,
-                **manager_options,
+                **{**manager_options, "environ": {**shared, **(environs[rank] if environs else {})}},
             )
             for rank in range(num_processes)
         ]

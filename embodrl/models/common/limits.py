@@ -8,6 +8,8 @@ from embodrl.errors import CheckpointError, EmbodrlError
 
 LEAST_USED = 0.9
 """Embeddings are padded to a round number at most: Llama's has 32064 rows for 32000 ids, PaliGemma's as many as ids."""
+SMALLEST_PUBLISHED = 30_000
+"""Rows of an embedding; smaller ones are embodrl's tiny sizes, a good part of which are action tokens."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ def check_vocabulary(source: object, num_ids: int, most: int, hint: str = "use t
     if num_ids > most:
         message = f"the tokenizer of {source} has {num_ids} ids, the model {most}"
         raise CheckpointError(message, hint, code="tokenizer-mismatch")
-    if num_ids < LEAST_USED * most:
+    if most >= SMALLEST_PUBLISHED and num_ids < LEAST_USED * most:
         logger.warning(
             "the tokenizer of %s has %d ids, and the model %d embeddings: it is not the model's own, and its prompts"
             " mean nothing to trained weights; %s",

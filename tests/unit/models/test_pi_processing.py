@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from embodrl.errors import CheckpointError, EmbodrlError, HubError, MissingDependencyError
 from embodrl.hub import HubName
 from embodrl.models.common import fetched_tokenizer as hub
+from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import MeanStd, Quantiles
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.pi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig
@@ -337,6 +338,7 @@ def test_a_tokenizer_of_another_model_is_warned_of(tmp_path: Path, caplog: pytes
     ids = {f"t{i}": i for i in range(2, 32000)} | {"<unk>": 0, "<s>": 1}
     Tokenizer(models.WordLevel(ids, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     load_tokenizer(tmp_path, 32064)
+    check_vocabulary("the tiny OpenVLA", 640, 960)  # beside its prompts' tokens there are those of actions
     assert not caplog.records
     load_tokenizer(tmp_path, 257152)
     assert "32000 ids" in caplog.text and "257152 embeddings" in caplog.text and "paligemma" in caplog.text
