@@ -6,7 +6,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from embodrl.errors import WorkerDied, WorkerError
 from embodrl.hybrid_engines.training.sharding import DP, TP
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_DEATH_S = 5.0  # that a death may take to be known after the others' connections have noticed it
 _CONNECTION = re.compile(r"gloo|NCCL|Timed out|[Cc]onnection (closed|reset|refused)|DistStoreError")
 
 
@@ -80,11 +81,15 @@ def cause_of(call: Call, error: WorkerError) -> WorkerError:
     """Return what is behind an error of a collective call.
 
     A process that lives and does not take part is noticed by those that wait for it: they raise the errors of their
-    connections, and would be blamed for them. (A death is known by then.)
+    connections, and would be blamed for them. Connections may notice a death before its parent does.
     """
     silent = sorted(rank for rank, future in call.futures.items() if not future.done())
     if isinstance(error, WorkerDied) or not silent or not _CONNECTION.search(error.message):
         return error
+    ended, _ = wait([call.futures[rank] for rank in silent], _DEATH_S, FIRST_COMPLETED)
+    deaths = (future.exception() for future in ended)
+    if died := next((death for death in deaths if isinstance(death, WorkerDied)), None):
+        return died
     ranks = f"rank {', '.join(map(str, silent))}"
     return WorkerError(
         f"the training process of {ranks} did not take part in a collective call; another one, which waited for it,"

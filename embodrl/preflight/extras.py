@@ -39,6 +39,7 @@ EXTRAS = (
     Extra("megatron", ("megatron.core",), "megatron-core", "actor=megatron"),
     Extra("lora", ("peft",), "peft", "adapters in PEFT's layout"),
     Extra("serve", ("aiohttp", "msgpack", "zmq", "PIL.Image"), "aiohttp", "`embodrl serve` and model=remote"),
+    Extra("store", ("fsspec", "pyarrow", "imageio_ffmpeg", "PIL.Image"), "fsspec", "`embodrl store`"),
     Extra("wandb", ("wandb",), "wandb", "W&B"),
 )
 

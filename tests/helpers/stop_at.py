@@ -5,9 +5,10 @@ commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and wa
 ``fsdp_step:6:SIGKILL:rank_1`` only the process of that rank takes the signal, with ``rank_1_once`` not the one that is
 started in its place, with ``parent_of_1`` the main process takes it, with ``worker`` its youngest worker, and with
 ``all_of_1`` the main process and all that it has started. The process ids of the children at that moment go to the
-file ``STOP_AT_CHILDREN``.
+file ``STOP_AT_CHILDREN``. ``publish:1:EIO`` raises that error instead of a signal, from the first call on.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ POINTS = {
     "write_shard": "embodrl.hybrid_engines.training.sharded_checkpoint:_HashedFiles.create_stream",
     "write_file": "embodrl.storage.checkpoint:_write_file",
     "sync_directory": "embodrl.storage.checkpoint:sync_directory",
+    "publish": "embodrl.storage.checkpoint:publish_directory",
     "store": "embodrl.data.replay:ReplayBuffer.add",
     "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
@@ -63,14 +65,34 @@ def is_helper(process):
     return command[0].startswith("zygote") or any("guard.py" in part for part in command)
 
 
-def install(point, wanted, number, whom):
+def fail(point, wanted, code):
+    """Let a point raise an OSError from its call number ``wanted`` on."""
+    owner, name, original = resolve(point)
+    calls = 0
+
+    def replacement(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        if calls >= wanted:
+            raise OSError(code, os.strerror(code))
+        return original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+
+def resolve(point):
+    """The owner, name and value of a point."""
     module_name, _, path = POINTS[point].partition(":")
     __import__(module_name)
     owner = sys.modules[module_name]
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    original, calls = getattr(owner, name), 0
+    return owner, name, getattr(owner, name)
+
+
+def install(point, wanted, number, whom):
+    (owner, name, original), calls = resolve(point), 0
     rank, once = os.environ.get("RANK"), whom.endswith("_once")
     ranked = (f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}", f"all_of_{rank}")
     here = whom in ("", "simulator", "worker", *ranked)
@@ -102,4 +124,7 @@ def install(point, wanted, number, whom):
 if os.environ.get("STOP_AT") and Path(sys.argv[0]).name != "bootstrap.py":  # which starts simulators
     for order in os.environ["STOP_AT"].split(","):
         point, wanted, number, *whom = order.split(":")
-        install(point, int(wanted), signal.Signals[number], "".join(whom))
+        if number in errno.errorcode.values():
+            fail(point, int(wanted), getattr(errno, number))
+        else:
+            install(point, int(wanted), signal.Signals[number], "".join(whom))

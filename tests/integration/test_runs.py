@@ -161,8 +161,8 @@ def test_a_run_continues_without_its_warm_start_and_from_another_directory(
 
 
 def test_a_stop_that_could_not_be_saved_is_reported(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
-    outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at="act:6:SIGINT")
+    orders = "publish:1:EIO,act:6:SIGINT"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={tmp_path}", stop_at=orders)
     assert outcome.code == 1
     assert "could not save iteration 1, the last" in outcome.stderr and "will start over" in outcome.stderr
     assert "continues" not in outcome.stdout
@@ -199,7 +199,6 @@ def test_a_closed_terminal_costs_the_screen_only(config: Path, tmp_path: Path) -
 
 
 def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("in the way")
     outcome = embodrl(
         "train",
         "--config",
@@ -207,6 +206,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         f"runner.output_dir={tmp_path}",
         "runner.max_iterations=1",
         "actor.optim.critic_warmup_iterations=0",
+        stop_at="publish:1:EIO",
     )
     assert outcome.code == 1
     assert "could not save iteration 1, the last" in outcome.stderr

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import textwrap
-from concurrent.futures import Future
+import threading
+from concurrent.futures import Future, wait
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -114,11 +116,22 @@ def call_of(*answers: object) -> SimpleNamespace:
     return SimpleNamespace(futures=futures)
 
 
-def test_the_cause_of_an_error() -> None:
+def test_the_cause_of_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = WorkerRaised("actor[0] raised RuntimeError in update: Connection closed by peer [127.0.0.1]", "", 0)
     own: WorkerError = WorkerRaised("actor[0] raised ValueError in update: no rows", "", 0)
     died = WorkerDied("actor[1] was killed", "", 1)
     assert cause_of(call_of(None, died), died) is died
     assert cause_of(call_of(lost, "done"), lost) is lost
     assert cause_of(call_of(own, None), own) is own, "the other one waits for it"
+    monkeypatch.setattr("embodrl.hybrid_engines.process_groups._DEATH_S", 0.0)
     assert cause_of(call_of(lost, "done", None), lost).rank == 2
+
+
+def test_a_death_that_is_known_after_the_connections_have_broken_is_the_cause() -> None:
+    lost = WorkerRaised("actor[0] raised RuntimeError in update: Connection closed by peer [127.0.0.1]", "", 0)
+    died = WorkerDied("actor[1] was killed", "", 1)
+    call = call_of(lost, None)
+    killed = threading.Thread(target=call.futures[1].set_exception, args=(died,))
+    with mock.patch("embodrl.hybrid_engines.process_groups.wait", lambda *args: (killed.start(), wait(*args))[1]):
+        assert cause_of(call, lost) is died
+    killed.join()
