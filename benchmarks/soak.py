@@ -39,6 +39,7 @@ SAMPLE_S = 2.0
 SLOW_S = 10.0  # how long a process is slow
 NUM_ENVS, STEPS, CHUNK = 8, 40, 5
 END_S = 300.0
+GONE_S = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRAINING_KILLED = "training: kill"
 WARM_ITERATIONS = 3  # before the time counts, and before the first fault
@@ -292,15 +293,24 @@ class Soak:
         self._wait_for(done + 1)  # what fails while a run starts ends it at once, by design
 
 
+def describe(pid: int) -> str:
+    """Return a process's id and command."""
+    with contextlib.suppress(psutil.Error):
+        return f"{pid} ({' '.join(psutil.Process(pid).cmdline())[:80]})"
+    return str(pid)
+
+
 def judge(soak: Soak, processes: int = 2) -> list[Check]:
     """Return all checks of a soak that is over."""
     record, rows = soak.record, read_metrics(soak.run_dir / METRICS_FILE)
     sent = sum(1 for _, what in record.faults if what != TRAINING_KILLED and not what.endswith("slow"))
     of_rollout = sum(1 for _, what in record.faults if what.startswith("rollout"))
-    left = soak.leftovers()
+    deadline = time.monotonic() + GONE_S
+    while (left := soak.leftovers()) and time.monotonic() < deadline:  # what is killed last takes a moment to end
+        time.sleep(POLL_S)
     code = record.exit_code
     checks = [Check("the run ends as it should", code == 128 + signal.SIGTERM, f"exit code {code} after SIGTERM")]
-    checks.append(Check("no process is left", not left, ", ".join(map(str, left)) or "none"))
+    checks.append(Check(f"no process is left after {GONE_S:.0f} s", not left, ", ".join(map(describe, left)) or "none"))
     if len(record.samples) < 2:
         return [*checks, Check("samples", False, f"{len(record.samples)}: it ended too soon, see output.log")]
     checks += [*check_memory(record.samples), *check_leaks(record.samples, processes, processes + bool(of_rollout))]
