@@ -39,8 +39,25 @@ collect: {num_episodes: 6}
 """
     + TINY_POLICY
 )
-# One run: 2 waves of evaluation x 2 chunks, then 4 iterations of 4 chunks and 4 optimizer steps, an evaluation and a
-# checkpoint after iterations 2 and 4.
+# One run of TINY: 2 waves of evaluation x 2 chunks, then 4 iterations of 4 chunks and 4 optimizer steps, an evaluation
+# and a checkpoint after iterations 2 and 4.
+
+LEARNING_OPENVLA = """
+model:
+  warm_start: null
+  num_action_chunks: 2
+  architecture:
+    image_size: 16
+    patch_size: 8
+    dino: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
+    siglip: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
+    hidden_size: 32
+    intermediate_size: 64
+    num_hidden_layers: 1
+    num_attention_heads: 2
+  value_head: {hidden_sizes: [8]}
+"""
+"""Large enough to learn the toy environment from demonstrations in seconds."""
 
 
 @dataclass

@@ -12,7 +12,9 @@ import pytest
 import runs
 
 pytest.importorskip("aiohttp", reason="the extra serve is not installed")
-CONFIG = """
+CONFIG = (
+    runs.LEARNING_OPENVLA
+    + """
 env:
   tasks: [reach-red]
   max_episode_steps: 10
@@ -20,23 +22,11 @@ env:
   num_processes: 1
   train: {total_num_envs: 8, max_steps_per_rollout_epoch: 20}
   eval: {total_num_envs: 8, num_episodes: 8}
-model:
-  warm_start: null
-  num_action_chunks: 2
-  architecture:
-    image_size: 16
-    patch_size: 8
-    dino: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
-    siglip: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
-    hidden_size: 32
-    intermediate_size: 64
-    num_hidden_layers: 1
-    num_attention_heads: 2
-  value_head: {hidden_sizes: [8]}
 actor: {global_batch_size: 80, micro_batch_size: 40, precision: fp32}
 rollout: {precision: fp32}
 runner: {max_iterations: 15, eval_interval: 15, logger: {tensorboard: false}}
 """
+)
 
 
 def free_port() -> int:

@@ -20,29 +20,19 @@ PYTHON = os.environ.get("EMBODRL_CLIENTS_PYTHON", "")
 HERE = Path(__file__).parent
 EPISODES, SEED, TOKEN = 6, 1_000_000, "a-token-of-the-tests"
 PROTOCOLS = ("openpi", "vla_eval", "gr00t", "act")
-CONFIG = """
+CONFIG = (
+    runs.LEARNING_OPENVLA
+    + """
 presets: {env: toy}
 env:
   tasks: [reach-red]
   max_episode_steps: 20
   pin_cpus: false
   eval: {total_num_envs: 2, num_episodes: 6}
-model:
-  warm_start: null
-  num_action_chunks: 2
-  architecture:
-    image_size: 16
-    patch_size: 8
-    dino: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
-    siglip: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
-    hidden_size: 32
-    intermediate_size: 64
-    num_hidden_layers: 1
-    num_attention_heads: 2
-  value_head: {hidden_sizes: [8]}
 sft: {max_steps: 60, batch_size: 32, lr: 3.0e-3}
 collect: {num_episodes: 60}
 """
+)
 
 
 @pytest.mark.long

@@ -22,7 +22,9 @@ from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.storage.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
-CONFIG = """
+CONFIG = (
+    runs.LEARNING_OPENVLA
+    + """
 presets: {env: toy, experiment: hybrid}
 env:
   tasks: [reach-red]
@@ -31,23 +33,11 @@ env:
   num_processes: 1
   train: {total_num_envs: 8}
   eval: {total_num_envs: 8, num_episodes: 8}
-model:
-  warm_start: null
-  num_action_chunks: 2
-  architecture:
-    image_size: 16
-    patch_size: 8
-    dino: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
-    siglip: {width: 16, depth: 2, num_heads: 1, mlp_dim: 32}
-    hidden_size: 32
-    intermediate_size: 64
-    num_hidden_layers: 1
-    num_attention_heads: 2
-  value_head: {hidden_sizes: [8]}
 sft: {max_steps: 60, batch_size: 16}
 runner: {logger: {tensorboard: false}}
 store: {episodes_per_shard: 8, publish_interval: 10, successes_only: false, poll_s: 0.2}
 """
+)
 
 
 class Role:

@@ -179,7 +179,7 @@ class LlamaModel(nn.Module):
         super().__init__()
         self.spec, self.causal = spec, causal
         self.gradient_checkpointing = False
-        # Drawn by whoever builds the model. Drawing without memory, on the meta device, would import torch's compiler.
+        # The builder of the model initializes it: initializing on the meta device would import torch's compiler.
         weight = torch.empty(spec.vocab_size, spec.hidden_size)
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, _weight=weight)
         self.layers = nn.ModuleList(LlamaLayer(spec) for _ in range(spec.num_hidden_layers))
@@ -219,7 +219,7 @@ class LlamaModel(nn.Module):
 
 
 class Llama(nn.Module):
-    """A language model; its output layer is called by whoever reads logits.
+    """A language model; callers apply ``lm_head`` to the hidden states that they need logits of.
 
     Args:
         spec: dimensions.

@@ -1,4 +1,4 @@
-"""Requests answered in batches: what fails in the pump itself reaches whoever waits."""
+"""Requests answered in batches: an error in the pump itself is raised in every waiting caller."""
 
 from __future__ import annotations
 
