@@ -23,6 +23,7 @@ class Kind(StrEnum):
     pipelines = "pipelines"
     protocols = "protocols"
     presets = "presets"
+    experiments = "experiments"
 
 
 def list_names(
@@ -48,7 +49,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, evaluation protocols and presets.
+    """List models, environments, algorithms, pipelines, evaluation protocols, presets and recipes.
 
     \b
     Examples:
