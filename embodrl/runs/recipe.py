@@ -27,6 +27,7 @@ from embodrl.config.load import refuse_foreign_code
 from embodrl.config.nodes import Node, lookup, walk
 from embodrl.config.rules.verbs import OF_RECIPES, Verb, reads
 from embodrl.config.schema import CollectConfig, RecipeConfig
+from embodrl.config.trust import foreign_settings
 from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
 from embodrl.processes.ending import stop_with_parent
@@ -197,6 +198,8 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
     composition = compose(overrides, config_file)
     refuse_foreign_code(composition, trust)
     settings = _recipe_settings(composition.tree, overrides, config_file, trust)
+    if composition.untrusted and not trust:
+        _refuse_foreign_arguments(settings)
     directory = _directory(composition.tree, composition.choices.get("experiment"))
     problems: dict[ConfigProblem, list[str]] = {
         problem: [] for problem in _misplaced(overrides, composition.tree, settings)
@@ -244,6 +247,14 @@ def _recipe_settings(tree: Node, overrides: list[str], config_file: Path | None,
         hint = f"give some of them, in the order {', '.join(VERBS)}"
         raise ConfigError([ConfigProblem("recipe.stages", message, hint=hint, code="recipe-order")])
     return settings
+
+
+def _refuse_foreign_arguments(settings: RecipeConfig) -> None:
+    """Refuse code that the lists of an untrusted file name: for the stages they are on the command line."""
+    texts = [text for name in VERBS for text in getattr(settings, name)]
+    tree = compose(texts, None).tree
+    if problems := [problem for text in texts for problem in foreign_settings(tree, text)]:
+        raise ConfigError(problems)
 
 
 def _directory(tree: Node, experiment: str | None) -> Path:

@@ -130,6 +130,15 @@ def test_everything_wrong_with_all_stages_is_refused_at_once(plan: Callable[...,
     assert caught.value.code == "recipe-missing" and not (tmp_path / "run").exists()
 
 
+def test_stages_of_an_untrusted_file_name_no_code(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.write_text(TOY.replace("[env.eval", "['reward.fn=my_module:mine', env.eval"))
+    monkeypatch.setattr("embodrl.config.compose.is_trusted", lambda *_, **__: False)
+    settings = [f"runner.output_dir={tmp_path / 'run'}"]
+    assert refused(lambda: plan_recipe(settings, config)) == {"reward.fn": "settings-run-code"}
+
+
 def test_the_same_command_continues(plan: Callable[..., Recipe], verbs: Verbs, tmp_path: Path) -> None:
     verbs.codes = {"sft": -9}
     assert do(plan()) == 137
