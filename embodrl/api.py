@@ -166,8 +166,9 @@ def collect(config: ConfigLike = None, overrides: Sequence[str] = ()) -> Collect
     """
     loaded = _measured(_load(config, overrides, "collect"))
     from embodrl.runs.collect import collect as run
+    from embodrl.workers.env import places_here
 
-    return run(loaded.config)
+    return run(loaded.config, places_here(loaded.deployment))
 
 
 def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:

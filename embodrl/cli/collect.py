@@ -20,8 +20,9 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust
         loaded = load_measured(overrides, config, verb="collect", trust=trust)
         from embodrl.runs import collect as worker
         from embodrl.runs.files import removed_if_empty
+        from embodrl.workers.env import places_here
 
         with removed_if_empty(Path(loaded.config.collect.output_dir)):
-            return worker.collect(loaded.config).exit_code
+            return worker.collect(loaded.config, places_here(loaded.deployment)).exit_code
 
     execute(action, debug)

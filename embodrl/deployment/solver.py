@@ -242,7 +242,8 @@ def _deploy(
         cpus = topology.cpus(node) if node is not None and len(topology.nodes) > 1 else ()
         visible = _visible(place, machine, gpus_per_node)
         processes.append(replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible))
-    processes += _pin_simulators(config, places["env"], machines)
+    simulators = [replace(place, visible=_visible(place, machine, gpus_per_node)) for place in places["env"]]
+    processes += _pin_simulators(config, simulators, machines)
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
     ray, native = config.cluster.launcher == "ray", config.actor.training_backend == "native"
     trains = ray or actor != rollout if config.actor.own_process is None else config.actor.own_process

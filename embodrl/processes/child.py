@@ -21,6 +21,7 @@ from typing import BinaryIO
 
 from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec
+from embodrl.processes.cores import unbind
 from embodrl.processes.ending import OUT_OF_MEMORY
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
 from embodrl.processes.guard import VARIABLE, end_family, family
@@ -131,6 +132,8 @@ class ChildProcess:
         finally:
             theirs.close()
         self.pidfd = os.pidfd_open(self._popen.pid)
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            unbind(self._popen.pid)
         self._liveness = Liveness(self._popen.pid, self._heartbeat, limits or Limits())
         with contextlib.suppress(OSError):  # it has ended already, or the system does not allow it
             Path(f"/proc/{self._popen.pid}/oom_score_adj").write_text(str(oom_score_adj))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import REWARDS, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.raw import RawWriter
+from embodrl.deployment import ProcessPlace
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.fields import Fields
@@ -231,10 +232,14 @@ class CollectResult:
     exit_code: int
 
 
-def collect(config: Config) -> CollectResult:
+def collect(config: Config, places: Sequence[ProcessPlace] | None = None) -> CollectResult:
     """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
 
     SIGINT and SIGTERM end it early: the dataset is complete with the episodes so far.
+
+    Args:
+        config: the run; sections ``collect`` and ``env``.
+        places: of the simulators; None binds them to the cores of this machine in turn.
 
     Raises:
         EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.
@@ -253,7 +258,8 @@ def collect(config: Config) -> CollectResult:
     with ExitStack() as closing:
         closing.enter_context(writer)
         check_simulator(config)
-        pool = make_pool(config, env.train.total_num_envs, max_chunk=1, auto_reset=False, ignore_terminations=False)
+        single = {"max_chunk": 1, "auto_reset": False, "ignore_terminations": False}
+        pool = make_pool(config, env.train.total_num_envs, places=places, **single)
         stop = closing.enter_context(StopSignal())
         closing.callback(pool.close)
         progress = closing.enter_context(Progress("collect", settings.num_episodes, "episodes", console))

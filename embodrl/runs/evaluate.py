@@ -19,7 +19,7 @@ from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import HTML_FILE, EvalOutput
 from embodrl.runs.files import removed_if_empty
 from embodrl.storage.json_file import check_json_file, write_json_file
-from embodrl.workers.env import check_environments, check_simulator, make_pool
+from embodrl.workers.env import check_environments, check_simulator, make_pool, places_here
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
@@ -116,7 +116,7 @@ def evaluate(
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
         check_memory(config, loaded.deployment, training=False, device=device)
         check_simulator(config)
-        pool = make_pool(config, config.env.eval.total_num_envs)
+        pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment))
         with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
             check_environments(config, pool, training=False)
             policy = make_policy(config)

@@ -27,6 +27,7 @@ from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Node
 from embodrl.pipelines.outcomes import Metrics
+from embodrl.processes.cores import bound_to
 from embodrl.processes.trace import record
 from embodrl.reporting.console import Console
 from embodrl.reporting.health import HealthMonitor
@@ -544,7 +545,8 @@ def _execute(
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
     console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
-    with StopSignal(config.runner.stop_timeout_s) as stop, console:
+    cpus = deployment.main_place.cpus if deployment.main_place is not None else ()
+    with StopSignal(config.runner.stop_timeout_s) as stop, bound_to(cpus), console:
         console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
 
         def stopped() -> bool:

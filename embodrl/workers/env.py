@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.schema import Config, EnvConfig
-from embodrl.deployment import ProcessPlace
+from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.manager import EnvTimeouts
@@ -135,6 +136,25 @@ def _shaping(config: Config) -> dict[str, object]:
     return {"shaping_gamma": config.algorithm.gamma, "discounts_actions": per_action}
 
 
+def places_here(deployment: Deployment) -> Sequence[ProcessPlace] | None:
+    """Return the places of the simulators of a verb that runs on one machine; None if some are on another one."""
+    places = deployment.of("env")
+    return places if all(place.node == 0 for place in places) else None
+
+
+def gpu_variables(place: ProcessPlace) -> dict[str, str]:
+    """Return the environment variables by which a simulator process renders on the GPUs that it is placed on.
+
+    CUDA, and with it SAPIEN, counts the visible devices alone. MuJoCo's EGL counts all, as nvidia-smi does; a device
+    that the user names is kept, and of one that CUDA_VISIBLE_DEVICES names by its UUID the number is not known.
+    """
+    if place.visible is None:
+        return {}
+    first = place.visible.partition(",")[0]
+    egl = {"MUJOCO_EGL_DEVICE_ID": first} if first.isdigit() and "MUJOCO_EGL_DEVICE_ID" not in os.environ else {}
+    return {"CUDA_VISIBLE_DEVICES": place.visible, **egl}
+
+
 def make_pool(
     config: Config,
     total_num_envs: int,
@@ -150,16 +170,18 @@ def make_pool(
         total_num_envs: environments over ``env.num_processes`` processes.
         log_dir: where the processes' output goes.
         env_type: a variant, of the same arguments, that replaces the configured one.
-        places: of the processes; None binds them to the cores of this machine in turn.
+        places: of the processes, with their cores and GPUs; None binds them to the cores of this machine in turn.
         overrides: keyword arguments of the VectorEnv that differ from the configuration.
     """
     env = config.env
     slots = assign_cpus(env.num_processes) if env.pin_cpus and places is None else [None] * env.num_processes
     cpus = [None if slot is None else slot.cpu for slot in slots]
     numa_nodes = [None if slot is None else slot.numa_node for slot in slots]
+    environs: list[Mapping[str, str]] = [{} for _ in slots]
     if places is not None:
         cpus = [next(iter(place.cpus), None) for place in places]
         numa_nodes = [place.numa_node for place in places]
+        environs = [gpu_variables(place) for place in places]
     return EnvPool.create(
         env_type or env.env_type,
         {**env_kwargs(config), **overrides},
@@ -167,6 +189,7 @@ def make_pool(
         num_processes=env.num_processes,
         cpus=cpus,
         numa_nodes=numa_nodes,
+        environs=environs,
         python=interpreter_of(config),
         timeouts=EnvTimeouts(
             env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s, config.cluster.heartbeat_timeout_s

@@ -292,6 +292,16 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
 
 
+@note("env.video")
+def videos_are_written(context: Context) -> Iterator[Finding]:
+    """Settings of videos without videos."""
+    if context.config.env.video.enabled:
+        return
+    for name in type(context.config.env.video).model_fields:
+        if name != "enabled" and context.by_user(key := f"env.video.{name}"):
+            yield Finding(key, "has no effect: env.video.enabled is false", "leave it out, or set env.video.enabled")
+
+
 @note("env.train", "env.max_episode_steps")
 def rollouts_reach_the_step_limit(context: Context) -> Iterator[Finding]:
     """Every rollout begins with fresh episodes, so in a shorter one only successes end."""

@@ -100,7 +100,7 @@ def weights_get_there(context: Context) -> Iterator[Finding]:
         yield Finding(SYNC, message, "leave it at auto, or set rollout.own_process=true", "auto, shared")
 
 
-@note("rollout.max_restarts", "rollout.own_process", "actor.max_restarts", "actor.own_process", KEY, "cluster.launcher")
+@note("rollout.max_restarts", "rollout.own_process", "actor.max_restarts", "actor.own_process", KEY, "cluster")
 def restarts_are_of_processes(context: Context) -> Iterator[Finding]:
     """The main process can't be restarted."""
     deployment = context.deployment
@@ -110,6 +110,22 @@ def restarts_are_of_processes(context: Context) -> Iterator[Finding]:
         yield Finding(key, "has no effect: rollouts run in the main process", "leave it out")
     if context.by_user(key := "actor.max_restarts") and not deployment.trains_in_processes:
         yield Finding(key, "has no effect: the main process trains", "leave it out")
+    if context.by_user(key := "cluster.collective_timeout_s") and not deployment.trains_in_processes:
+        yield Finding(key, "has no effect: the main process trains, without collectives", "leave it out")
+    processes = deployment.rolls_out_in_processes or deployment.trains_in_processes
+    if context.by_user(key := "cluster.stall_timeout_s") and not processes:
+        yield Finding(key, "has no effect: the main process acts and trains", "leave it out")
+
+
+@note(KEY, "cluster")
+def rollouts_of_one_process(context: Context) -> Iterator[Finding]:
+    """Evaluations, demonstrations and servers act in the main process, wherever rollouts are placed."""
+    found = context.deployment
+    if context.verb not in ("eval", "collect", "sft", "serve") or found is None or not context.by_user(KEY):
+        return
+    if (count := len(found.of("rollout"))) > 1 or found.of("rollout")[0].node:
+        message = f"{count} rollout process(es) are placed, and `embodrl {context.verb}` acts in the main process alone"
+        yield Finding(KEY, message, "leave rollout at all, or place it on one device of this machine")
 
 
 @note("rollout.pipeline_stages", "runner.max_staleness", "rollout.own_process", KEY, "cluster.launcher")

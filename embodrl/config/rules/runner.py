@@ -79,6 +79,16 @@ def sft_is_shorter_than_its_warm_up(context: Context) -> Iterator[Finding]:
         yield Finding("sft.max_steps", f"is {reached}: the learning rate never reaches sft.lr", hint)
 
 
+@note("sft.eval_interval", "env.eval")
+def sft_evaluates(context: Context) -> Iterator[Finding]:
+    """Episodes of evaluation without an evaluation."""
+    if context.verb != "sft" or context.config.sft.eval_interval:
+        return
+    for name in type(context.config.env.eval).model_fields:
+        if context.by_user(key := f"env.eval.{name}"):
+            yield Finding(key, "has no effect: sft.eval_interval is 0", "set sft.eval_interval, or leave it out")
+
+
 @rule("sft.label_smoothing_bins")
 def smoothing_is_narrower_than_the_range(context: Context) -> Iterator[Finding]:
     """The Gaussian target is narrower than the 256 bins."""
@@ -107,6 +117,14 @@ def shifts_stay_in_the_picture(context: Context) -> Iterator[Finding]:
         message = f"shifts of up to {shift} pixels move most of a picture of {side} pixels out of sight"
         hint = f"set it to {max(1, side // 16)}"
         yield Finding("sft.random_shift_px", message, hint, f"0 to {side // 2}", others=("env.cameras",))
+
+
+@note("runner.name", "runner.output_dir")
+def names_make_directories(context: Context) -> Iterator[Finding]:
+    """The name of a run is that of its directory."""
+    if context.config.runner.output_dir != "auto" and context.by_user("runner.name"):
+        message = "has no effect: runner.output_dir names the directory of the run, and so the run"
+        yield Finding("runner.name", message, "leave it or runner.output_dir out")
 
 
 @note("runner")
@@ -140,7 +158,7 @@ def evaluation_happens(context: Context) -> Iterator[Finding]:
     """The last iteration is always evaluated, and filmed; with no other evaluation, every_eval changes nothing."""
     runner = context.config.runner
     only_the_last = runner.eval_interval == 0 and not runner.eval_at_start
-    if only_the_last and context.by_user("env.video.every_eval"):
+    if only_the_last and context.config.env.video.enabled and context.by_user("env.video.every_eval"):
         message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
         yield Finding("env.video.every_eval", message, "leave it out, or set runner.eval_interval")
 

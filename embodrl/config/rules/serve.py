@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
+from typing import get_args
 
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
-from embodrl.config.schema import GrootKeysConfig
+from embodrl.config.schema import GrootKeysConfig, ServeProtocol
 
 LEAST_TOKEN = 8
 
@@ -86,6 +87,21 @@ def token_is_a_secret(context: Context) -> Iterator[Finding]:
     if token not in ("auto", "none") and (len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable()):
         message = f"it has {len(token)} characters, or some that are not printable ASCII"
         yield Finding("serve.token", message, f"take {LEAST_TOKEN} or more, or auto", f"auto, none, or {LEAST_TOKEN}+")
+
+
+@note("serve")
+def protocols_are_served(context: Context) -> Iterator[Finding]:
+    """Settings of protocols that are not spoken."""
+    if not _serving(context):
+        return
+    serve = context.config.serve
+    idle = [name for name in get_args(ServeProtocol) if name not in serve.protocols]
+    keys = {f"serve.{name}": name for name in idle}
+    if "vla_eval" in idle:
+        keys["serve.execution_horizon"] = "vla_eval"
+    for key, name in keys.items():
+        if context.by_user(key):
+            yield Finding(key, f"has no effect: serve.protocols lacks {name}", "leave it out, or add the protocol")
 
 
 @note("serve.host", "serve.token", "serve.tls_cert")

@@ -25,33 +25,44 @@ _TRAINER = (
     *("training_backend", "precision", "gradient_checkpointing", "max_restarts"),
 )
 _ALGORITHM = ("algorithm", "reward", "pipeline")
+_CLUSTER = tuple(
+    f"cluster.{name}"
+    for name in ("launcher", "ray_address", "num_nodes", "node_groups", "stall_timeout_s", "collective_timeout_s")
+)
+"""Of worker processes, which verbs of one process do not start."""
+_SCHEDULE = (
+    *("value_lr", "lr_scheduler", "lr_warmup_iterations", "schedule_iterations", "min_lr_ratio"),
+    "critic_warmup_iterations",
+)
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("collect", "sft", "serve"),
-    "plan": ("collect", "sft", "serve"),
+    "train": ("env.eval.total_num_envs", "collect", "sft", "serve"),
+    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in _TRAINING_LOOP),
+        *_CLUSTER,
+        *("rollout.publish_weights", "runner.name", "runner.stop_timeout_s"),
         *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve"),
     ),
     "collect": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
-        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed")),
-        *("env.train.auto_reset", "env.train.ignore_terminations", "env.video", "actor", "rollout", "sft", "serve"),
-        *("model.model_path", "model.warm_start", "model.value_head", "model.add_value_head", "model.trainable"),
-        *("model.lora", "model.freeze_vision", "model.unnorm_key"),
+        *_CLUSTER,
+        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed", "stop_timeout_s")),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "actor", "rollout"),
+        *("model", "sft", "serve"),
     ),
     "sft": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
-        *("actor.optim.lr", "actor.optim.weight_decay"),
+        *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "serve"),
+        *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve"),
     ),
     "serve": (
         *_ALGORITHM,
@@ -60,13 +71,17 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"runner.{name}" for name in _TRAINING_LOOP),
         *(f"env.{name}" for name in ("train", "eval", "video", "reward_mode", "success_bonus", "max_episode_steps")),
         *(f"env.{name}" for name in ("num_processes", "pin_cpus", "python", "start_timeout_s", "reset_timeout_s")),
-        *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail")),
-        *("runner.name", "protocol", "collect", "sft"),
+        *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail", "max_abs_reward")),
+        *_CLUSTER,
+        *("cluster.heartbeat_timeout_s", "cluster.restart_window_s", "env.max_abs_state", "rollout.publish_weights"),
+        *(f"runner.{name}" for name in ("name", "output_dir", "stop_timeout_s", "logger")),
+        *("protocol", "collect", "sft"),
     ),
 }
 """Sections and keys that a verb ignores."""
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
+    "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
 }

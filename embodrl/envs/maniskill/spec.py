@@ -35,9 +35,9 @@ class ManiSkillConfig(EnvConfig):
 RULES = RuleSet()
 
 
-@RULES.rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster.device")
+@RULES.rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster")
 def gpu_physics_fits(context: Context) -> Iterator[Finding]:
-    """GPU physics: a GPU, GPU rendering, one process."""
+    """GPU physics: a GPU, GPU rendering, one process on each GPU."""
     env, device = context.env(ManiSkillConfig), context.config.cluster.device
     if env.sim_backend != "physx_cuda":
         return
@@ -57,13 +57,16 @@ def gpu_physics_fits(context: Context) -> Iterator[Finding]:
             "auto, gpu",
             others=("env.sim_backend",),
         )
-    if env.num_processes != 1:
+    found = context.deployment
+    gpus = {(place.node, *place.devices) for place in found.of("env")} if found is not None else set()
+    if env.num_processes > max(1, len(gpus)):
         yield Finding(
             "env.num_processes",
-            f"physx_cuda batches all environments in one process per GPU, not {env.num_processes}",
-            "set env.num_processes=1",
-            "1",
-            others=("env.sim_backend",),
+            f"physx_cuda batches the environments of a GPU in one process, and {env.num_processes} processes are placed"
+            f" on {max(1, len(gpus))} GPU(s)",
+            f"set env.num_processes={max(1, len(gpus))}, or place env on as many GPUs",
+            f"at most {max(1, len(gpus))}",
+            others=("env.sim_backend", "cluster.component_placement"),
         )
 
 

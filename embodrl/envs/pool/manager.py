@@ -91,7 +91,6 @@ class ManagerOptions(TypedDict, total=False):
     log_dir: Path | None
     max_chunk: int | None
     extensions: Sequence[str]
-    environ: Mapping[str, str] | None
     debug: bool
 
 

@@ -97,6 +97,7 @@ class EnvPool:
         shard_kwargs: Sequence[Mapping[str, object]] | None = None,
         cpus: Sequence[int | None] | None = None,
         numa_nodes: Sequence[int | None] | None = None,
+        environs: Sequence[Mapping[str, str]] | None = None,
         name: str = "env",
         max_restarts: int = 3,
         bounds: Bounds | None = None,
@@ -113,6 +114,7 @@ class EnvPool:
             shard_kwargs: further keyword arguments, one mapping a process (e.g. seeds).
             cpus: the core of each process; None binds none.
             numa_nodes: the NUMA node of each process.
+            environs: further environment variables of each process.
             name: managers are called ``<name>/<number>``.
             max_restarts: see the class.
             bounds: see the class.
@@ -133,6 +135,7 @@ class EnvPool:
                 name=f"{name}/{rank}",
                 cpu=cpus[rank] if cpus else None,
                 numa_node=numa_nodes[rank] if numa_nodes else None,
+                environ=environs[rank] if environs else None,
                 first_env=rank * size,
                 **manager_options,
             )

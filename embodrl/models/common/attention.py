@@ -58,7 +58,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     scores = torch.matmul(rows, k.transpose(-1, -2)).view(batch, heads, length, -1)
     if bias is not None:
         scores = scores + bias
-    weights = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype).view(*rows.shape[:3], -1)
+    weights = scores.softmax(dim=-1).view(*rows.shape[:3], -1)
     return torch.matmul(weights, v).view(batch, heads, length, -1)
 
 
@@ -80,10 +80,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         for samples, rows in _blocks(batch, groups, q.shape[1] * k.shape[1]):
             scores = torch.bmm(q[rows], k[rows].transpose(-1, -2))
             if bias is not None:
-                whole = scores.view(-1, heads, length, k.shape[1])
-                scores = (whole + (bias if len(bias) == 1 else bias[samples])).view_as(scores)
-            weights = scores.softmax(dim=-1, dtype=torch.float32)
-            torch.bmm(weights.to(v.dtype), v[rows], out=out[rows])
+                scores.view(-1, heads, length, k.shape[1]).add_(bias if len(bias) == 1 else bias[samples])
+            weights = scores.softmax(dim=-1)  # bf16 is computed in float32 and rounded once
+            torch.bmm(weights, v[rows], out=out[rows])
             if keep:
                 kept.append(weights)
         ctx.save_for_backward(q, k, v, *kept)
@@ -99,9 +98,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         for weights in kept:
             rows = slice(start, start + len(weights))
             start += len(weights)
-            torch.bmm(weights.to(v.dtype).transpose(-1, -2), d_out[rows], out=d_v[rows])
-            d_weights = torch.bmm(d_out[rows], v[rows].transpose(-1, -2)).float()
-            d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, torch.float32).to(q.dtype)
+            torch.bmm(weights.transpose(-1, -2), d_out[rows], out=d_v[rows])
+            d_weights = torch.bmm(d_out[rows], v[rows].transpose(-1, -2))
+            d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             torch.bmm(d_scores, k[rows], out=d_q[rows])
             torch.bmm(d_scores.transpose(-1, -2), q[rows], out=d_k[rows])
         batch, heads = ctx.batch, ctx.heads

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from embodrl.models.common.attention import attention
+from embodrl.models.common.fused import split_heads
 from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipSpec, embed_patches
 
 
@@ -53,10 +54,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B,N,D]`` to ``[B,N,D]``."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        out = attention(q, k, v)
-        return self.proj(out.transpose(1, 2).reshape(batch, length, width))
+        q, k, v = split_heads(self.qkv(x), x.shape[-1] // self.num_heads, (self.num_heads,) * 3)
+        return self.proj(attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):

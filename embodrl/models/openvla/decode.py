@@ -14,9 +14,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from embodrl.models.common.attention import attention
+from embodrl.models.common.llama import LlamaLayer, last_rows
 from embodrl.models.common.lora import adapter_factors, linear_weight
 from embodrl.models.openvla.modeling import OpenVLAModel, causal_mask, token_positions
 
@@ -62,13 +62,12 @@ class ActionDecoder:
         self._fuse = config.hidden_size < FUSE_BELOW_HIDDEN
         shape = (batch, self.kv_heads, max_length, self.head_dim)
         self.layers = [
-            self._layer(cast(LlamaDecoderLayer, layer), *self._cache(shape, embedding.device))
-            for layer in llama.model.layers
+            self._layer(cast(LlamaLayer, layer), *self._cache(shape, embedding.device)) for layer in llama.model.layers
         ]
         self.final_norm = llama.model.norm.weight
 
     def run(
-        self, prefix: Tensor, attention_mask: Tensor | None, num_tokens: int, choose: Choose
+        self, prefix: Tensor, attention_mask: Tensor | None, num_tokens: int, choose: Choose, first: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Decode a chunk.
 
@@ -77,9 +76,11 @@ class ActionDecoder:
             attention_mask: ``int64[B,P]``, or None if nothing is padding; the last column must not be.
             num_tokens: N.
             choose: picks each token.
+            first: of the tokens of images and prompt whose hidden states are wanted.
 
         Returns:
-            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the hidden states ``[B,P,D]`` of images and prompt.
+            ``tokens int64[B,N]``, ``logits float32[B,N,256]`` and the hidden states ``[B,P-first,D]`` of images and
+            prompt.
         """
         length = prefix.shape[1]
         cos, sin = self._rotary(prefix, attention_mask, num_tokens)
@@ -88,7 +89,7 @@ class ActionDecoder:
         if attention_mask is not None:
             visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None, None]
         with torch.autocast(prefix.device.type, enabled=False):
-            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias)
+            hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias, first)
             prefix_hidden, hidden = hidden, hidden[:, -1]
             tokens, logits = [], []
             for place in range(num_tokens):
@@ -101,7 +102,7 @@ class ActionDecoder:
                 tokens.append(choose(logits[-1], place))
         return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), prefix_hidden
 
-    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None) -> Tensor:
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None, first: int = 0) -> Tensor:
         batch, length, width = x.shape
         end = start + length
         heads, kv_heads = self.heads, self.kv_heads
@@ -112,11 +113,13 @@ class ActionDecoder:
             q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
             layer.keys[:, :, start:end] = k
             layer.values[:, :, start:end] = v
+            if first and layer is self.layers[-1]:
+                q, x, mask = q[:, :, first:], x[:, first:], last_rows(mask, length, first, x.device)
             if length == 1:
                 attended = attention(q.to(self.cache_dtype), layer.keys[:, :, :end], layer.values[:, :, :end], mask)
             else:
                 attended = attention(q.to(self.dtype), k.to(self.dtype), v, mask, causal=mask is None)
-            x = x + layer.out(attended.transpose(1, 2).reshape(batch, length, width).to(self.dtype))
+            x = x + layer.out(attended.transpose(1, 2).reshape(batch, -1, width).to(self.dtype))
             gate, up = layer.gate_up(self._norm(x, layer.norm2)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
         return _rms_norm(x, self.final_norm, self.eps)
@@ -143,7 +146,7 @@ class ActionDecoder:
             -1, -2
         ), values
 
-    def _layer(self, layer: LlamaDecoderLayer, keys: Tensor, values: Tensor) -> _Layer:
+    def _layer(self, layer: LlamaLayer, keys: Tensor, values: Tensor) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         return _Layer(
             layer.input_layernorm.weight,

@@ -11,11 +11,14 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
+from embodrl.models.common.llama import Attention as LlamaAttention
+from embodrl.models.common.llama import Llama
+from embodrl.models.common.llama import RMSNorm as LlamaRMSNorm
 from embodrl.models.common.lora import linear_weight
 from embodrl.models.common.vit import Attention, Block, LayerScale, VisionTransformer
 from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
@@ -74,7 +77,7 @@ class OpenVLAModel(nn.Module):
         self.causal = causal
         self.vision_backbone = VisionBackbone(config, film)
         self.projector = Projector(config.dino.width + config.siglip.width, config.llama.hidden_size)
-        self.language_model = LlamaForCausalLM(llama_config(config.llama, config.pad_token_id, causal))
+        self.language_model = Llama(llama_config(config.llama, config.pad_token_id, causal))
 
     def embed_prefix(
         self, pixels: Tensor, input_ids: Tensor, state: Tensor | None = None, instruction: Tensor | None = None
@@ -93,21 +96,19 @@ class OpenVLAModel(nn.Module):
         text = self.language_model.model.embed_tokens(input_ids)
         return torch.cat([text[:, :1], *(part.to(text.dtype) for part in middle), text[:, 1:]], dim=1)
 
-    def hidden_states(self, embeddings: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return the hidden states ``[B,S,D]`` after Llama's final norm.
+    def hidden_states(self, embeddings: Tensor, attention_mask: Tensor | None, first: int = 0) -> Tensor:
+        """Return the hidden states ``[B,S-first,D]`` after Llama's final norm, of the tokens from ``first`` on.
 
         Args:
             embeddings: ``[B,S,D]``.
             attention_mask: ``int64[B,S]``, 0 at padding, which may be anywhere; None if there is none.
+            first: what comes before is seen, and its own hidden states are not needed.
         """
         positions, bias = None, None
         if attention_mask is not None:
             positions = token_positions(attention_mask)
             bias = causal_mask(attention_mask) if self.causal else attention_mask.bool()[:, None, None]
-        output = self.language_model.model(
-            inputs_embeds=embeddings, attention_mask=bias, position_ids=positions, use_cache=False
-        )
-        return output.last_hidden_state
+        return self.language_model.model(embeddings, bias, positions, first)
 
     def action_logits(self, hidden: Tensor) -> Tensor:
         """Return the ``float32[...,256]`` logits of the action ids, in order; no other row of lm_head is computed."""

@@ -53,7 +53,7 @@ class OpenVLAPolicy(TokenPolicy):
             return index + self.bins.first_id
 
         decoder = ActionDecoder(self.model, batch, prefix.shape[1] + num_tokens)
-        tokens, logits, hidden = decoder.run(prefix, mask, num_tokens, choose)
+        tokens, logits, hidden = decoder.run(prefix, mask, num_tokens, choose, self.first_read(prefix.shape[1]))
         values = self.values_from(self._features(hidden, mask)) if compute_values else None
         return self.make_output(inputs, self.bins.index(tokens), logits, values, sampling)
 
@@ -65,7 +65,8 @@ class OpenVLAPolicy(TokenPolicy):
             EmbodrlError: see ``preprocess``; or there is no value head.
         """
         prefix, mask = self.prompt_embeddings(self.preprocess(observation))
-        return self.values_from(self._features(self.model.hidden_states(prefix, mask), mask))
+        hidden = self.model.hidden_states(prefix, mask, self.first_read(prefix.shape[1]))
+        return self.values_from(self._features(hidden, mask))
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Each token is fed the ones before it (teacher forcing)."""
@@ -77,6 +78,7 @@ class OpenVLAPolicy(TokenPolicy):
         prefix, prefix_mask = self.prompt_embeddings(inputs)
         known = self.model.language_model.model.embed_tokens(inputs["action_tokens"].flatten(1)[:, :-1])
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, known.shape[1]), value=1)
-        hidden = self.model.hidden_states(torch.cat([prefix, known.to(prefix.dtype)], dim=1), mask)
         length = prefix.shape[1]
-        return hidden[:, length - 1 :], self._features(hidden[:, :length], prefix_mask)
+        first = self.first_read(length)
+        hidden = self.model.hidden_states(torch.cat([prefix, known.to(prefix.dtype)], dim=1), mask, first)
+        return hidden[:, length - 1 - first :], self._features(hidden[:, : length - first], prefix_mask)

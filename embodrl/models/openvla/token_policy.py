@@ -25,7 +25,6 @@ from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats, stats_content
-from embodrl.models.common.recompute import recompute_layers
 from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
@@ -180,7 +179,7 @@ class TokenPolicy(VLAPolicy):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass."""
-        recompute_layers(self.model.language_model.model, self.model.language_model.model.layers)
+        self.model.language_model.model.gradient_checkpointing = True
         for tower in (self.model.vision_backbone.featurizer, self.model.vision_backbone.fused_featurizer):
             tower.gradient_checkpointing = True
 
@@ -245,6 +244,10 @@ class TokenPolicy(VLAPolicy):
             return embeddings, None
         middle = mask.new_ones(len(mask), embeddings.shape[1] - mask.shape[1])
         return embeddings, torch.cat([mask[:, :1], middle, mask[:, 1:]], dim=1)
+
+    def first_read(self, length: int) -> int:
+        """Return the first token whose hidden state is read, where images and prompt are ``length`` tokens."""
+        return length - 1 if self.value_input == "prompt_end" else 0
 
     def _features(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """Return ``[B,D]``, what the value is read from, of the hidden states ``[B,P,D]`` of images and prompt."""

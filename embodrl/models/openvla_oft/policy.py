@@ -110,7 +110,9 @@ class OpenVLAOFTPolicy(TokenPolicy):
         length, num_tokens = prefix.shape[1], self.num_action_chunks * self.action_dim
         sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, sequence.shape[1] - length), value=1)
-        hidden = self.model.hidden_states(sequence, mask)
+        first = self.first_read(length)
+        hidden = self.model.hidden_states(sequence, mask, first)
+        length -= first
         return at_action_places(hidden, length, num_tokens), self._features(hidden[:, :length], prefix_mask)
 
     def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:

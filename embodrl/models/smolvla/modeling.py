@@ -23,24 +23,12 @@ from embodrl.models.common.attention import attention
 from embodrl.models.common.expert_policy import ExpertNetwork, Towers
 from embodrl.models.common.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, rotary, rotate
 from embodrl.models.common.init import QUERY_KEY_GAIN
+from embodrl.models.common.llama import Mlp, RMSNorm
 from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.modeling import time_embedding
 from embodrl.models.smolvla.config import SmolVlaConfig
 
 RMS_NORM_EPS = 1e-5
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as Llama's."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[...,W]`` to ``[...,W]``."""
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + RMS_NORM_EPS)).to(x.dtype)
 
 
 class SelfAttention(nn.Module):
@@ -82,28 +70,14 @@ def _rotated(x: Tensor, rope: Rotary) -> Tensor:
     return rotate(x.float(), rope).to(x.dtype)
 
 
-class Mlp(nn.Module):
-    """Two layers gated by SiLU."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[...,W]`` to ``[...,W]``."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DecoderLayer(nn.Module):
     """A pre-norm layer of Llama; ``source`` as in ``SelfAttention``."""
 
     def __init__(self, spec: GemmaSpec, source: int | None = None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(spec.width)
+        self.input_layernorm = RMSNorm(spec.width, RMS_NORM_EPS)
         self.self_attn = SelfAttention(spec, source)
-        self.post_attention_layernorm = RMSNorm(spec.width)
+        self.post_attention_layernorm = RMSNorm(spec.width, RMS_NORM_EPS)
         self.mlp = Mlp(spec.width, spec.mlp_dim)
 
     def keys_values(self, x: Tensor, rope: Rotary) -> KeysValues:
@@ -139,7 +113,7 @@ class Decoder(LayerStack):
 
     def __init__(self, spec: GemmaSpec, vocab_size: int | None, sources: list[int | None]) -> None:
         super().__init__(spec, vocab_size, (DecoderLayer(spec, source) for source in sources))
-        self.norm = RMSNorm(spec.width)
+        self.norm = RMSNorm(spec.width, RMS_NORM_EPS)
 
     def init_module(self, module: nn.Module) -> None:
         if isinstance(module, RMSNorm):

@@ -15,9 +15,11 @@ from sysfs_trees import build_server
 
 from embodrl.config import LoadedConfig, load_config
 from embodrl.deployment import Deployment, ProcessPlace, topology
+from embodrl.errors import ConfigError
 from embodrl.hybrid_engines.training import remote
 from embodrl.scheduler.messages import CODEC
 from embodrl.workers import actor, rollout_process
+from embodrl.workers.env import gpu_variables
 from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -213,6 +215,42 @@ def test_a_process_on_the_processor_sees_no_gpu(server: None, workers: None, tmp
     loaded = load_config([PLACES + "{actor:0,rollout:node/0,env:node/0}", "rollout.own_process=true"])
     launcher = start(loaded, tmp_path)
     assert launcher.variables["rollout", 0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_simulators_render_on_the_gpus_that_they_are_placed_on(
+    server: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID", raising=False)
+    apart = "env.num_processes=4", "rollout.own_process=false"
+
+    def variables(placement: str, *more: str) -> list[dict[str, str]]:
+        deployment = load_config([PLACES + placement, *apart, *more], verb="plan").deployment
+        return [gpu_variables(place) for place in deployment.of("env")]
+
+    def device(name: str) -> dict[str, str]:
+        return {"CUDA_VISIBLE_DEVICES": name, "MUJOCO_EGL_DEVICE_ID": name}
+
+    assert variables("{actor:0,rollout:0,env:6-7}") == [device(gpu) for gpu in "6677"]
+    assert variables("{actor:0,rollout:0,env:node/0}") == [{"CUDA_VISIBLE_DEVICES": ""}] * 4
+    assert variables("{actor:0,rollout:0,env:0}", "cluster.device=cpu") == [{}] * 4
+    monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", "1")  # the user's
+    assert variables("{actor:0,rollout:0,env:5}") == [{"CUDA_VISIBLE_DEVICES": "5"}] * 4
+    monkeypatch.delenv("MUJOCO_EGL_DEVICE_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3f2c9a40,GPU-6f2c9a40")
+    assert variables("{actor:0,rollout:0,env:1}") == [{"CUDA_VISIBLE_DEVICES": "GPU-6f2c9a40"}] * 4
+
+
+def test_gpu_physics_has_a_process_on_each_gpu(server: None) -> None:
+    physics = (
+        "env=maniskill",
+        "env.sim_backend=physx_cuda",
+        "env.render_backend=gpu",
+        PLACES + "{actor:0,rollout:0,env:4-7}",
+    )
+    load_config([*physics, "env.num_processes=4"], verb="plan")
+    with pytest.raises(ConfigError) as caught:
+        load_config([*physics, "env.num_processes=8"], verb="plan")
+    assert [(found.key, found.code) for found in caught.value.problems] == [("env.num_processes", "gpu-physics-fits")]
 
 
 def test_threads_are_shared_by_the_neighbours_on_a_machine(server: None) -> None:

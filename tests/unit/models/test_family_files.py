@@ -21,7 +21,7 @@ from embodrl.models.registry import build_policy
 from embodrl.workers import policy as policy_worker
 
 WEIGHTS = "model.safetensors"
-LAYERS = ("LlamaDecoderLayer", "Qwen3DecoderLayer", "GemmaLayer", "Block", "SiglipEncoderLayer")
+LAYERS = ("LlamaLayer", "Qwen3DecoderLayer", "GemmaLayer", "Block", "SiglipEncoderLayer")
 
 
 def build(family: str, method: str | None = None, **changes: object) -> tuple[object, LoadReport]:
@@ -145,7 +145,7 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
 
     for name, module in policy.named_modules():
         if type(module).__name__ in (
-            "LlamaDecoderLayer",
+            "LlamaLayer",
             "Qwen3DecoderLayer",
             "Qwen3VLTextDecoderLayer",
             "GemmaLayer",

@@ -65,7 +65,8 @@ def test_scale(rank, alpha, scale):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_new_adapters_change_nothing(family):
     plain, policy = build(family), adapted(family, stirred=False)
-    assert torch.equal(actions(plain, family), actions(policy, family))
+    # Plain layers that read the same share one product, adapted ones do not: rounding differs.
+    torch.testing.assert_close(actions(plain, family), actions(policy, family), rtol=0, atol=1e-5)
     again = adapted(family, stirred=False)
     weights = again.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in policy.state_dict().items())

@@ -75,14 +75,14 @@ def test_training_is_sensitive_to_the_temperature(policy):
 
 
 def test_log_probs_match_the_definition(policy):
-    """Log-softmax over the logits of all action ids, from the transformers model's own lm_head."""
+    """Log-softmax over the logits of all action ids."""
     rollout = policy.predict_action_batch(observation(1), "train", SamplingParams(0.8), generator())
     inputs, model = rollout.forward_inputs, policy.model
     keep = inputs["attention_mask"][0].bool()
     tokens = inputs["action_tokens"].flatten(1)
     prefix = model.embed_prefix(policy._pixels(inputs["images"]), inputs["input_ids"][:, keep])
     known = model.language_model.model.embed_tokens(tokens[:, :-1])
-    logits = model.language_model(inputs_embeds=torch.cat([prefix, known], dim=1)).logits
+    logits = model.language_model.lm_head(model.language_model.model(torch.cat([prefix, known], dim=1)))
     first = policy.bins.first_id
     scaled = logits[0, prefix.shape[1] - 1 :, first : first + 256].double() / 0.8
     want = torch.stack([row[t - first] - row.exp().sum().log() for row, t in zip(scaled, tokens[0], strict=True)])
@@ -331,7 +331,7 @@ def test_values_are_read_from_the_prompt(source):
         ids = inputs["input_ids"][:, inputs["attention_mask"][0].bool()]
         with torch.no_grad():
             prefix = policy.model.embed_prefix(policy._pixels(inputs["images"]), ids)
-            hidden = policy.model.language_model.model(inputs_embeds=prefix).last_hidden_state[0]
+            hidden = policy.model.language_model.model(prefix)[0]
             want = policy.value_head(hidden[-1:] if source == "prompt_end" else hidden.mean(dim=0, keepdim=True))
         torch.testing.assert_close(values[row : row + 1], want, rtol=0, atol=1e-5)
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import LlamaForCausalLM
 
 from embodrl.hybrid_engines.training.megatron.core import tensor_group
 from embodrl.hybrid_engines.training.megatron.llama import ParallelAttention, ParallelLlama
+from embodrl.models.common.llama import Llama
 
 Select = Callable[[Tensor], Tensor]
 
@@ -158,7 +158,7 @@ def publish(
 
 
 @torch.no_grad()
-def parallelize(public: LlamaForCausalLM) -> ParallelLlama:
+def parallelize(public: Llama) -> ParallelLlama:
     """Return this process's part of a Llama, which is emptied layer by layer: it must not be used afterwards.
 
     What trains, and the device, stay the same. At most one layer is held twice.

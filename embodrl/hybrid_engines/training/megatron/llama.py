@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.megatron.core import ParallelConfig, megatron, parallel_config, tensor_group
 from embodrl.models.common.attention import attention
+from embodrl.models.common.llama import Llama
 
 
 def check_divisible(config: LlamaConfig, size: int) -> None:
@@ -123,7 +123,7 @@ class ParallelBlock(nn.Module):
 
 
 class ParallelDecoder(nn.Module):
-    """The layers and the embedding; called as transformers' LlamaModel is.
+    """The layers and the embedding; called as ``LlamaModel`` is.
 
     Args:
         llama: dimensions.
@@ -148,17 +148,16 @@ class ParallelDecoder(nn.Module):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        use_cache: bool = False,
-    ) -> BaseModelOutputWithPast:
-        """Return the hidden states ``[B,S,D]`` after the final norm.
+        first: int = 0,
+    ) -> Tensor:
+        """Return the hidden states ``[B,S-first,D]`` after the final norm.
 
         Args:
             inputs_embeds: ``[B,S,D]``.
             attention_mask: ``bool[B,1,S or 1,S]``; None where every token sees all that the model lets it see.
             position_ids: ``int64[B,S]``; None counts from 0.
-            use_cache: must be False.
+            first: of the tokens that are wanted.
         """
-        assert not use_cache
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
         cos, sin = self.rotary_emb(inputs_embeds, position_ids=position_ids)
@@ -169,11 +168,11 @@ class ParallelDecoder(nn.Module):
             else:
                 x = layer(x, attention_mask, cos, sin)
             assert isinstance(x, Tensor)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))  # pyright: ignore[reportArgumentType]
+        return self.norm(x[:, first:])
 
 
 class ParallelLlama(nn.Module):
-    """What this process holds of a Llama; takes the place of transformers' LlamaForCausalLM.
+    """What this process holds of a Llama; takes the place of ``Llama``.
 
     Args:
         public: gives dimensions and type; its weights are not copied (see ``layout.parallelize``).
@@ -182,12 +181,12 @@ class ParallelLlama(nn.Module):
         EmbodrlError: the dimensions can't be divided evenly.
     """
 
-    def __init__(self, public: LlamaForCausalLM) -> None:
+    def __init__(self, public: Llama) -> None:
         super().__init__()
         self.config: LlamaConfig = public.config
         check_divisible(self.config, tensor_group().size())
         parallel = parallel_config(public.lm_head.weight.dtype)
-        recompute = bool(getattr(public.model, "gradient_checkpointing", False))
+        recompute = public.model.gradient_checkpointing
         self.model = ParallelDecoder(self.config, parallel, public.model.rotary_emb, recompute)
         layers = megatron("tensor_parallel.layers")
         self.lm_head = layers.ColumnParallelLinear(

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any, NoReturn, cast
 
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.megatron.core import tensor_group
 from embodrl.hybrid_engines.training.megatron.layout import parallelize
 from embodrl.hybrid_engines.training.megatron.vocab import ActionDistribution, action_windows
+from embodrl.models.common.llama import Llama
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -31,7 +31,7 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
 
     def __init__(self, policy: OpenVLAPolicy, config: ModelConfig) -> None:
         public = policy.model.language_model
-        assert isinstance(public, LlamaForCausalLM)
+        assert isinstance(public, Llama)
         llama = parallelize(public)
         policy.model.language_model = cast(Any, llama)
         super().__init__(policy.model, policy.processor, policy.stats, config, policy.value_head)

@@ -1,0 +1,182 @@
+"""Element-wise parts of transformers with their own backward passes, a few samples at a time.
+
+Written with torch's operations each of them is a dozen passes over activations that leave the cache of a core, and as
+many again backward. On a GPU they are left to torch. Shapes: B batch, H heads, S tokens, E head dimension, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BLOCK = 1 << 17
+"""Numbers of a block: 512 KiB in float32."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``weight * x / rms(x)``, computed in float32.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
+
+    Args:
+        x: ``[...,D]``.
+        weight: ``[D]``.
+        eps: added to the mean square.
+        dtype: of the result; None for the wider of those of ``x`` and the weight.
+    """
+    dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
+    if x.device.type == "cpu":
+        return _RmsNorm.apply(x.contiguous(), weight, eps, dtype)
+    wide = x.float()
+    return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(dtype)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        rows = x.view(-1, x.shape[-1])
+        out = torch.empty(rows.shape, dtype=dtype)
+        scale = torch.empty(len(rows), 1)
+        wide_weight = weight.float()
+        for part in _blocks(rows):
+            wide = rows[part].float()
+            scale[part] = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            out[part] = (wide * scale[part]).mul_(wide_weight)
+        ctx.save_for_backward(x, weight, scale)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        rows, d_out = x.view(-1, x.shape[-1]), gradients[0].reshape(-1, x.shape[-1])
+        d_x = torch.empty_like(rows)
+        d_weight = torch.zeros(len(weight))
+        wide_weight = weight.float()
+        for part in _blocks(rows):
+            normed = rows[part] * scale[part]
+            d_normed = d_out[part].float()
+            d_weight += (d_normed * normed).sum(0)
+            d_normed = d_normed * wide_weight
+            d_normed.sub_(normed.mul_((d_normed * normed).mean(-1, keepdim=True)))
+            d_x[part] = d_normed.mul_(scale[part])
+        return d_x.view(x.shape), d_weight.to(weight.dtype), None, None
+
+
+def split_heads(
+    x: Tensor, head_dim: int, counts: tuple[int, ...], rope: tuple[Tensor, Tensor] | None = None, turned: int = 0
+) -> tuple[Tensor, ...]:
+    """Return the heads of queries, keys and values that one product has computed, each ``[B,H_i,S,E]`` for itself.
+
+    A turned head has coordinate i turned with coordinate i + E/2 (Su et al., "RoFormer", 2021), in float32.
+
+    Args:
+        x: ``[B,S,sum(H_i)*E]``.
+        head_dim: E.
+        counts: the H_i.
+        rope: cosines and sines ``[B,S,E]``, their halves equal; B may be 1.
+        turned: so many of the first parts are turned.
+    """
+    cos = sin = None
+    if rope is not None:
+        cos, sin = (part.float()[:, None] for part in rope)
+        sin = torch.cat((-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]), dim=-1)
+    if x.device.type == "cpu":
+        return _SplitHeads.apply(x, cos, sin, head_dim, counts, turned)
+    parts = x.unflatten(-1, (-1, head_dim)).transpose(1, 2).split(counts, dim=1)
+    if cos is None or sin is None:
+        return parts
+    shift = head_dim // 2
+    turns = [torch.addcmul(part * cos, part.roll(shift, dims=-1), sin).to(x.dtype) for part in parts[:turned]]
+    return (*turns, *parts[turned:])
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int, counts: tuple[int, ...], turned: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.turned, ctx.shape = turned, x.shape
+        heads = x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        outputs = tuple(x.new_empty(len(x), count, x.shape[1], head_dim) for count in counts)
+        parts = heads.split(counts, dim=1)
+        _turn(parts[:turned], outputs[:turned], cos, sin)
+        for part, output in zip(parts[turned:], outputs[turned:], strict=True):
+            output.copy_(part)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        d_x = gradients[0].new_empty(ctx.shape)
+        heads = d_x.unflatten(-1, (-1, gradients[0].shape[-1])).transpose(1, 2)
+        parts, turned = heads.split([part.shape[1] for part in gradients], dim=1), ctx.turned
+        _turn(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # the turn back
+        for part, gradient in zip(parts[turned:], gradients[turned:], strict=True):
+            part.copy_(gradient)
+        return d_x, None, None, None, None, None
+
+
+def _turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None) -> None:
+    """Write heads ``[B,H,S,E]``, turned, to tensors of these shapes."""
+    for source, target in zip(sources, targets, strict=True):
+        assert cos is not None and sin is not None
+        half = source.shape[-1] // 2
+        buffers = torch.empty(2, _block_size(source), *source.shape[1:])
+        for part in _blocks(source):
+            x, out = buffers[:, : len(source[part])]
+            x.copy_(source[part])
+            c, s = (cos, sin) if len(cos) == 1 else (cos[part], sin[part])
+            torch.mul(x, c, out=out)
+            out[..., :half].addcmul_(x[..., half:], s[..., :half])
+            out[..., half:].addcmul_(x[..., :half], s[..., half:])
+            target[part] = out
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """Return ``silu(gate) * up`` (Shazeer, "GLU Variants Improve Transformer", 2020), ``[...,M]``.
+
+    Args:
+        both: gate and up, ``[...,2M]``.
+    """
+    if both.device.type == "cpu":
+        return _SwiGlu.apply(both)
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class _SwiGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        for part in _blocks(gate):
+            torch.mul(F.silu(gate[part]), up[part], out=out[part])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (both,) = ctx.saved_tensors
+        d_both = torch.empty_like(both)
+        gate, up = both.chunk(2, dim=-1)
+        d_gate, d_up = d_both.chunk(2, dim=-1)
+        for part in _blocks(gate):
+            d_out = gradients[0][part]
+            torch.mul(d_out, F.silu(gate[part]), out=d_up[part])
+            torch.ops.aten.silu_backward(d_out * up[part], gate[part], grad_input=d_gate[part])
+        return d_both
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Yield parts of the first dimension."""
+    size = _block_size(x)
+    return (slice(start, start + size) for start in range(0, len(x), size))
+
+
+def _block_size(x: Tensor) -> int:
+    return max(1, BLOCK * len(x) // max(1, x.numel()))

@@ -1,0 +1,217 @@
+"""Llama's decoder with the parameter names of transformers' LlamaForCausalLM.
+
+Not that class itself: it computes the last layer for every token, used or not, and makes many passes over activations
+larger than the cache of a core; at width 128 forward and backward take twice as long. Results are the same
+but for rounding (tested).
+
+Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Shapes: B batch, S tokens, D hidden size,
+H query heads, G key and value heads, E head dimension, M MLP units.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from embodrl.models.common.attention import attention
+from embodrl.models.common.fused import rms_norm, split_heads, swiglu
+
+FUSE_BELOW_WIDTH = 1024
+"""Up to here it pays to copy weights side by side, so that one product takes the place of several."""
+
+
+def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the type that a product with a weight is computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """``[...,D]`` to ``[...,D]``, in the given type; None for that of ``x`` and the weight."""
+        return rms_norm(x, self.weight, self.eps, dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, heads = config.hidden_size, config.num_attention_heads
+        groups = config.num_key_value_heads or heads
+        self.head_dim = width // heads
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, groups * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, groups * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int) -> Tensor:
+        """``[B,S,D]`` to ``[B,S-first,D]``; see ``LlamaLayer``."""
+        cos, sin = rope
+        if first:
+            (q,) = self._split((self.q_proj,), x[:, first:], (cos[:, first:], sin[:, first:]), 1)
+            k, v = self._split((self.k_proj, self.v_proj), x, rope, 1)
+        else:
+            q, k, v = self._split((self.q_proj, self.k_proj, self.v_proj), x, rope, 2)
+        return self.o_proj(attention(q, k, v, mask, causal=causal).transpose(1, 2).flatten(2))
+
+    def _split(
+        self, modules: tuple[nn.Linear, ...], x: Tensor, rope: tuple[Tensor, Tensor], turned: int
+    ) -> tuple[Tensor, ...]:
+        """Return ``[B,H,S,E]`` of each module's heads; the first ``turned`` ones are turned."""
+        if (weight := together(x, *modules)) is not None:
+            counts = tuple(module.out_features // self.head_dim for module in modules)
+            return split_heads(F.linear(x, weight), self.head_dim, counts, rope, turned)
+        outputs = [module(x) for module in modules]  # with tensor parallelism a part of the heads
+        return tuple(
+            split_heads(out, self.head_dim, (out.shape[-1] // self.head_dim,), rope, int(place < turned))[0]
+            for place, out in enumerate(outputs)
+        )
+
+
+class Mlp(nn.Module):
+    """Two layers gated by SiLU."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[...,D]`` to ``[...,D]``."""
+        weight = together(x, self.gate_proj, self.up_proj)
+        if weight is None:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(F.linear(x, weight)))
+
+
+class LlamaLayer(nn.Module):
+    """A pre-norm decoder layer."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int = 0
+    ) -> Tensor:
+        """Return the outputs ``[B,S-first,D]`` of the tokens from ``first`` on.
+
+        Args:
+            x: ``[B,S,D]``.
+            rope: cosines and sines ``[B,S,E]`` (B may be 1).
+            mask: ``bool``, broadcastable to ``[B,1,S-first,S]``; None: all that ``causal`` lets a token see.
+            causal: without a mask, a token sees no later one; only if ``first`` is 0.
+            first: of the outputs.
+        """
+        dtype = compute_dtype(x, self.mlp.down_proj.weight)
+        attended = self.self_attn(self.input_layernorm(x, dtype), rope, mask, causal, first)
+        x = x[:, first:] + attended
+        return x + self.mlp(self.post_attention_layernorm(x, dtype))
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers and the final norm.
+
+    Args:
+        config: dimensions; ``is_causal`` False lets every token see every other.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.causal = bool(getattr(config, "is_causal", True))
+        self.gradient_checkpointing = False
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """Return the hidden states ``[B,S-first,D]`` of the tokens from ``first`` on, after the final norm.
+
+        Args:
+            inputs_embeds: ``[B,S,D]``.
+            attention_mask: ``bool[B,1,S or 1,S]``; None where every token sees all that the model lets it see.
+            position_ids: ``int64[B,S]``; None counts from 0.
+            first: no outputs of the tokens before are computed in the last layer.
+        """
+        x, length = inputs_embeds, inputs_embeds.shape[1]
+        if position_ids is None:
+            position_ids = torch.arange(length, device=x.device)[None]
+        rope = self.rotary_emb(x, position_ids=position_ids)
+        for layer in self.layers[:-1]:
+            x = self._run(layer, x, rope, attention_mask, self.causal and attention_mask is None, 0)
+        mask = attention_mask
+        if first and (self.causal or mask is not None):
+            mask = last_rows(mask, length, first, x.device)
+        x = self._run(self.layers[-1], x, rope, mask, self.causal and mask is None, first)
+        return self.norm(x)
+
+    def _run(self, layer: nn.Module, *arguments: object) -> Tensor:
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return cast(Tensor, checkpoint(layer, *arguments, use_reentrant=False))
+        return layer(*arguments)
+
+
+class Llama(nn.Module):
+    """A language model; its output layer is called by whoever reads logits.
+
+    Args:
+        config: dimensions.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor:
+    """Return what the tokens from ``first`` on see, ``bool[B,1,S-first or 1,S]``; B may be 1.
+
+    Args:
+        mask: ``bool[B,1,S or 1,S]``; None is causal.
+        length: S.
+        first: of the tokens.
+        device: of the result.
+    """
+    if mask is None:
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None, first:]
+    return mask if mask.shape[2] == 1 else mask[:, :, first:]
+
+
+def together(x: Tensor, *modules: nn.Linear) -> Tensor | None:
+    """Return the weights of linear layers for the same ``x`` as one; None where they are large, or more than that."""
+    if x.shape[-1] >= FUSE_BELOW_WIDTH or not all(_is_plain(module) for module in modules):
+        return None
+    return torch.cat([module.weight for module in modules])
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer is its weight: without adapters, hooks, or parts in other processes."""
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked

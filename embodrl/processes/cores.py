@@ -1,0 +1,39 @@
+"""The cores of this process while it works, and of the children that it starts meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+_UNBOUND: list[set[int]] = []
+
+
+@contextmanager
+def bound_to(cpus: Collection[int]) -> Iterator[None]:
+    """Bind this thread, and threads that it starts, to cores for the time of the block; children start unbound.
+
+    Memory follows by itself: Linux takes it from the NUMA node of the core that first writes it.
+
+    Args:
+        cpus: logical CPUs near the GPU; those that this process may not use are left out, and with none left, or
+            without a way to bind, nothing is bound.
+    """
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    near = before.intersection(cpus)
+    if not near:
+        yield
+        return
+    os.sched_setaffinity(0, near)
+    _UNBOUND.append(before)
+    try:
+        yield
+    finally:
+        _UNBOUND.pop()
+        os.sched_setaffinity(0, before)
+
+
+def unbind(pid: int) -> None:
+    """Let a child that has just started use the cores that this process was started with."""
+    if _UNBOUND:
+        os.sched_setaffinity(pid, _UNBOUND[0])
