@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
-from embodrl.errors import EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint

@@ -105,7 +105,7 @@ def test_the_state_is_normalised_by_statistics_which_are_saved_with_the_weights(
     expected = [
         [2.0, 1.0, 3.0, 0, 0, 0, 0, 0],
         [10.0, 0.0, 0, 0, 0, 0, 0, 0],
-    ]  # std is at least 0.01, states at most 10
+    ]
     torch.testing.assert_close(seen, torch.tensor(expected), rtol=0, atol=1e-4)
     policy.save_pretrained(tmp_path / "saved")
     again = build("gaussian", gaussian=MLP, model_path=str(tmp_path / "saved"))
