@@ -36,12 +36,15 @@ import psutil
 from embodrl.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 
-CELL_S = 180.0
+CELL_S = 600.0
 DETECTED_S = 30.0
 """Longest time that a fault may go unnoticed at default settings."""
+SERVER = "policy server"
+"""Its cells are evaluations: see fault_matrix_served.py."""
 ENDS = {("driver", "kill"): -9, ("driver", "stop"): 143, ("driver", "memory"): 1, ("driver", "disconnect"): 129}
+ENDS[SERVER, "stop"] = 1  # the evaluation ends and names the server
 """Exit codes of runs that can't continue; all others have to, and end with 143 after SIGTERM."""
-FIRST_ITERATION_S = 120.0
+FIRST_ITERATION_S = 600.0
 _PIDFD_GETFD = 438
 SETTINGS = (
     (Path(__file__).parent / "smallest_run.yaml").read_text()
@@ -247,6 +250,10 @@ def _disconnect(victim: psutil.Process) -> None:
 
 def try_cell(name: str, fault: str) -> Cell:
     """Run a cell."""
+    if name == SERVER:
+        import fault_matrix_served
+
+        return fault_matrix_served.try_cell(name, fault)
     kind = KINDS[name]
     with tempfile.TemporaryDirectory() as directory:
         run, over = Run(Path(directory), kind.settings), threading.Event()
@@ -327,7 +334,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would ignore it, too
     arguments = sys.argv[1:]
     target = Path(arguments.pop(0)) if arguments and arguments[0].endswith(".json") else None
-    kinds = arguments[0].split(",") if arguments else list(KINDS)
+    kinds = arguments[0].split(",") if arguments else [*KINDS, SERVER]
     faults = arguments[1].split(",") if len(arguments) > 1 else FAULTS
     cells: list[Cell] = []
     print("| process | fault | detected | outcome | left | first sign |\n|---|---|---|---|---|---|", flush=True)

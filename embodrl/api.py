@@ -151,24 +151,47 @@ def evaluate(
         return run(loaded, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
 
 
-def collect(config: ConfigLike = None, overrides: Sequence[str] = ()) -> CollectResult:
-    """Gather demonstrations by scripted experts, as `embodrl collect`.
+def collect(
+    config: ConfigLike = None,
+    overrides: Sequence[str] = (),
+    *,
+    policy: VLAPolicy | str | Path | None = None,
+    trust: bool = False,
+) -> CollectResult:
+    """Gather demonstrations by scripted experts, or by a policy, as `embodrl collect`.
 
     Args:
-        config: as for ``load_config``.
+        config: as for ``load_config``; None with a policy of a run takes the run's configuration.
         overrides: as for ``load_config``, e.g. ``collect.num_episodes=50``.
+        policy: acts instead of the experts: a policy, or the path of a run, a checkpoint or a policy directory.
+        trust: the settings of a run that another user started may run code.
 
     Returns:
-        ``output_dir``, ``num_episodes``, ``num_frames`` and the expert's ``success_rate`` by task.
+        ``output_dir``, ``num_episodes``, ``num_frames`` and the ``success_rate`` of who acted, by task.
 
     Raises:
         EmbodrlError: the configuration is invalid, something is missing, or the experts or the simulator failed.
     """
-    loaded = _measured(_load(config, overrides, "collect"))
+    from embodrl.runs.collect import acting_policy
     from embodrl.runs.collect import collect as run
+    from embodrl.runs.policies import find_policy
     from embodrl.workers.env import places_here
 
-    return run(loaded.config, places_here(loaded.deployment))
+    if policy is None:
+        loaded = _measured(_load(config, overrides, "collect"))
+        return run(loaded.config, places_here(loaded.deployment))
+    if isinstance(policy, (str, Path)):
+        source = find_policy(Path(policy))
+        chosen = source.load_config(list(overrides), trust, "record") if config is None else None
+        make = source.make_policy
+        more = source.arguments([])
+    else:
+        given = policy
+        chosen, more, make = None, [], lambda _: given
+    loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
+    with _torch_settings():
+        acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)
+        return run(loaded.config, places_here(loaded.deployment), acting)
 
 
 def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:

@@ -54,6 +54,11 @@ class EmbodrlError(Exception):
         self.args = (self._text(),)
 
 
+def without_controls(text: str) -> str:
+    """Return a text for a terminal, which would obey the control characters of values and of other people's errors."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
 @dataclass(frozen=True)
 class ConfigProblem:
     """One thing wrong with a configuration.
@@ -83,8 +88,7 @@ class ConfigProblem:
             lines.append("     at:       " + self.origin.replace("\n", "\n               "))
         named = {"allowed": self.allowed, "nearest": self.nearest, "hint": self.hint, "code": self.code}
         lines += [f"     {name + ':':<9} {text}" for name, text in named.items() if text]
-        text = "\n".join(lines)  # values may hold control characters, which a terminal would obey
-        return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
+        return without_controls("\n".join(lines))
 
 
 @dataclass
@@ -331,6 +335,10 @@ class RemotePolicyError(EmbodrlError):
 
 class ServingError(EmbodrlError):
     """A policy server can't start, or can't answer."""
+
+
+class StoreError(EmbodrlError):
+    """A store that processes share can't be reached, or holds what does not fit."""
 
 
 class ChannelError(EmbodrlError):

@@ -89,6 +89,11 @@ def parse(text: str) -> HubName | None:
     return HubName(match["repository"], match["revision"], "dataset" if match["dataset"] else "model")
 
 
+def is_hub_id(text: str) -> bool:
+    """Tell whether a text names a repository of the hub, and no path of which the directory is there."""
+    return parse(text) is not None and not Path(text).expanduser().parent.is_dir()
+
+
 def parse_dataset(text: str) -> HubName | None:
     """As ``parse``, of ``hf://datasets/OWNER/NAME[@REVISION]`` alone: data/push is a path, be it there or not."""
     name = parse(text)

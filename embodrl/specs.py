@@ -125,6 +125,7 @@ class SimulatorSpec(Spec):
         needs: Python modules.
         extra: of embodrl, which installs them.
         isolated: ``embodrl env install NAME`` installs it into a Python environment of its own.
+        imports: modules whose import proves there that the packages fit each other.
         draws_with: vulkan, mujoco, or "" if nothing is checked.
         probe: ``probe(settings, python)``, from the section ``env`` (None: `embodrl doctor` without a configuration)
             and the simulators' interpreter (None: this one) to pairs of what is missing and how to get it; or
@@ -160,6 +161,7 @@ class SimulatorSpec(Spec):
     needs: tuple[str, ...] = ()
     extra: str = ""
     isolated: bool = False
+    imports: tuple[str, ...] = ()
     draws_with: str = ""
     probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
     warnings: str = ""
@@ -215,6 +217,8 @@ class ModelSpec(Spec):
         num_bins: of an action token.
         autoregressive: it decodes one action token after the other, as vLLM does.
         off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
+        recognizes: whether the content of a config.json is of this family; None: never.
+        public_layout: it derives from ``PublicLayout``: `embodrl model random` writes checkpoints of its layout.
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation.
@@ -222,6 +226,7 @@ class ModelSpec(Spec):
         missing_config: hint for a directory with weights and no config.json, if public tools write such ones.
         interface: from a configuration with a checkpoint not written by embodrl to what is known of its conventions;
             None: nothing.
+        only_acts: where its network is, if that is not here: it has no gradients, and can only be evaluated.
         sizes, checkpoint, rl: for ``embodrl list``.
     """
 
@@ -236,18 +241,21 @@ class ModelSpec(Spec):
     num_bins: int | None = None
     autoregressive: bool = False
     off_policy: bool = False
+    recognizes: Callable[[Mapping[str, object]], bool] | None = None
+    public_layout: bool = False
     tensor_parallel: bool = False
     builtin_warm_start: bool = False
     parity: str = ""
     num_parameters: Callable[[ModelConfig], int] | None = None
     missing_config: str = ""
     interface: Callable[[Context], Interface | None] | None = None
+    only_acts: str = ""
     sizes: str = ""
     checkpoint: str = ""
     rl: str = ""
 
     COUNTS = ("max_cameras", "num_bins")
-    FLAGS = ("value_head", "autoregressive", "off_policy", "tensor_parallel", "builtin_warm_start")
+    FLAGS = ("value_head", "autoregressive", "off_policy", "public_layout", "tensor_parallel", "builtin_warm_start")
     NAMES = ("value_inputs", "trainable")
 
 

@@ -80,6 +80,7 @@ CURES = {
     "reward": "fix the function: the message has its error; reward.on_error and reward.retries say what failures do",
     "message": "send plain types, arrays and tensors only",
     "wire": "follow the hint in the message; docs/serving.md says what messages hold",
+    "store": "follow the hint in the message; docs/store.md says what a store holds",
     "remote-policy": "follow the hint in the message; the server's output has its side",
     "serving": "follow the hint in the message",
     "channel": "open the channel before use, and close it once",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from embodrl.models.base import VLAPolicy
@@ -41,7 +41,7 @@ def plain_actions(policy: VLAPolicy) -> Plain:
 def stock_llama(policy: TokenPolicy) -> LlamaForCausalLM:
     """Return transformers' Llama with its own attention, on the policy's weights."""
     ours = policy.model.language_model
-    config = LlamaConfig.from_dict({**ours.config.to_dict(), "use_cache": True})
+    config = ours.spec.public(ours.model.causal)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         llama = LlamaForCausalLM(config)

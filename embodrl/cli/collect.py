@@ -3,26 +3,64 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured, show_notes
+
+if TYPE_CHECKING:
+    from embodrl.config import LoadedConfig
+    from embodrl.runs.collect import ActingPolicy
 
 
 def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
-    """Gather demonstrations by scripted experts.
+    """Gather demonstrations by scripted experts, or by a policy.
+
+    policy=PATH may be a run (its final policy, or its newest checkpoint), one of its checkpoints, a policy directory,
+    a model on the hub, or the URL of a policy server. The configuration of a run applies, and ARGS change it.
 
     \b
     Examples:
       embodrl collect env=maniskill collect.num_episodes=400 collect.output_dir=data/push
       embodrl collect env=maniskill_mix collect.noise_std=0.12
+      embodrl collect policy=outputs/my-run collect.num_episodes=100 collect.output_dir=data/mine
+      embodrl collect policy=outputs/my-run collect.sample=true collect.keep_failures=true
     """
 
     def action() -> int | None:
-        loaded = load_measured(overrides, config, verb="collect", trust=trust)
+        texts = overrides or []
+        paths = [text.partition("=")[2] for text in texts if text.startswith("policy=")]
+        rest = [text for text in texts if not text.startswith("policy=")]
+        if paths:
+            loaded, acting = _policy(paths[-1], rest, config, trust)
+        else:
+            loaded, acting = load_measured(rest, config, verb="collect", trust=trust), None
         from embodrl.runs import collect as worker
         from embodrl.runs.files import removed_if_empty
         from embodrl.workers.env import places_here
 
         with removed_if_empty(Path(loaded.config.collect.output_dir)):
-            return worker.collect(loaded.config, places_here(loaded.deployment)).exit_code
+            return worker.collect(loaded.config, places_here(loaded.deployment), acting).exit_code
 
     execute(action, debug)
+
+
+def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tuple[LoadedConfig, ActingPolicy]:
+    """Load the configuration of a policy, and the policy."""
+    from embodrl.config.compose import assignment
+    from embodrl.hub import is_hub_id
+    from embodrl.runs.collect import acting_policy
+    from embodrl.runs.policies import find_policy
+
+    if "://" in text and not is_hub_id(text):
+        loaded = load_measured(["model=remote", assignment("model.url", text), *rest], config, verb="record")
+        return loaded, acting_policy(loaded, text)
+    if is_hub_id(text):
+        loaded = load_measured([assignment("model.model_path", text), *rest], config, verb="record", trust=trust)
+        return loaded, acting_policy(loaded, text)
+    source = find_policy(Path(text))
+    if config is not None:
+        loaded = load_measured(source.arguments(rest), config, verb="record", trust=trust)
+    else:
+        loaded = source.load_config(rest, trust, "record")
+        show_notes(loaded.notes)
+    return loaded, acting_policy(loaded, text, source.make_policy)

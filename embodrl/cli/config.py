@@ -78,9 +78,9 @@ def validate(
     """
 
     def action() -> None:
+        loaded = load(overrides, config, trust=trust)
         from embodrl.config.explain import summary
 
-        loaded = load(overrides, config, trust=trust)
         say_what_ran(loaded.config)
         print("The configuration is valid.")
         print(summary(loaded.config))

@@ -66,6 +66,7 @@ def evaluate(
             from embodrl.runs import evaluate as verb
 
             return verb.evaluate(loaded, json, output, harness_path=harness_format).exit_code
+        from embodrl.config.compose import assignment
         from embodrl.runs import evaluate as verb
         from embodrl.runs.policies import find_policy
 
@@ -74,6 +75,8 @@ def evaluate(
             rest = source.arguments(rest)
             loaded = load_measured(rest, config, verb="eval", trust=trust)
         else:
+            if output is not None:  # the run need not be writable
+                rest = [assignment("runner.output_dir", output.absolute()), *rest]
             loaded = source.load_config(rest, trust)
             show_notes(loaded.notes)
         result = verb.evaluate(loaded, json, output, source.make_policy, str(path), harness_format)

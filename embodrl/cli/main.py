@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
 from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline, plan
+from embodrl.cli import config, data, env, model, pipeline, plan, store
 from embodrl.cli.app import add, make_app, summary
 from embodrl.cli.bench import bench
 from embodrl.cli.collect import collect
@@ -85,6 +88,7 @@ add(app, fetch)
 add(app, export)
 for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
+    (store, "store"),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, profile)
@@ -98,6 +102,11 @@ add(app, parity)
 
 def main() -> None:
     """Run the command line. What a signal has stopped ends soon: its time is limited."""
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name) == "0":  # of terminals without a size: nothing would be shown
+            del os.environ[name]
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError):  # there is no stderr
+        faulthandler.enable()  # a crash of native code shows the stack
     own_process()  # not where the commands are called by a process of somebody else, such as a test
     try:
         app(prog_name="embodrl")

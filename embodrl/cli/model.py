@@ -8,13 +8,19 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.app import add, choose, make_app, one_of
+from embodrl.cli.app import add, choose, make_app
 from embodrl.cli.common import Debug, execute
 
 app = make_app()
-FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla")
 Size = StrEnum("Size", ["tiny", "public"])
 Dtype = StrEnum("Dtype", ["bf16", "float32"])
+
+
+def families() -> list[str]:
+    """Return the names of the families that have a public layout."""
+    from embodrl.specs import MODELS
+
+    return [name for name in MODELS if MODELS.entry(name).public_layout]
 
 
 @app.callback()
@@ -30,7 +36,12 @@ def about() -> None:
 def random(
     family: Annotated[
         str,
-        typer.Argument(metavar="FAMILY", help=", ".join(FAMILIES), show_default=False, autocompletion=one_of(FAMILIES)),
+        typer.Argument(
+            metavar="FAMILY",
+            help="openvla, pi0, ...: `embodrl list models` shows all",
+            show_default=False,
+            autocompletion=lambda incomplete: [name for name in families() if name.startswith(incomplete)],
+        ),
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory", show_default=False)],
     size: Annotated[Size, typer.Option(help="of the published checkpoint, or of the tiny preset")] = Size.public,
@@ -59,7 +70,7 @@ def random(
     def action() -> None:
         from embodrl.runs.random_model import write_random_model
 
-        choose(family, FAMILIES, "model family")
+        choose(family, families(), "model family")
         made = write_random_model(family, directory, str(size), str(dtype), tokenizer, seed, shard_size)
         print(f"{directory}: {made.num_parameters:,} parameters, {made.num_bytes:,} bytes in {made.seconds:.1f} s")
         if tokenizer is None:

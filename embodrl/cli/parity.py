@@ -30,7 +30,7 @@ Family = Annotated[
 
 @dataclass
 class Outcome:
-    """What became of one fixture.
+    """Result of one fixture.
 
     Attributes:
         directory: of the fixture.

@@ -13,25 +13,21 @@ def arguments_of(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
 
     A policy that is not a directory is a repository of the hub: ``model.model_path``.
     """
+    from embodrl.hub import is_hub_id
+
     path, rest = split_path(arguments)
     settings: list[str] = []
     for text in rest:
         name, equals, value = text.partition("=")
         if (name, equals) == ("protocol", "="):
             settings.append(f"serve.protocols=[{value.strip('[]')}]")
-        elif (name, equals) == ("policy", "=") and _is_hub_id(value):
+        elif (name, equals) == ("policy", "=") and is_hub_id(value):
             settings.append(f"model.model_path={value}")
         elif (name, equals) == ("policy", "="):
             path = Path(value)
         else:
             settings.append(text)
     return path, settings
-
-
-def _is_hub_id(text: str) -> bool:
-    from embodrl.hub import parse
-
-    return parse(text) is not None and not Path(text).expanduser().parent.is_dir()
 
 
 def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:

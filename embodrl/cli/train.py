@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, leaving, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, importing, leaving, load_measured
 
 
 def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
@@ -18,6 +18,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
 
     with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
         loaded = load_measured(overrides, config, verb="train", trust=trust)
-        from embodrl.runs import train as verb
+        with importing():
+            from embodrl.runs import train as verb
 
         outcome.code = verb.train(loaded).exit_code

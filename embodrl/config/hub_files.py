@@ -27,7 +27,7 @@ def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], lis
     """
     problems: list[ConfigProblem] = []
     notes: list[ConfigProblem] = []
-    keys = (*MODEL_KEYS, *([DATA_KEY] if verb == "sft" else [])) if verb in ("train", "eval", "sft", "serve") else ()
+    keys = (*MODEL_KEYS, *([DATA_KEY] if verb == "sft" else [])) if verb not in (None, "plan", "collect") else ()
     for key in keys:
         node = lookup(tree, key)
         value = node.value if node is not None else None

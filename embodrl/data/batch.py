@@ -9,24 +9,26 @@ Shapes: T steps, N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TypeAlias, cast, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from embodrl.data.columns import (
     Array,
     Columns,
+    Group,
     Rows,
     as_group,
     as_objects,
+    at_path,
     brief,
     check_same,
     leaves,
     listed,
+    mapped,
     num_rows_of,
     row_index,
 )
@@ -52,7 +54,7 @@ class Batch:
         BatchKeyError: a name is used for a column and for objects.
     """
 
-    __slots__ = ("meta", "objects", "tensors")
+    __slots__ = ("batch_size", "meta", "objects", "tensors")
 
     def __init__(
         self,
@@ -62,12 +64,11 @@ class Batch:
         batch_size: Sequence[int] | None = None,
     ) -> None:
         if batch_size is None:
-            batch_size = (
-                columns.batch_size if isinstance(columns, TensorDict) else [num_rows_of(columns, objects or {})]
-            )
+            batch_size = [num_rows_of(columns, objects or {})]
         if len(batch_size) not in (1, 2) or (len(batch_size) == 2 and not batch_size[0]):
             raise BatchShapeError(f"batch size {list(batch_size)}", "use [N], or [T, N] with at least one step")
-        self.tensors = TensorDict({}, batch_size=list(batch_size))
+        self.batch_size = tuple(batch_size)  # (N,) or (T, N)
+        self.tensors: Group = {}
         self.objects: dict[str, Array] = {}
         self.meta: dict[str, Any] = dict(meta or {})
         both = set(map(str, columns.keys())) & set(objects or {})
@@ -79,11 +80,6 @@ class Batch:
             self.objects[name] = as_objects(name, values, self.batch_size)
 
     # -- size and names -----------------------------------------------------------------------------------------------
-
-    @property
-    def batch_size(self) -> tuple[int, ...]:
-        """``(N,)`` or ``(T, N)``."""
-        return tuple(self.tensors.batch_size)
 
     @property
     def num_steps(self) -> int | None:
@@ -104,14 +100,14 @@ class Batch:
 
     def names(self) -> list[str]:
         """Return the names of columns, of groups of columns, and of objects."""
-        return [*map(str, self.tensors.keys()), *self.objects]
+        return [*self.tensors, *self.objects]
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Yield every tensor with its path; in a group the tensor's own name is the last part."""
         yield from leaves(self.tensors, ())
 
     def __contains__(self, key: object) -> bool:
-        return key in self.objects or (isinstance(key, str | tuple) and self.tensors.get(key) is not None)
+        return key in self.objects or (isinstance(key, str | tuple) and at_path(self.tensors, _path(key)) is not None)
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
@@ -119,8 +115,8 @@ class Batch:
         """Return a tensor, a group of columns as a dictionary, or an array of objects; None if there is none."""
         if key in self.objects:
             return self.objects[cast(str, key)]
-        found = self.tensors.get(key)
-        return found.to_dict() if isinstance(found, TensorDict) else found
+        found = at_path(self.tensors, _path(key))
+        return as_group(found) if isinstance(found, dict) else found
 
     @overload
     def __getitem__(self, key: Key) -> Any: ...
@@ -164,11 +160,11 @@ class Batch:
                     "the first axes of a column are those of the batch",
                 )
         self.objects.pop(name, None)
-        self.tensors.set(name, column if isinstance(column, Tensor) else as_group(column, self.batch_size))
+        self.tensors[name] = column if isinstance(column, Tensor) else as_group(column)
 
     def replace(self, **columns: Column | None) -> Self:
         """Return the batch with some columns added or replaced, or removed if None; the others are shared."""
-        result = self._with(self.tensors.copy(), dict(self.objects))
+        result = self._with(as_group(self.tensors), dict(self.objects))
         for name, column in columns.items():
             if column is not None:
                 result[name] = column
@@ -185,8 +181,14 @@ class Batch:
         for key in keys:
             if key not in self:
                 raise self._no_column(key)
-        tensors = self.tensors.select(*(key for key in keys if key not in self.objects))
-        return self._with(tensors.copy(), {key: self.objects[cast(str, key)] for key in keys if key in self.objects})
+        tensors: Group = {}
+        for *groups, name in (_path(key) for key in keys if key not in self.objects):
+            target = tensors
+            for group in groups:
+                target = cast(Group, target.setdefault(group, {}))
+            target[name] = cast("Tensor | Group", at_path(self.tensors, (*groups, name)))
+        objects = {key: self.objects[cast(str, key)] for key in keys if key in self.objects}
+        return self._with(as_group(tensors), objects)
 
     def pop(self, *keys: Key) -> Self:
         """Remove columns from this batch, and return them as a batch.
@@ -199,7 +201,8 @@ class Batch:
             if key in self.objects:
                 del self.objects[cast(str, key)]
             else:
-                self.tensors.del_(key)
+                *groups, name = _path(key)
+                del cast(Group, at_path(self.tensors, tuple(groups)))[name]
         return taken
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -220,11 +223,11 @@ class Batch:
             _check_layout(first, part, number)
         if len(parts) == 1:
             return first
-        tensors = cast(TensorDict, torch.cat([part.tensors for part in parts], dim=first.row_dim))
+        tensors = mapped(lambda *columns: torch.cat(columns, dim=first.row_dim), *(part.tensors for part in parts))
         objects = {
             name: np.concatenate([part.objects[name] for part in parts], axis=first.row_dim) for name in first.objects
         }
-        return first._with(tensors, objects)
+        return first._with(tensors, objects, (*first.batch_size[:-1], sum(map(len, parts))))
 
     def split(self, size: int) -> list[Self]:
         """Return parts of that many rows, the last perhaps of fewer; an empty batch as one empty part."""
@@ -258,42 +261,46 @@ class Batch:
         if self.num_steps is None:
             raise BatchShapeError(f"a batch of {list(self.batch_size)} has no time axis to fold", "it is flat already")
         rows = self.num_steps * len(self)
-        tensors = self._apply(lambda x: x.flatten(0, 1), [rows])
-        return self._with(tensors, {k: x.reshape(rows, *x.shape[2:]) for k, x in self.objects.items()})
+        tensors = mapped(lambda x: x.flatten(0, 1), self.tensors)
+        return self._with(tensors, {k: x.reshape(rows, *x.shape[2:]) for k, x in self.objects.items()}, (rows,))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch with every tensor on the device."""
-        moved = self._apply(lambda x: x.to(device, non_blocking=non_blocking), self.batch_size)
+        moved = mapped(lambda x: x.to(device, non_blocking=non_blocking), self.tensors)
         return self._with(moved, dict(self.objects))
 
     # -- internals ----------------------------------------------------------------------------------------------------
 
-    def _with(self, tensors: TensorDict, objects: dict[str, Array]) -> Self:
-        """Return a batch of parts that are known to fit, with a copy of the meta."""
+    def _with(self, tensors: Group, objects: dict[str, Array], batch_size: tuple[int, ...] | None = None) -> Self:
+        """Return a batch of parts that are known to fit, with a copy of the meta; None keeps the batch size."""
         result = type(self).__new__(type(self))
         result.tensors, result.objects, result.meta = tensors, objects, dict(self.meta)
+        result.batch_size = self.batch_size if batch_size is None else batch_size
         return result
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], batch_size: Sequence[int]) -> TensorDict:
-        return cast(TensorDict, self.tensors.apply(fn, batch_size=list(batch_size)))
 
     def _slice(self, rows: slice) -> Self:
         """Return the rows of a slice, sharing memory."""
         start, stop, step = rows.indices(len(self))
         # A step beyond the end is the same slice, and torch accepts only steps that fit int64.
         where = (slice(None),) * self.row_dim + (slice(start, stop, min(step, len(self) + 1)),)
-        size = [*self.batch_size[:-1], len(range(start, stop, step))]
-        return self._with(self._apply(lambda x: x[where], size), {name: x[where] for name, x in self.objects.items()})
+        size = (*self.batch_size[:-1], len(range(start, stop, step)))
+        objects = {name: x[where] for name, x in self.objects.items()}
+        return self._with(mapped(lambda x: x[where], self.tensors), objects, size)
 
     def _take(self, index: Tensor) -> Self:
         """Return the rows of those indices ``int64[M]``, copied."""
         dim, rows = self.row_dim, index.numpy()
-        tensors = self._apply(lambda x: x.index_select(dim, index.to(x.device)), [*self.batch_size[:-1], len(index)])
-        return self._with(tensors, {name: x.take(rows, axis=dim) for name, x in self.objects.items()})
+        tensors = mapped(lambda x: x.index_select(dim, index.to(x.device)), self.tensors)
+        objects = {name: x.take(rows, axis=dim) for name, x in self.objects.items()}
+        return self._with(tensors, objects, (*self.batch_size[:-1], len(index)))
 
     def _no_column(self, key: Key) -> BatchKeyError:
         name = key if isinstance(key, str) else "/".join(key)
         return BatchKeyError(f"the batch has no column '{name}'; it has {listed(self.names())}", "name one of these")
+
+
+def _path(key: Key) -> tuple[str, ...]:
+    return (key,) if isinstance(key, str) else key
 
 
 def _check_layout(first: Batch, other: Batch, number: int) -> None:

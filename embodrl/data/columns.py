@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from embodrl.errors import BatchError, BatchIndexError, BatchShapeError
@@ -16,8 +15,13 @@ from embodrl.errors import BatchError, BatchIndexError, BatchShapeError
 Array: TypeAlias = NDArray[Any]
 """An array of any dtype; of objects where rows are not numbers."""
 Rows: TypeAlias = int | slice | Sequence[int] | Sequence[bool] | Tensor | Array
-Columns: TypeAlias = "Mapping[str, Tensor | Columns] | TensorDict"
+Columns: TypeAlias = "Mapping[str, Tensor | Columns]"
 """Tensors by name, possibly in nested groups."""
+Group: TypeAlias = "dict[str, Tensor | Group]"
+"""The columns of a batch, and those of a group in it.
+
+Not a TensorDict of the library tensordict: importing that imports torch's compiler, 1.5 s in every process.
+"""
 
 
 def leaves(node: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
@@ -26,7 +30,7 @@ def leaves(node: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
     Raises:
         BatchShapeError: something is not a tensor.
     """
-    if isinstance(node, Mapping | TensorDict):
+    if isinstance(node, Mapping):
         for name, child in cast("Mapping[str, object]", node).items():
             yield from leaves(child, (*path, str(name)))
     elif isinstance(node, Tensor):
@@ -38,12 +42,26 @@ def leaves(node: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
         )
 
 
-def as_group(columns: Columns, batch_size: tuple[int, ...]) -> TensorDict:
-    """Return a group of columns, and of groups of them, that fit the batch size."""
-    group = TensorDict({}, batch_size=list(batch_size))
-    for name, column in columns.items():
-        group.set(name, column if isinstance(column, Tensor) else as_group(cast(Columns, column), batch_size))
-    return group
+def as_group(columns: Columns) -> Group:
+    """Return columns, and groups of them, in new dictionaries."""
+    return {str(name): column if isinstance(column, Tensor) else as_group(column) for name, column in columns.items()}
+
+
+def mapped(fn: Callable[..., Tensor], *groups: Group) -> Group:
+    """Return what ``fn`` makes of each column, given those of that path in all groups, which have the same paths."""
+    found: Group = {}
+    for name, first in groups[0].items():
+        parts = [group[name] for group in groups]
+        found[name] = fn(*parts) if isinstance(first, Tensor) else mapped(fn, *cast("list[Group]", parts))
+    return found
+
+
+def at_path(group: Group, path: tuple[str, ...]) -> Tensor | Group | None:
+    """Return the column or the group of a path; None if there is none."""
+    found: Tensor | Group | None = group
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
 
 
 def num_rows_of(columns: Columns, objects: Mapping[str, Sequence[object] | Array]) -> int:

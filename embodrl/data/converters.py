@@ -246,7 +246,7 @@ def _flatten(batch: TrajectoryBatch) -> tuple[dict[str, Tensor], dict[str, Array
             nested[name] = list(path)
     objects = {name: values.swapaxes(0, 1) if timed else values for name, values in batch.objects.items()}
     note: Note = {"nested": nested} if nested else {}
-    empty = _empty_groups(batch.tensors.to_dict(), [])
+    empty = _empty_groups(batch.tensors, [])
     if empty:
         note["empty"] = empty
     if batch.num_steps is not None:

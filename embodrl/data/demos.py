@@ -6,7 +6,7 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,10 @@ HINT = "re-collect the demonstrations, or copy the whole directory once more"
 
 EXECUTED, REWARD, TERMINATED = "executed_action", "next.reward", "next.terminated"
 """Columns of a dataset from which transitions can be made."""
+LOG_PROB = "action_log_prob"
+"""Column of a dataset that a policy has recorded: of each action, as it was drawn."""
+POLICY_VERSION = "policy_version"
+"""Column of the episodes in a store: the number of updates behind the weights that chose each action."""
 REWARDS = "rewards"
 """In what says how a dataset was made: the settings that its rewards follow from."""
 
@@ -34,15 +38,19 @@ class Outcomes:
         executed: ``float32[N,A]``, the actions that were executed, perturbations included.
         rewards: ``float32[N]``, of each.
         terminated: ``bool[N]``, the task ended the episode with it.
+        log_probs: ``float32[N]``, of the executed action by the policy that drew it, in nats; None where none was
+            drawn. Not read back.
     """
 
     executed: NDArray[np.float32]
     rewards: NDArray[np.float32]
     terminated: NDArray[np.bool_]
+    log_probs: NDArray[np.float32] | None = None
 
     def columns(self) -> dict[str, NDArray[np.generic]]:
         """Return the columns of a dataset."""
-        return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated}
+        drawn: dict[str, NDArray[np.generic]] = {} if self.log_probs is None else {LOG_PROB: self.log_probs}
+        return {EXECUTED: self.executed, REWARD: self.rewards, TERMINATED: self.terminated, **drawn}
 
     @classmethod
     def of(cls, columns: Mapping[str, NDArray[np.generic]]) -> Outcomes | None:
@@ -67,6 +75,9 @@ class Episode:
         seed: reset seed.
         success: the task was solved.
         outcomes: what was executed, and what it led to; None where that is not known.
+        acted: ``float32[N]`` or ``int64[N]`` by name, what is known of how the actions came about, such as
+            ``POLICY_VERSION``.
+        id: unique among all episodes of a store; None outside of one.
     """
 
     images: NDArray[np.uint8]
@@ -77,6 +88,12 @@ class Episode:
     seed: int
     success: bool
     outcomes: Outcomes | None = None
+    acted: Mapping[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
+    id: str | None = None
+
+    def columns(self) -> dict[str, NDArray[np.generic]]:
+        """Return the columns of a dataset beside pictures, state and actions."""
+        return {**({} if self.outcomes is None else self.outcomes.columns()), **self.acted}
 
 
 @dataclass
@@ -138,6 +155,31 @@ class Demos:
             seeds=[seed for seed, _ in outcomes],
             success=[success for _, success in outcomes],
             outcomes=Outcomes.of(columns),
+        )
+
+    def select(self, episodes: Sequence[int]) -> Demos:
+        """Return these episodes, in this order, without their outcomes."""
+        frames = [np.flatnonzero(self.episode == number) for number in episodes]
+        index = np.concatenate(frames) if frames else np.zeros(0, np.int64)
+        return Demos.of_episodes(
+            {"images": self.images[index], "state": self.state[index], "actions": self.actions[index]},
+            [len(part) for part in frames],
+            [self.instructions[number] for number in episodes],
+            [self.tasks[number] for number in episodes],
+            [(self.seeds[number], self.success[number]) for number in episodes],
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Demos]) -> Demos:
+        """Return the episodes of several, one after the other, without their outcomes."""
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("images", "state", "actions")}
+        lengths = [int(n) for part in parts for n in np.bincount(part.episode, minlength=len(part.instructions))]
+        return cls.of_episodes(
+            columns,
+            lengths,
+            [text for part in parts for text in part.instructions],
+            [task for part in parts for task in part.tasks],
+            [pair for part in parts for pair in zip(part.seeds, part.success, strict=True)],
         )
 
     def action_chunks(self, frames: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

@@ -42,6 +42,7 @@ COUNTERS = {
 }
 # embodrl's own columns in meta/episodes; other readers ignore them.
 OWN_TASK, OWN_SEED, OWN_SUCCESS = "embodrl/task", "embodrl/seed", "embodrl/success"
+OWN_ID = "embodrl/id"
 OWN_META = "meta/embodrl.json"
 MEGABYTE = 2**20
 

@@ -195,8 +195,7 @@ def load_lerobot(
     if checked:
         files = {episode.data for episode in episodes}
         files |= {path for episode in episodes for path, _ in episode.videos.values()}
-        root = directory.resolve()
-        check_checksums(directory, sorted(path.relative_to(root).as_posix() for path in files), complete=True)
+        check_checksums(directory, sorted(path.relative_to(directory).as_posix() for path in files), complete=True)
     return _Loading(directory, info, episodes, keys, size).load(_read_tasks(directory, info))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from embodrl.data import lerobot as layout
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import REWARD, TERMINATED, Episode
+from embodrl.data.demos import LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.parquet import Table
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
@@ -105,6 +105,7 @@ class LeRobotWriter(DatasetWriter):
             layout.OWN_SEED: episode.seed,
             layout.OWN_SUCCESS: episode.success,
         }
+        row |= {} if episode.id is None else {layout.OWN_ID: episode.id}
         stats: dict[str, Mapping[str, object]] = {name: vector_stats(values) for name, values in columns.items()}
         for view, key in enumerate(self.keys):
             pixels = PixelStats()
@@ -131,7 +132,7 @@ class LeRobotWriter(DatasetWriter):
         columns: dict[str, Array] = {layout.ACTION: episode.actions.astype(np.float32)}
         if episode.state.shape[1]:
             columns[layout.STATE] = episode.state.astype(np.float32)
-        columns |= {} if episode.outcomes is None else episode.outcomes.columns()
+        columns |= episode.columns()
         return columns | {
             "timestamp": (frames / self.fps).astype(np.float32),
             "frame_index": frames,
@@ -165,10 +166,9 @@ class LeRobotWriter(DatasetWriter):
         features |= {
             name: {"dtype": "float32", "shape": [size], "names": None} for name, size in vectors.items() if size
         }
-        known = {} if episode.outcomes is None else episode.outcomes.columns()
         features |= {
             name: {"dtype": str(values.dtype), "shape": list(values.shape[1:]) or [1], "names": None}
-            for name, values in known.items()
+            for name, values in episode.columns().items()
         }
         return features | {
             name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in layout.COUNTERS.items()
@@ -243,11 +243,11 @@ class LeRobotWriter(DatasetWriter):
             kept = pixels.fields(key)
             counts = np.array(kept.items("counts", 3), np.int64)
             self._pixels[key] = PixelStats(counts, kept.integer("frames"))
-        flat = {*layout.COUNTERS, REWARD, TERMINATED}
+        flat = {*layout.COUNTERS, REWARD, TERMINATED, LOG_PROB, POLICY_VERSION}
         for path in sorted((self.staging / "data").glob("*/*.parquet")):
             table = Table(path)
             for name in table.names:
-                if layout.COUNTERS.get(name) == "int64":
+                if (layout.COUNTERS | {POLICY_VERSION: "int64"}).get(name) == "int64":
                     values: Array = table.integers(name)
                 else:
                     values = table.vectors(name, int(state.fields("features").fields(name).numbers("shape", 1)[0]))

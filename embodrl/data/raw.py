@@ -74,7 +74,8 @@ class RawWriter(DatasetWriter):
             }
             known = [episode.outcomes.columns() for episode in self._pending if episode.outcomes is not None]
             if len(known) == len(self._pending):
-                tensors |= {each: torch.from_numpy(np.concatenate([one[each] for one in known])) for each in OUTCOMES}
+                names = set.intersection(*(set(one) for one in known))
+                tensors |= {each: torch.from_numpy(np.concatenate([one[each] for one in known])) for each in names}
             write_safetensors(self.staging / name, tensors)
             for episode in self._pending:
                 place = {"shard": name, "start": start, "length": len(episode.actions)}

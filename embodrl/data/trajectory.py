@@ -67,6 +67,8 @@ class TrajectoryBatch(Batch):
         group_id: ``int64[T,B]``, equal where episodes began in the same initial state; None if not known.
         frames: ``uint8[T,B,H,W,3]``, the first camera's image after the chunk, at the end of an episode if it ends
             there; None unless requested.
+        call_id: ``int64[T,B]``, at the last chunk of an episode the number of the call of ``reward.fn`` that judges it,
+            -1 elsewhere; None where no call has begun.
         ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
         actions: ``float32[T,B,C,A]`` in environment units; this and the next two of off-policy runs only.
         source: ``int8[T,B]``, who chose the chunk: 0 the policy, 1 an expert, 2 a human.
@@ -90,6 +92,7 @@ class TrajectoryBatch(Batch):
     success = OptionalColumn()
     group_id = OptionalColumn()
     frames = OptionalColumn()
+    call_id = OptionalColumn()
     ref_logprobs = OptionalColumn()
     prox_logprobs = OptionalColumn()
     actions = OptionalColumn()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OffloadReport:
-    """What became of the memory.
+    """Memory before and after.
 
     Attributes:
         device: where the tensors live.

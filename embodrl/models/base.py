@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LoadReport:
-    """What became of each name in a checkpoint.
+    """How each name in a checkpoint was used.
 
     Attributes:
         source: directory or hub id.
@@ -207,6 +207,21 @@ class VLAPolicy(nn.Module, ABC):
     @abstractmethod
     def unused_parameters(self) -> list[nn.Parameter]:
         """Return parameters that exist for the checkpoint's sake and that no output depends on."""
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        """Return modules and how many positions of one row each is applied to, for `embodrl plan`; others count as 1.
+
+        Prompts count at their greatest length; a later entry overrides what an earlier one says of the same module.
+        """
+        return []
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        """Return layers, numbers per key and positions of what is cached while a row is decided; zeros for nothing."""
+        return 0, 0, 0
+
+    def chosen_bytes(self) -> int:
+        """Return the bytes that a rollout keeps of a chunk besides its inputs: by default tokens and log-probs."""
+        return (torch.int64.itemsize + torch.float32.itemsize) * self.num_action_chunks * self.action_dim
 
     @abstractmethod
     def enable_gradient_checkpointing(self) -> None:

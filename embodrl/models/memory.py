@@ -14,7 +14,6 @@ from torch import nn
 
 from embodrl.config.schema import ModelConfig
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.registry import build_policy
 
 ADAMW_MOMENTS = 2
@@ -93,6 +92,15 @@ def estimate(
         gradient_checkpointing: blocks keep their input only, and one at a time is computed again.
         master_weights: weights in half precision that train have a float32 copy.
     """
+    kept = _Kept(policy, tokens, compute_dtype)
+    activations = kept.checkpointed() if gradient_checkpointing else kept.all()
+    return TrainingMemory(*state_memory(policy, compute_dtype, master_weights), micro_batch_size * activations)
+
+
+def state_memory(
+    policy: VLAPolicy, compute_dtype: torch.dtype = torch.float32, master_weights: bool = True
+) -> tuple[int, int, int]:
+    """Return the bytes of weights, gradients and optimizer; arguments as of ``estimate``."""
     trained = [p for group in policy.trainable_groups().values() for p in group]
     weights = sum(_bytes(tensor) for tensor in (*policy.parameters(), *policy.buffers()))
     weights += sum(
@@ -104,61 +112,15 @@ def estimate(
     halves = [p for p in trained if master_weights and p.dtype.itemsize < FLOAT32_BYTES]
     optimizer = ADAMW_MOMENTS * (gradients - sum(map(_bytes, halves)))
     optimizer += (ADAMW_MOMENTS + 1) * FLOAT32_BYTES * sum(p.numel() for p in halves)
-    kept = _Kept(policy, tokens, compute_dtype)
-    activations = kept.checkpointed() if gradient_checkpointing else kept.all()
-    return TrainingMemory(weights, gradients, optimizer, micro_batch_size * activations)
+    return weights, gradients, optimizer
 
 
 def token_counts(policy: VLAPolicy, num_cameras: int) -> list[tuple[nn.Module, int]]:
     """Return parts of a policy and the positions, in one row, that each is applied to.
 
-    Prompts count at their greatest length. Of a policy of another package every part counts as applied once.
+    See ``VLAPolicy.positions``.
     """
-    from embodrl.models.gr00t.policy import Gr00tPolicy
-    from embodrl.models.openvla.token_policy import TokenPolicy
-    from embodrl.models.pi.policy import PiPolicy
-    from embodrl.models.pi0_fast.policy import FastPolicy
-    from embodrl.models.smolvla.policy import SmolVlaPolicy
-
-    parts = policy.parts()
-    counts = [(part, 1) for part in parts.values()]
-    if isinstance(policy, TokenPolicy):
-        patches = num_cameras * policy.model.config.num_patches
-        text = policy.processor.max_prompt_tokens + policy.num_action_chunks * policy.action_dim
-        counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
-        counts += [(parts[name], policy.num_action_chunks) for name in parts if name == "action_head"]
-    elif isinstance(policy, PiPolicy):
-        patches = num_cameras * policy.model.config.siglip.num_patches
-        prefix = patches + policy.model.config.max_prompt_tokens
-        actions = policy.horizon + 1
-        counts += [(parts["vision"], patches), (parts["language"], prefix)]
-        counts += [(policy.model.paligemma.multi_modal_projector, patches), (parts["action_expert"], actions)]
-    elif isinstance(policy, FastPolicy):
-        inputs = policy.model.config.inputs
-        patches = num_cameras * inputs.siglip.num_patches
-        text = inputs.max_prompt_tokens + policy.max_tokens
-        counts += [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
-    elif isinstance(policy, Gr00tPolicy):
-        head = policy.model.action_head
-        config = policy.model.config
-        patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
-        prefix = merged + policy.processor.max_prompt_tokens
-        actions = 1 + policy.model.config.head.num_future_tokens + policy.horizon
-        counts += [(parts["vision"], patches), (parts["language"], prefix), (head, actions)]
-        counts += [(head.vl_self_attention, prefix)]
-        counts += [(connector, merged) for connector in policy.model.connectors]
-    elif isinstance(policy, SmolVlaPolicy):
-        spec = policy.model.config
-        patches, merged = num_cameras * spec.siglip.num_patches, num_cameras * spec.tokens_per_image
-        prefix = merged + spec.max_prompt_tokens + 1
-        counts += [(parts["vision"], patches), (parts["language"], prefix), (policy.model.vlm.connector, merged)]
-        counts += [(parts["action_expert"], policy.horizon), (policy.model.state_proj, 1)]
-    if isinstance(policy, FlowPolicy) and policy.noise_head is not None:
-        # Flow-Noise differentiates every denoising step.
-        steps = policy.flow.num_steps
-        expert = {id(module) for module in parts["action_expert"].modules()}
-        counts = [(module, count * steps if id(module) in expert else count) for module, count in counts]
-    return counts
+    return [*((part, 1) for part in policy.parts().values()), *policy.positions(num_cameras)]
 
 
 class _Kept:

@@ -26,10 +26,9 @@ from embodrl.config.isolated import (
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import nearest
 from embodrl.preflight.findings import Finding
+from embodrl.specs import ENVS
 from embodrl.storage.atomic import atomic_file
 
-# What proves that the packages fit each other.
-IMPORTS = {"libero": "import mujoco, numba, scipy, cv2, bddl, robosuite.macros, matplotlib.cm, fast_simplification"}
 _CLEAN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _TAIL_LINES = 15
 
@@ -127,7 +126,7 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
         pip = [str(python), "-m", "pip", "install", "--no-input", "--no-deps", "--progress-bar=off"]
         _run([*pip, "-r", str(requirements(name))], prefix, tell)
         tell("importing them")
-        _run([str(python), "-c", IMPORTS[name]], prefix, tell)
+        _run([str(python), "-c", f"import {', '.join(ENVS.entry(name).imports)}"], prefix, tell)
         _write_marker(name, prefix)
         tell(f"{name} is ready after {time.monotonic() - start:.0f} s")
     return python_of(prefix)

@@ -96,16 +96,23 @@ class BatchPump(ABC, Generic[Content, Answer]):
         contents = [request.content for request in batch]
         self.batches += 1
         self.requests += len(batch)
-        answers: Sequence[Answer | Exception]
         clock = time.perf_counter()
-        try:
-            answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.compute, contents)
-        except Exception as error:  # noqa: BLE001 - every coroutine that asked raises it
-            answers = [error] * len(batch)
+        answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._computed, contents)
         self.busy_s += time.perf_counter() - clock
         self.computed(contents, answers)
         for request, answer in zip(batch, answers, strict=True):
             request.settle(answer)
+
+    def _computed(self, contents: list[Content]) -> Sequence[Answer | Exception]:
+        """Return the answers, or for each request the error, which every coroutine that asked raises."""
+        try:
+            return self.compute(contents)
+        except BaseException as error:  # noqa: BLE001 - no future can hold StopIteration or a BaseException
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                return [error] * len(contents)
+            wrapped = RuntimeError(f"raised {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            return [wrapped] * len(contents)
 
     def mean_batch(self) -> float:
         """Return how many requests a batch had on average; 0 before the first."""

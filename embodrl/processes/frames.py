@@ -12,6 +12,7 @@ import enum
 import fcntl
 import mmap
 import os
+import resource
 import select
 import socket
 import struct
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.errors import MessageError
+from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.codec import PLAIN, Codec, aligned, placed
 
 # kind, number, argument, length of the description, bytes in the memory file
@@ -177,14 +178,29 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         if not data and _hung_up(sock):
             raise PeerGoneError
         if flags & _CUT_SHORT:
+            _check_descriptors(sock)
             raise MessageError(
                 f"a frame arrived in part: {len(data)} bytes, {len(descriptors)} memory files",
-                "raise the limit of open files (ulimit -n) if it is reached",
+                "it is the sender's fault",
             )
         return parse_frame(data, descriptors, codec)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _check_descriptors(sock: socket.socket) -> None:
+    """Check that this process can take a descriptor: otherwise it is not the sender's fault that one did not arrive.
+
+    Raises:
+        EmbodrlError: it has none left.
+    """
+    try:
+        os.close(os.dup(sock.fileno()))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        message = f"this process has all of its {limit} files open, so that a message could not be received"
+        raise EmbodrlError(message, "raise the limit: ulimit -n 65536", code="open-files") from error
 
 
 def _hung_up(sock: socket.socket) -> bool:

@@ -207,7 +207,7 @@ def main() -> None:
 
 
 _UNSAVED = """error: stopped by a signal without saving: native code held the interpreter lock, so no Python code ran
-  hint: `embodrl resume DIR` continues from the last checkpoint; let the native code of your functions release the lock
+  hint: `embodrl resume DIR` continues a run from its last checkpoint; let your native code release the lock
   code: stopped-unsaved
 """
 

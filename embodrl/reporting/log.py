@@ -15,7 +15,10 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
 
+from embodrl.errors import without_controls
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 MAX_BYTES, OLDER_FILES = 16 << 20, 2
 """Size of a log file, and how many full ones are kept beside it (``embodrl.log.1``, ``.2``)."""
 PER_WINDOW, WINDOW_S = 200, 60.0
@@ -98,7 +101,7 @@ class _Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError, ValueError):  # the terminal or pipe is closed; there is nowhere to say so
-            print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+            print(f"{record.levelname.lower()}: {without_controls(record.getMessage())}", file=sys.stderr)
 
 
 class RunLog:

@@ -52,6 +52,11 @@ def restore_metrics(path: Path, last_iteration: int, saved: bytes | None) -> byt
         found = read_regular_file(path, MAX_BYTES)
     except FileNotFoundError:
         found = b""
+    except OSError as error:
+        if saved is None:
+            raise
+        logger.warning("%s can't be read (%s): restored from the checkpoint", path, error.strerror)
+        found = b""
     content = _intact_rows(path, found, last_iteration) if saved is None else saved
     lines, wanted = (text.splitlines(keepends=True) for text in (found, content))
     differing = [n for n, line in enumerate(wanted, start=1) if n > len(lines) or lines[n - 1] != line]

@@ -152,7 +152,8 @@ def build(
         check_environments(config, pool)
         threads = deployment.threads_of(deployment.of("rollout")[0])
         acting = make_rollout_engine(config, policy, threads, memory=memory)
-        collector = make_collector(config, pool, acting, should_stop, keep_frames)
+        rewards = RewardWorker(config, tuple(pool.spec.tasks))
+        collector = make_collector(config, pool, acting, should_stop, keep_frames, rewards.judge)
         rollouts = LocalBackend(pool, acting, collector, Evaluator(config, pool, acting, should_stop=should_stop))
     else:
         assert launcher is not None
@@ -172,11 +173,13 @@ def build(
         closing.callback(weights.close)
         logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
         rollouts = RemoteBackend(config, group, channels, weights, policy, engine, should_stop)
+        rewards = RewardWorker(config, tuple(rollouts.tasks))
+    closing.callback(rewards.close)
     closing.callback(rollouts.close)
     stores = None
     if pool is not None and LOSSES.entry(config.algorithm.loss_type).off_policy:
         stores = make_stores(config, policy, pool)
-    return Parts(policy, engine, rollouts, RewardWorker(config, tuple(rollouts.tasks)), stores)
+    return Parts(policy, engine, rollouts, rewards, stores)
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

@@ -1,4 +1,4 @@
-"""`embodrl collect`: demonstrations by scripted experts, in parallel, perturbed so that they show recovery."""
+"""`embodrl collect`: demonstrations by scripted experts, perturbed so that they show recovery, or by a policy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import REWARDS, Episode, Outcomes
@@ -20,24 +21,72 @@ from embodrl.deployment import ProcessPlace
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.fields import Fields
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
 from embodrl.runs.replay import reward_settings
 from embodrl.runs.stop import StopSignal
-from embodrl.types import EnvSpec, Observation
+from embodrl.types import TOKEN_MASK, EnvSpec, Observation, PolicyOutput
+from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 MAX_ATTEMPTS_PER_EPISODE = 10
 COMMIT_EPISODES = 50
 """After so many episodes what was collected is committed, so that a kill costs no more."""
 
 
+class StepwiseActor:
+    """A policy one action at a time: it is asked again where its chunk is used up, or an episode begins.
+
+    Args:
+        engine: the policy.
+        num_envs: B.
+        sample: draw actions, as rollouts do, instead of taking the most probable ones.
+
+    Attributes:
+        versions: for each environment, number of updates behind the weights that chose its last action.
+    """
+
+    def __init__(self, engine: RolloutEngine, num_envs: int, sample: bool) -> None:
+        self.engine, self.sample = engine, sample
+        self.versions = [0] * num_envs
+        self._left: list[list[tuple[NDArray[np.float32], np.float32 | None]]] = [[] for _ in range(num_envs)]
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        """Forget the chunks of environments whose episodes begin."""
+        for row in rows:
+            self._left[row] = []
+
+    def act(self, observation: Observation) -> tuple[NDArray[np.float32], list[np.float32 | None]]:
+        """Return the next actions ``float32[B,A]``, and their log-probs where the policy tells them, in nats."""
+        empty = np.array([row for row, left in enumerate(self._left) if not left], np.int64)
+        if len(empty):
+            asked = observation.select(empty)
+            output = self.engine.act(asked, False) if self.sample else self.engine.act_greedily(asked)
+            each = self._log_probs(output)
+            for number, row in enumerate(empty):
+                known = [None] * len(output.actions[number]) if each is None else list(each[number])
+                self._left[row] = list(zip(output.actions[number], known, strict=True))
+                self.versions[row] = output.version
+        actions, log_probs = zip(*(left.pop(0) for left in self._left), strict=True)
+        return np.stack(actions), list(log_probs)
+
+    def _log_probs(self, output: PolicyOutput) -> NDArray[np.float32] | None:
+        """Return ``float32[B,C]``; None of tokens that stand for a whole chunk, and where nothing was drawn."""
+        drawn = self.sample and TOKEN_MASK not in output.forward_inputs
+        return output.logprobs.sum(dim=2).float().cpu().numpy() if drawn else None
+
+
 class Collector:
-    """Runs experts in all environments of a pool until enough episodes have succeeded.
+    """Runs experts, or a policy, in all environments of a pool until enough episodes have succeeded.
 
     Args:
         config: the run; section ``collect``.
         pool: started, without auto-reset.
         writer: takes the episodes; an interrupted collection that it continues counts.
         should_stop: asked before every step; if it answers True, ``run`` ends early.
+        policy: acts instead of the experts.
 
     Attributes:
         kept, tried, solved: ``int64[T]``, episodes of each task that were kept, completed, and successful.
@@ -48,12 +97,18 @@ class Collector:
     """
 
     def __init__(
-        self, config: Config, pool: EnvPool, writer: DatasetWriter, should_stop: Callable[[], bool] = lambda: False
+        self,
+        config: Config,
+        pool: EnvPool,
+        writer: DatasetWriter,
+        should_stop: Callable[[], bool] = lambda: False,
+        policy: ActingPolicy | None = None,
     ) -> None:
         self.settings, self.rewards = config.collect, reward_settings(config)
         # A collection continues with the number of episodes changed only.
         settings = self.settings.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
         self._settings = {"env": config.env.env_type, "tasks": list(pool.spec.tasks), **settings}
+        self._settings |= {} if policy is None else {"policy": policy.name}
         self.pool = pool
         self.tasks = pool.spec.tasks
         self.writer = writer
@@ -70,10 +125,17 @@ class Collector:
         if writer.progress is not None:
             self._continue(writer.progress)
         num_envs = pool.spec.num_envs
+        self.policy = None
+        if policy is not None:
+            engine = policy.engine
+            engine.generators = engine.make_generators([config.runner.seed, self.attempts])
+            self.policy = StepwiseActor(engine, num_envs, self.settings.sample)
         self.frames: list[list[tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]]] = [
             [] for _ in range(num_envs)
         ]
-        self.outcomes: list[list[tuple[NDArray[np.float32], np.float32, np.bool_]]] = [[] for _ in range(num_envs)]
+        self.outcomes: list[list[tuple[NDArray[np.float32], np.float32, np.bool_, np.float32 | None]]] = [
+            [] for _ in range(num_envs)
+        ]
         self.seeds = np.zeros(num_envs, np.int64)
         self.task_ids = np.zeros(num_envs, np.int32)
         self.noise_std = np.zeros(num_envs, np.float32)
@@ -112,6 +174,9 @@ class Collector:
         if self.pool.faults.restarts != restarts:
             # A restarted process has begun all its episodes again, and no result of a step says so.
             return self.restart()
+        if self.policy is not None:
+            self.policy.begin(rows)
+            return observation
         try:
             self.pool.expert_reset(rows)
         except (EnvWorkerDied, EnvTimeout):
@@ -136,18 +201,15 @@ class Collector:
         observation = self.begin(np.arange(self.pool.spec.num_envs))
         while not (self.finished or self.should_stop()):
             try:
-                expert = self.pool.expert_actions()
+                shown, executed, log_probs = self._act(observation)
             except (EnvWorkerDied, EnvTimeout):
                 observation = self.restart()
                 continue
             for row, frames in enumerate(self.frames):
-                frames.append((observation.images[row].copy(), observation.state[row].copy(), expert[row]))
-            noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
-            noise[:, -1] = 0  # a random gripper would drop the object
-            executed = np.clip(expert + noise, -1, 1).astype(np.float32)
+                frames.append((observation.images[row].copy(), observation.state[row].copy(), shown[row]))
             step = self.pool.step(executed[:, None])
             for row, kept in enumerate(self.outcomes):
-                kept.append((executed[row], step.reward[row, 0], step.terminated[row, 0]))
+                kept.append((executed[row], step.reward[row, 0], step.terminated[row, 0], log_probs[row]))
             observation, ended = step.observation, np.flatnonzero(step.done)
             whole = step.valid[ended].any(axis=1)  # the others were lost to a fault
             for row in ended[whole]:
@@ -159,6 +221,22 @@ class Collector:
                 self._refuse_losing_simulators()
                 observation = self.begin(ended)
 
+    def _act(
+        self, observation: Observation
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32], Sequence[np.float32 | None]]:
+        """Return what is shown ``float32[B,A]``, what is executed ``float32[B,A]``, and the log-probs of that.
+
+        Raises:
+            EnvWorkerDied, EnvTimeout: the experts are lost.
+        """
+        if self.policy is not None:
+            actions, log_probs = self.policy.act(observation)
+            return actions, actions, log_probs
+        expert = self.pool.expert_actions()
+        noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
+        noise[:, -1] = 0  # a random gripper would drop the object
+        return expert, np.clip(expert + noise, -1, 1).astype(np.float32), [None] * len(expert)
+
     def _keep(self, row: int, success: bool, instruction: str) -> None:
         task = int(self.task_ids[row])
         self.tried[task] += 1
@@ -167,8 +245,9 @@ class Collector:
             return
         self.kept[task] += 1
         images, state, actions = (np.stack(part) for part in zip(*self.frames[row], strict=True))
-        executed, rewards, terminated = (np.stack(part) for part in zip(*self.outcomes[row], strict=True))
-        outcomes = Outcomes(executed, rewards, terminated)
+        executed, rewards, terminated, drawn = zip(*self.outcomes[row], strict=True)
+        log_probs = None if None in drawn else np.array(drawn, np.float32)
+        outcomes = Outcomes(np.stack(executed), np.stack(rewards), np.stack(terminated), log_probs)
         seed = int(self.seeds[row])
         self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], seed, success, outcomes))
         if self.kept.sum() % COMMIT_EPISODES == 0:
@@ -180,6 +259,12 @@ class Collector:
         failing = (self.tried > 50) & (self.tried > MAX_ATTEMPTS_PER_EPISODE * self.solved)
         if failing.any():
             names = [task for task, fails in zip(self.tasks, failing, strict=True) if fails]
+            if self.policy is not None:
+                raise EmbodrlError(
+                    f"the policy fails more than 9 times in 10 on {', '.join(names)}",
+                    "set collect.keep_failures=true to record its failures as well",
+                    code="policy-fails",
+                )
             raise EmbodrlError(
                 f"the expert fails more than 9 times in 10 on {', '.join(names)}",
                 "lower collect.noise_std, or raise env.max_episode_steps",
@@ -197,13 +282,15 @@ class Collector:
             )
 
     def close(self) -> None:
-        """Complete the dataset, with the success rate of the expert over all episodes that it completed."""
+        """Complete the dataset, with the success rate of who acted over all episodes that were completed."""
         meta: dict[str, object] = {"robot_type": self._settings["env"], "collect": self.settings.model_dump()}
-        meta |= {"expert_success_rate": self.success_rate(), REWARDS: self.rewards}
+        who = "expert" if self.policy is None else "policy"
+        meta |= {f"{who}_success_rate": self.success_rate(), REWARDS: self.rewards}
+        meta |= {} if self.policy is None else {"policy": self._settings["policy"]}
         self.writer.close(meta | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:
-        """Return the fraction of episodes that the expert solved, by task; None where it completed none."""
+        """Return the fraction of episodes that were solved, by task; None where none was completed."""
         counts = zip(self.tasks, self.solved.tolist(), self.tried.tolist(), strict=True)
         return {task: solved / tried if tried else None for task, solved, tried in counts}
 
@@ -214,6 +301,38 @@ def frame_rate(config: Config, spec: EnvSpec) -> int:
 
 
 @dataclass(frozen=True)
+class ActingPolicy:
+    """A policy that acts in place of experts.
+
+    Attributes:
+        name: where it comes from.
+        engine: computes its actions.
+    """
+
+    name: str
+    engine: RolloutEngine
+
+
+def acting_policy(
+    loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
+) -> ActingPolicy:
+    """Build the policy of a configuration that was loaded for ``record``.
+
+    Args:
+        loaded: the policy's configuration.
+        name: where it comes from.
+        make_policy: returns it; by default the one that ``config.model`` names.
+
+    Raises:
+        EmbodrlError: the device has less memory than the weights take, or the policy can't be built.
+    """
+    config = loaded.config
+    device = configure_torch(config, loaded.deployment.of("rollout")[0])
+    check_memory(config, loaded.deployment, training=False, device=device)
+    return ActingPolicy(name, make_rollout_engine(config, make_policy(config), num_threads(config)))
+
+
+@dataclass(frozen=True)
 class CollectResult:
     """What was collected.
 
@@ -221,7 +340,7 @@ class CollectResult:
         output_dir: the dataset, which ``sft.data_dir`` takes.
         num_episodes: demonstrations that were kept.
         num_frames: of these.
-        success_rate: of the expert, by task, over all episodes that it completed; None where it completed none.
+        success_rate: of who acted, by task, over all episodes that were completed; None where none was.
         exit_code: 0, or 128 + N stopped by signal N.
     """
 
@@ -232,7 +351,9 @@ class CollectResult:
     exit_code: int
 
 
-def collect(config: Config, places: Sequence[ProcessPlace] | None = None) -> CollectResult:
+def collect(
+    config: Config, places: Sequence[ProcessPlace] | None = None, policy: ActingPolicy | None = None
+) -> CollectResult:
     """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
 
     SIGINT and SIGTERM end it early: the dataset is complete with the episodes so far.
@@ -240,12 +361,11 @@ def collect(config: Config, places: Sequence[ProcessPlace] | None = None) -> Col
     Args:
         config: the run; sections ``collect`` and ``env``.
         places: of the simulators; None binds them to the cores of this machine in turn.
+        policy: acts instead of the experts.
 
     Raises:
         EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.
     """
-    from embodrl.workers.env import check_simulator, make_pool
-
     settings, env, console = config.collect, config.env, config.runner.logger.console
     directory, start_s = Path(settings.output_dir), time.monotonic()
     lerobot: LeRobotWriter | None = None
@@ -266,7 +386,7 @@ def collect(config: Config, places: Sequence[ProcessPlace] | None = None) -> Col
         pool.start()
         if lerobot is not None:
             lerobot.fps = frame_rate(config, pool.spec)
-        collector = Collector(config, pool, writer, lambda: bool(stop))
+        collector = Collector(config, pool, writer, lambda: bool(stop), policy)
         if earlier := int(collector.kept.sum()):
             progress.message(f"continuing an interrupted collection: {earlier} episodes are there")
             progress.start_at(earlier)
@@ -287,7 +407,7 @@ def collect(config: Config, places: Sequence[ProcessPlace] | None = None) -> Col
         )
         progress.message(
             f"{kept} episodes, {writer.num_frames} frames in {time.monotonic() - start_s:.0f} s"
-            f" -> {directory}; expert success: {rates}"
+            f" -> {directory}; {'expert' if policy is None else 'policy'} success: {rates}"
         )
     code = 0 if collector.finished else stop.exit_code
     return CollectResult(directory, kept, writer.num_frames, collector.success_rate(), code)

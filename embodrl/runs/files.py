@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shlex
 import shutil
@@ -30,7 +31,7 @@ from embodrl.models.common.lora import (
 )
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
-from embodrl.storage.atomic import atomic_directory
+from embodrl.storage.atomic import FILE_SIZE_HINT, atomic_directory
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
@@ -179,7 +180,9 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
             apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
             write_checksums(staging, added=[CARD_FILE, *apart])
     except OutputError as error:
-        raise OutputError(error.message, "free disk space, then `embodrl resume` the run", code=error.code) from error
+        is_limit = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EFBIG
+        cure = FILE_SIZE_HINT if is_limit else "free disk space"
+        raise OutputError(error.message, f"{cure}, then `embodrl resume` the run", code=error.code) from error
 
 
 def base_of(config: Config) -> str | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 # Made by the run, and never written through; the second is left by a process that is killed between two steps.
 _OWN_LINKS = (f"checkpoints/{BEST}", f"checkpoints/.{BEST}.partial")
 _LINKS_OF_OTHERS = ("wandb",)
+_DIRECTORIES = ("checkpoints", "logs", "policy", "policy_best", "tensorboard", "videos", "weights")
 
 
 class RunLock:
@@ -40,7 +43,7 @@ class RunLock:
         self._file = -1
         try:
             self._lock(self._place)
-            self._file = os.open(directory / LOCK_FILE, _FLAGS, 0o644)
+            self._file = _open_lock(directory / LOCK_FILE)
             self._lock(self._file)
         except BaseException:  # raised again
             self.close()
@@ -69,7 +72,7 @@ class RunLock:
         except FileNotFoundError:
             pass
         logger.warning("%s was deleted during the run; it is locked again", path)
-        replacement = os.open(path, _FLAGS, 0o644)
+        replacement = _open_lock(path)
         try:
             self._lock(replacement)
         except OutputError as error:
@@ -120,6 +123,14 @@ class RunLock:
         )
 
 
+def _open_lock(path: Path) -> int:
+    descriptor = os.open(path, _FLAGS, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
 @contextmanager
 def run_lock(directory: Path) -> Iterator[RunLock]:
     """Keep other processes from writing to a run's directory; the lock ends with the process, however that ends.
@@ -133,6 +144,7 @@ def run_lock(directory: Path) -> Iterator[RunLock]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         refuse_links(directory)
+        refuse_files(directory)
         lock = RunLock(directory)
     except OSError as error:
         raise OutputError(
@@ -144,6 +156,22 @@ def run_lock(directory: Path) -> Iterator[RunLock]:
         lock.release()
     finally:
         lock.close()
+
+
+def refuse_files(directory: Path) -> None:
+    """Refuse a run directory in which a file has the name of a directory of runs: found out late, it costs the run.
+
+    Raises:
+        OutputError: names the first.
+    """
+    for name in _DIRECTORIES:
+        path = directory / name
+        if path.exists() and not path.is_dir():
+            raise OutputError(
+                f"{path} is a file, and a run writes a directory of that name",
+                "move it elsewhere, or set runner.output_dir to another directory",
+                code="run-directory-file",
+            )
 
 
 def refuse_links(directory: Path) -> None:

@@ -13,11 +13,11 @@ import torch
 from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
 from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN
+from embodrl.config.rules.verbs import reads
 from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
 from embodrl.hub import parse
-from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
 from embodrl.runs.load import load_config
@@ -45,7 +45,7 @@ class PolicySource:
     run_dir: Path | None
 
     def load_config(
-        self, overrides: list[str], trust: bool = False, verb: Literal["eval", "sft", "serve"] = "eval"
+        self, overrides: list[str], trust: bool = False, verb: Literal["eval", "record", "sft", "serve"] = "eval"
     ) -> LoadedConfig:
         """Return the configuration of the run, or one composed as usual for a policy elsewhere, with this policy.
 
@@ -60,7 +60,8 @@ class PolicySource:
         """
         if self.run_dir is None:
             return load_config(self.arguments(overrides), verb=verb)
-        texts = [assignment("runner.output_dir", self.run_dir), *overrides]
+        own_dir = [assignment("runner.output_dir", self.run_dir)] if reads(verb, "runner.output_dir") else []
+        texts = [*own_dir, *overrides]
         statistics = self.run_dir / STATISTICS_FILE
         if self.policy_dir is None and statistics.is_file():  # of `embodrl sft`; a policy has them in its own files
             texts.insert(0, assignment("model.stats_path", statistics.absolute()))
@@ -85,6 +86,8 @@ class PolicySource:
             return build_policy(config, device)
         policy = build_policy(drop_missing_warm_start(config), device)
         if self.checkpoint.state.flag("sharded", False):
+            from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole  # see sharding
+
             read_whole(self.checkpoint.path, "policy", policy.state_dict())
         else:
             policy.load_state_dict(self.checkpoint.tensors("policy"))

@@ -10,6 +10,7 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
+from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.files import PUBLISHED_DIR
 from embodrl.serving.server import PolicyServer
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
@@ -42,6 +43,10 @@ def serve(
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
         check_memory(config, loaded.deployment, training=False, device=device)
         engine = make_rollout_engine(config, make_policy(config), num_threads(config))
-        return await PolicyServer(engine, config, weights_dir, say).run()
+        server = PolicyServer(engine, config, weights_dir, say)
+        code = await server.run()
+        if server.core.is_computing and owns_process():
+            leave(code)  # the interpreter would wait for the thread that hangs
+        return code
 
     return asyncio.run(run())

@@ -9,9 +9,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config, SftConfig
@@ -50,6 +52,7 @@ from embodrl.runs.stop import StopSignal
 from embodrl.specs import ENVS
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums
+from embodrl.types import Observation
 from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -360,6 +363,22 @@ def _train(
     return 0 if trainer.step == settings.max_steps else stop.exit_code
 
 
+class Batches(Protocol):
+    """Where the batches of frames come from, as ``FrameBatches``."""
+
+    def next(self) -> tuple[Observation, Tensor, Tensor]:
+        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those that count."""
+        ...
+
+    def state(self) -> tuple[dict[str, Any], Tensor]:
+        """Return what ``load_state`` takes: JSON, and a tensor."""
+        ...
+
+    def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
+        """Continue where ``state`` was taken."""
+        ...
+
+
 class Trainer:
     """The imitation loop: a batch of frames, one optimizer step, logs, checkpoints, evaluations.
 
@@ -382,7 +401,7 @@ class Trainer:
         directory: Path,
         policy: VLAPolicy,
         engine: TrainEngine,
-        batches: FrameBatches,
+        batches: Batches,
         metrics: MetricsLogger,
         progress: Progress,
         stop: StopSignal,
@@ -395,6 +414,7 @@ class Trainer:
         self.step = 0
         self._saved_step = -1
         self._settings_text = ""
+        self._start = self._last_logged = time.monotonic()
 
     def run(self, settings_text: str) -> None:
         """Train until the last step or a signal, and save a checkpoint.
@@ -403,22 +423,10 @@ class Trainer:
             settings_text: the configuration, for checkpoints.
         """
         self._settings_text = settings_text
+        self._start = self._last_logged = time.monotonic()
         settings = self.config.sft
-        start = last_logged = time.monotonic()
         while self.step < settings.max_steps and not self.stop:
-            self.engine.check()
-            observation, actions, inside = self.batches.next()
-            # Inputs are prepared here, not by the engine: noise and times of flow policies come from one stream.
-            inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
-            batch = Batch({name: tensor.cpu() for name, tensor in inputs.items()})
-            row = self.engine.imitate(batch, learning_rate(settings, self.step), settings.label_smoothing_bins)
-            self.step += 1
-            if self._is_due(settings.log_interval) or self.stop:
-                now = time.monotonic()
-                times = {"time_s": now - start, "time/total_s": now - last_logged}
-                self.metrics.log({"iteration": self.step, "step": self.step, **row, **times})
-                last_logged = now
-            self.progress.update(self.step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
+            self.take_step()
             if settings.save_interval and self.step % settings.save_interval == 0:
                 with self.stop.saving():
                     self.save()
@@ -427,6 +435,23 @@ class Trainer:
         if self._saved_step != self.step:
             with self.stop.saving():
                 self.save()
+
+    def take_step(self) -> None:
+        """Take one optimizer step, and log it."""
+        settings = self.config.sft
+        self.engine.check()
+        observation, actions, inside = self.batches.next()
+        # Inputs are prepared here, not by the engine: noise and times of flow policies come from one stream.
+        inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
+        batch = Batch({name: tensor.cpu() for name, tensor in inputs.items()})
+        row = self.engine.imitate(batch, learning_rate(settings, self.step), settings.label_smoothing_bins)
+        self.step += 1
+        if self._is_due(settings.log_interval) or self.stop:
+            now = time.monotonic()
+            times = {"time_s": now - self._start, "time/total_s": now - self._last_logged}
+            self.metrics.log({"iteration": self.step, "step": self.step, **row, **times})
+            self._last_logged = now
+        self.progress.update(self.step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
 
     def _is_due(self, interval: int) -> bool:
         return self.step % interval == 0 or self.step == self.config.sft.max_steps

@@ -46,7 +46,7 @@ def _describe_batch(value: Batch, codec: Codec, blobs: Blobs, where: str) -> obj
     name = type(value).__name__
     if _BATCHES.get(name) is not type(value):
         raise MessageError(f"{where} is a batch of the class {name}", f"send one of {', '.join(_BATCHES)}")
-    parts = {"tree": value.tensors.to_dict(), "objects": value.objects, "meta": value.meta}
+    parts = {"tree": value.tensors, "objects": value.objects, "meta": value.meta}
     return [name, codec.describe({**parts, "batch_size": list(value.batch_size)}, blobs, where)]
 
 

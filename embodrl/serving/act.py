@@ -67,4 +67,4 @@ def status_of(error: Exception) -> int:
 
     if not isinstance(error, EmbodrlError):
         return 500
-    return 503 if error.code == "server-stopping" else 422
+    return 503 if error.code in ("server-stopping", "server-model-hangs") else 422

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING
 
 from embodrl import __version__
 from embodrl.errors import ServingError, WireError
@@ -19,7 +19,10 @@ from embodrl.serving.core import explain
 from embodrl.serving.listener import Handler, HttpListener, Service
 from embodrl.serving.session import Session
 from embodrl.serving.weights import stable_directory
-from embodrl.wire.codec import openpi_default, openpi_envelope, pack, read_json, unpack, write_json
+from embodrl.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
+
+if TYPE_CHECKING:
+    from aiohttp.web import Request, StreamResponse
 
 MSGPACK = "application/msgpack"
 MAX_NAME = 200
@@ -44,10 +47,10 @@ class ApiListener(HttpListener):
             *(("GET", path, handler) for path, handler in gets),
         ]
 
-    def _posted(self, answer: Any) -> Handler:
+    def _posted(self, answer: Callable[[Message, Request], Awaitable[Mapping[str, object]]]) -> Handler:
         """Return a handler that decodes the body, and encodes what ``answer`` makes of it."""
 
-        async def handler(request: Any) -> Any:
+        async def handler(request: Request) -> StreamResponse:
             is_msgpack = request.content_type == MSGPACK
             try:
                 body = await request.read()
@@ -68,7 +71,7 @@ class ApiListener(HttpListener):
 
         return handler
 
-    async def _act(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _act(self, message: Message, request: Request) -> dict[str, object]:
         observation = self.keys.observation(message.get("observation", message))
         name = message.get("session")
         if name is not None:
@@ -92,11 +95,11 @@ class ApiListener(HttpListener):
         self._sessions.move_to_end(name)
         return self._sessions[name]
 
-    async def _reset(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _reset(self, message: Message, request: Request) -> dict[str, object]:
         self._session(message.get("session")).reset()
         return {"policy_version": self.core.version}
 
-    async def _weights(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _weights(self, message: Message, request: Request) -> dict[str, object]:
         directory = stable_directory(message.get("directory"))
         report = await asyncio.to_thread(self.service.source.take, directory)
         if report is None:
@@ -104,18 +107,18 @@ class ApiListener(HttpListener):
             raise ServingError(f"{directory} has no newer weights", hint, code="server-weights")
         return {"policy_version": report.version, "num_tensors": report.num_tensors, "num_bytes": report.num_bytes}
 
-    async def _pause(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _pause(self, message: Message, request: Request) -> dict[str, object]:
         self.core.pause()
         return {"paused": True, "policy_version": self.core.version}
 
-    async def _resume(self, message: Mapping[str, Any], request: Any) -> dict[str, Any]:
+    async def _resume(self, message: Message, request: Request) -> dict[str, object]:
         self.core.resume()
         return {"paused": False, "policy_version": self.core.version}
 
-    async def _info(self, request: Any) -> Any:
+    async def _info(self, request: Request) -> StreamResponse:
         content = self.service.info(self.keys) | {"paused": self.core.is_paused, "version": __version__}
         return self.web.json_response(content)
 
-    async def _openapi(self, request: Any) -> Any:
+    async def _openapi(self, request: Request) -> StreamResponse:
         text = (files("embodrl.serving") / "openapi.json").read_text(encoding="utf-8")
         return self.web.Response(text=text, content_type="application/json")

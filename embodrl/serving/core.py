@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,18 @@ from embodrl.errors import EmbodrlError, ServingError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.batching import BatchPump, Request
 from embodrl.serving.metrics import Metrics
+from embodrl.serving.stall import BatchWatch
 from embodrl.types import Observation, PolicyOutput
 
 logger = logging.getLogger(__name__)
 
 ACTIVE_S = 1.0
 """A client that has asked within that time may ask again soon."""
+
+
+LOOK_S = 1.0
+GIVE_UP = 4
+"""So many times ``serve.stall_timeout_s`` a batch may hang before the server ends."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,24 @@ class ModelCore(BatchPump[_Query, Chunk]):
         self._running.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._in_flight = 0
+        self._under_way: set[Request[_Query, Chunk]] = set()
+        self._watch = BatchWatch(settings.stall_timeout_s)
         self.is_stopping = False
 
     @property
     def version(self) -> int:
         """Number of updates behind the weights."""
         return self.engine.version
+
+    @property
+    def stalled(self) -> str:
+        """Why the batch under way counts as hung; "" while none does."""
+        return self._watch.found
+
+    @property
+    def is_computing(self) -> bool:
+        """A batch is under way."""
+        return self._watch.is_entered
 
     @property
     def is_paused(self) -> bool:
@@ -114,16 +131,19 @@ class ModelCore(BatchPump[_Query, Chunk]):
         """
         if self.is_stopping:
             raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+        if self.stalled:
+            raise self._stalled()
         arrived = time.perf_counter()
         self._note(client, arrived)
-        self._in_flight += 1
+        request: Request[_Query, Chunk] = Request(_Query(observation, arrived))
+        self._under_way.add(request)
         self._idle.clear()
         self._arrival.set()
         try:
-            chunk = await self.submit(Request(_Query(observation, arrived)))
+            chunk = await self.submit(request)
         finally:
-            self._in_flight -= 1
-            if not self._in_flight:
+            self._under_way.discard(request)
+            if not self._under_way:
                 self._idle.set()
         total_s = time.perf_counter() - arrived
         self.metrics.count("requests_total", protocol)
@@ -163,7 +183,35 @@ class ModelCore(BatchPump[_Query, Chunk]):
         wanted = shapes(waiting[0])
         return [request for request in waiting if shapes(request) == wanted][: self.settings.max_batch_size]
 
+    async def watch(self, give_up: Callable[[], None]) -> None:
+        """Look at the batch under way once per second, until the task is cancelled.
+
+        Requests of a batch that hangs get an error, as do new ones until it ends.
+
+        Args:
+            give_up: called if it still hangs after ``GIVE_UP`` times the limit.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            was = self.stalled
+            if self._watch.look() and not was:
+                logger.error("%s\n%s", self.stalled, self._watch.stack())
+                for request in list(self._under_way):
+                    request.settle(self._stalled())
+            elif was and not self.stalled:
+                logger.warning("the batch has ended: requests are answered again")
+            if self._watch.idle_s >= GIVE_UP * self.settings.stall_timeout_s:
+                give_up()
+
+    def _stalled(self) -> ServingError:
+        hint = "its log has the stack; the server ends unless the batch does"
+        return ServingError(self.stalled, hint, code="server-model-hangs")
+
     def compute(self, batch: list[_Query]) -> Sequence[Chunk]:
+        with self._watch:
+            return self._compute(batch)
+
+    def _compute(self, batch: list[_Query]) -> Sequence[Chunk]:
         clock = time.perf_counter()
         try:
             output = self.engine.act_greedily(Observation.concat([query.observation for query in batch]))
@@ -176,7 +224,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
     def _alone(self, query: _Query) -> Chunk:
         # An exception in the place of an answer reaches whom it concerns: see ``Request.settle``.
         try:
-            return self.compute([query])[0]
+            return self._compute([query])[0]
         except Exception as error:  # noqa: BLE001 - the request raises it
             return error  # pyright: ignore[reportReturnType]
 
@@ -191,6 +239,10 @@ class ModelCore(BatchPump[_Query, Chunk]):
             return False
         return True
 
+    def close(self) -> None:
+        """End the thread, without waiting for a batch that has outlasted ``drain``."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def abandon(self) -> None:
         """Let ``drain`` end at once."""
         self._idle.set()
@@ -201,7 +253,8 @@ class ModelCore(BatchPump[_Query, Chunk]):
             {
                 "policy_version": self.version,
                 "paused": float(self.is_paused),
-                "in_flight": self._in_flight,
+                "in_flight": len(self._under_way),
+                "model_hangs": float(bool(self.stalled)),
                 "active_clients": len(self._active),
                 "batches_total": self.batches,
                 "batched_requests_total": self.requests,

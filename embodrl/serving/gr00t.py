@@ -146,6 +146,8 @@ class GrootListener(Listener):
     async def close(self) -> None:
         if self._server is not None:
             self._server.cancel()
+            for task in self._tasks:  # what could not be answered in time
+                task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self._socket.closed:
             self._socket.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hmac
 import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +20,9 @@ from embodrl.serving.weights import WeightSource
 from embodrl.types import Observation
 from embodrl.wire.codec import need
 from embodrl.wire.keys import WireMap
+
+if TYPE_CHECKING:
+    from aiohttp.web import AppRunner, Request, StreamResponse, TCPSite, WebSocketResponse
 
 OPEN_PATHS = ("/health", "/healthz")
 """What tells only that the server lives, without a token."""
@@ -82,7 +87,7 @@ class Service:
         images = np.zeros((1, len(cameras), height, width, 3), np.uint8)
         return Observation(images, np.zeros((1, 0), np.float32), ["do the task"], np.zeros(1, np.int32))
 
-    def info(self, keys: WireMap) -> dict[str, Any]:
+    def info(self, keys: WireMap) -> dict[str, object]:
         """Return what a client may want to know of the policy."""
         model = self.config.model
         return {
@@ -129,7 +134,7 @@ class Listener(ABC):
         """End all connections."""
 
 
-Handler = Callable[[Any], Awaitable[Any]]
+Handler: TypeAlias = "Callable[[Request], Awaitable[StreamResponse]]"
 """From aiohttp's request to its response."""
 
 
@@ -146,9 +151,9 @@ class HttpListener(Listener):
         super().__init__(service)
         self.web: Any = need("aiohttp.web")
         self._connections = 0
-        self._sockets: set[Any] = set()
-        self._runner: Any = None
-        self._site: Any = None
+        self._sockets: set[WebSocketResponse] = set()
+        self._runner: AppRunner | None = None
+        self._site: TCPSite | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return (method, path, handler) of the protocol."""
@@ -163,12 +168,13 @@ class HttpListener(Listener):
         own = [("GET", path, self._health) for path in OPEN_PATHS] + [("GET", "/metrics", self._metrics)]
         for method, path, handler in (*self.routes(), *own):
             app.router.add_route(method, path, handler)
-        self._runner = self.web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S, handle_signals=False)
-        await self._runner.setup()
-        self._site = self.web.TCPSite(self._runner, host, port, ssl_context=self._tls())
-        await self._site.start()
-        found: int = self._runner.addresses[0][1]
-        return found
+        runner: AppRunner = self.web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S, handle_signals=False)
+        self._runner = runner
+        await runner.setup()
+        site: TCPSite = self.web.TCPSite(runner, host, port, ssl_context=self._tls())
+        self._site = site
+        await site.start()
+        return int(runner.addresses[0][1])
 
     def _tls(self) -> ssl.SSLContext | None:
         settings = self.service.settings
@@ -189,8 +195,9 @@ class HttpListener(Listener):
             await self._site.stop()
 
     async def close(self) -> None:
-        for socket in list(self._sockets):
-            await socket.close(code=1001, message=b"the server is stopping")
+        closing = (socket.close(code=1001, message=b"the server is stopping") for socket in list(self._sockets))
+        with contextlib.suppress(TimeoutError):  # a client that does not read is cut off below
+            await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 2 * CLOSE_S)
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -198,7 +205,7 @@ class HttpListener(Listener):
         web = self.web
 
         @web.middleware
-        async def admit(request: Any, handler: Handler) -> Any:
+        async def admit(request: Request, handler: Handler) -> StreamResponse:
             if request.path in OPEN_PATHS:
                 return await handler(request)
             is_right = self.service.token is not None and self.service.admits(token_of(request))
@@ -220,19 +227,21 @@ class HttpListener(Listener):
 
         return admit
 
-    async def _health(self, request: Any) -> Any:
+    async def _health(self, request: Request) -> StreamResponse:
         if self.core.is_stopping:
             return self.web.json_response({"status": "stopping"}, status=503)
+        if self.core.stalled:
+            return self.web.json_response({"status": self.core.stalled}, status=503)
         if request.path == "/healthz":
             return self.web.Response(text="OK\n")
         return self.web.json_response({"status": "ok"})
 
-    async def _metrics(self, request: Any) -> Any:
+    async def _metrics(self, request: Request) -> StreamResponse:
         return self.web.Response(text=self.core.figures())
 
-    async def _websocket(self, request: Any) -> Any:
+    async def _websocket(self, request: Request) -> StreamResponse:
         # No pings: a client in the midst of a long reset does not answer them. TCP notices hosts that are gone.
-        socket = self.web.WebSocketResponse(max_msg_size=self.service.max_bytes, compress=False)
+        socket = self.web.WebSocketResponse(timeout=CLOSE_S, max_msg_size=self.service.max_bytes, compress=False)
         if not socket.can_prepare(request):
             text = f"this is the websocket of the protocol {self.name}"
             return self.web.json_response({"error": text, "code": "server-websocket"}, status=426)
@@ -248,7 +257,7 @@ class HttpListener(Listener):
         return socket
 
 
-def token_of(request: Any) -> str | None:
+def token_of(request: Request) -> str | None:
     """Return the token of an HTTP request; None if it has none."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() in ("bearer", "api-key"):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import secrets
 import signal
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from embodrl.config.schema import Config, ServeConfig
 from embodrl.errors import ServingError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.names import import_object
+from embodrl.processes.ending import owns_process
+from embodrl.processes.guard import keep_time, release_signals, watch_signals
 from embodrl.serving.core import ModelCore
 from embodrl.serving.listener import Listener, Service
 from embodrl.serving.weights import WeightFollower
@@ -27,6 +32,8 @@ LISTENERS: Mapping[str, str] = {
     "http": "embodrl.serving.api:ApiListener",
 }
 """Protocol -> where its listener is."""
+CLOSING_S = 5.0
+"""What closing may take once requests are answered."""
 
 
 class PolicyServer:
@@ -56,7 +63,9 @@ class PolicyServer:
         self.signal = 0
 
     async def run(self, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
-        """Serve until a signal or ``stop``; return the exit code: 0 unless requests were left unanswered.
+        """Serve until a signal or ``stop``; return the exit code.
+
+        It is 0 unless requests were left unanswered, or the model hangs, which may also end the server.
 
         Args:
             on_ready: called with the URL of each protocol.
@@ -64,29 +73,32 @@ class PolicyServer:
         Raises:
             ServingError: an address is not available.
         """
-        loop = asyncio.get_running_loop()
         self.core.warm_up(self.service.example())
-        try:
-            urls = await self._listen()
-            if self._follower is not None:
-                self._follower.start()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stop, number)
-            for name, url in urls.items():
-                self.say(f"listening: {name} at {url}")
-            if self.config.serve.token == "auto":
-                self.say(f"token: {self.service.token}")
-            self.say("ready")
-            if on_ready is not None:
-                on_ready(urls)
-            await self._stop.wait()
-            return await self._end()
-        finally:
-            for listener in self.listeners:
-                await listener.close()
-            if self._follower is not None and self._follower.is_alive():
-                await asyncio.to_thread(self._follower.stop)
-            self.core.close()
+        watching = asyncio.create_task(self.core.watch(self._give_up))
+        with stopped_by_signals(self.stop, self.config.serve.drain_timeout_s + CLOSING_S):
+            try:
+                await self._begin(on_ready)
+                await self._stop.wait()
+                return await self._end()
+            finally:
+                watching.cancel()
+                for listener in self.listeners:
+                    await listener.close()
+                if self._follower is not None and self._follower.is_alive():
+                    await asyncio.to_thread(self._follower.stop)
+                self.core.close()
+
+    async def _begin(self, on_ready: Callable[[dict[str, str]], None] | None) -> None:
+        urls = await self._listen()
+        if self._follower is not None:
+            self._follower.start()
+        for name, url in urls.items():
+            self.say(f"listening: {name} at {url}")
+        if self.config.serve.token == "auto":
+            self.say(f"token: {self.service.token}")
+        self.say("ready")
+        if on_ready is not None:
+            on_ready(urls)
 
     def stop(self, number: int = 0) -> None:
         """Begin to stop; a second signal does not wait for requests."""
@@ -94,6 +106,11 @@ class PolicyServer:
             self.core.abandon()
         self.signal = self.signal or number
         self._stop.set()
+
+    def _give_up(self) -> None:
+        if not self._stop.is_set():
+            logger.error("%s; the server ends, since nothing in this process can end the batch", self.core.stalled)
+        self.stop()
 
     async def _listen(self) -> dict[str, str]:
         serve, urls = self.config.serve, dict[str, str]()
@@ -116,10 +133,45 @@ class PolicyServer:
         for listener in self.listeners:
             await listener.stop_accepting()
         if await self.core.drain():
-            return 0
+            return 1 if self.core.stalled else 0
         limit = self.config.serve.drain_timeout_s
         logger.error("requests were left unanswered after %g s (serve.drain_timeout_s)", limit)
         return 1
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[None]:
+    """Let SIGTERM and SIGINT call ``stop`` in the running event loop; outside of the main thread do nothing.
+
+    Native code of the model may hold the interpreter lock, so that no Python code runs: then the guard ends the process
+    of the command line ``limit_s`` after the signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop, pipe = asyncio.get_running_loop(), os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    wakeup = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def read() -> None:
+        for number in os.read(pipe[0], 64):
+            if number in before:
+                keep_time(limit_s)
+                stop(number)
+
+    loop.add_reader(pipe[0], read)
+    if owns_process():
+        watch_signals(pipe[0], limit_s)
+    try:
+        yield
+    finally:
+        release_signals()
+        loop.remove_reader(pipe[0])
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for descriptor in pipe:
+            os.close(descriptor)
 
 
 def token_of(settings: ServeConfig) -> str | None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from embodrl.errors import ServingError, WeightSyncError, WeightVersionError
+from embodrl.errors import ServingError, StoreError, WeightSyncError, WeightVersionError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import SyncReport
 from embodrl.hybrid_engines.weight_sync.buckets import Layout, layout_of
@@ -60,31 +61,33 @@ class WeightFollower(threading.Thread):
     Args:
         source: takes them.
         directory: of the versions; it may appear later.
+        fetch: called before every look, to bring new versions into the directory; may raise a StoreError.
     """
 
-    def __init__(self, source: WeightSource, directory: Path) -> None:
+    def __init__(self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None) -> None:
         super().__init__(name="weights", daemon=True)
-        self._source, self._directory = source, directory
+        self._source, self._directory, self._fetch = source, directory, fetch
         self._stopped = threading.Event()
 
     def run(self) -> None:
         problem = ""
         while not self._stopped.is_set():
             try:
+                self._fetch()
                 report = self._source.take(self._directory)
                 if report is not None:
                     problem = ""
                     logger.info("weights of version %d are in use", report.version)
-            except WeightSyncError as error:
+            except (WeightSyncError, StoreError) as error:
                 if error.message != problem:
                     logger.error("%s", error)
                 problem = error.message
             self._stopped.wait(LOOK_S)
 
     def stop(self) -> None:
-        """End after the present look."""
+        """End after the present look, which may hang where its file system does."""
         self._stopped.set()
-        self.join()
+        self.join(2 * LOOK_S)
 
 
 def stable_directory(text: object) -> Path:

@@ -11,7 +11,7 @@ import binascii
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,11 @@ from numpy.typing import NDArray
 from embodrl.errors import MissingDependencyError, WireError
 
 Array = NDArray[Any]
-Envelope = Callable[[dict[Any, Any]], object]
+Message = Mapping[str, Any]
+"""What a client or a server has sent, decoded."""
+Map = dict[Any, Any]
+"""A decoded map, whose keys may be bytes."""
+Envelope = Callable[[Map], object]
 """From a map to the array that it stands for, or to itself."""
 
 KINDS = "biuf"
@@ -139,11 +143,11 @@ class _Counter:
         if self.items > MAX_ITEMS:
             raise _malformed(f"a message has more than {MAX_ITEMS} items")
 
-    def map(self, content: dict[Any, Any]) -> object:
+    def map(self, content: Map) -> object:
         self._add(1 + len(content))
         return self.envelope(content)
 
-    def list(self, content: list[Any]) -> list[Any]:
+    def list(self, content: list[object]) -> list[object]:
         self._add(1 + len(content))
         return content
 
@@ -186,7 +190,7 @@ def _scalar(dtype: object, value: object) -> object:
     return value
 
 
-def openpi_envelope(content: dict[Any, Any]) -> object:
+def openpi_envelope(content: Map) -> object:
     """Decode ``{b"__ndarray__": True, b"data", b"dtype", b"shape"}`` and ``{b"__npgeneric__": True, ...}``."""
     if b"__ndarray__" in content:
         return array_of(content[b"dtype"], content[b"shape"], content[b"data"])
@@ -209,7 +213,7 @@ def openpi_default(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no place in a message")
 
 
-def vla_eval_envelope(content: dict[Any, Any]) -> object:
+def vla_eval_envelope(content: Map) -> object:
     """Decode ``{"__ndarray__": True, ...}`` and pictures ``{"__image__": True, "format", "data", "shape"}``."""
     if "__image__" in content:
         if content["format"] == "raw":
@@ -253,7 +257,7 @@ def picture(data: object, file_format: object) -> NDArray[np.uint8]:
         raise _no_picture(f"a picture can't be read: {str(error)[:200]}") from error
 
 
-def groot_envelope(content: dict[Any, Any]) -> object:
+def groot_envelope(content: Map) -> object:
     """Decode the arrays of GR00T N1.5 and N1.6 (.npy files), and of N1.7 (msgpack_numpy)."""
     if "__ndarray_class__" in content:
         return npy_array(content["as_npy"])
@@ -289,7 +293,7 @@ def groot_msgpack_default(value: object) -> object:
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _json_envelope(content: dict[str, Any]) -> object:
+def _json_envelope(content: Map) -> object:
     if "__numpy__" not in content:
         return content
     text = content["__numpy__"]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embodrl.errors import WireError
 from embodrl.types import Observation
+from embodrl.wire.codec import Array, Message
 
 _MISSING: object = object()
 MAX_TEXT = 10_000
@@ -24,13 +25,13 @@ def _refused(message: str, hint: str) -> WireError:
     return WireError(message, hint, code="wire-observation")
 
 
-def lookup(message: Mapping[Any, Any], key: str) -> object:
+def lookup(message: Message, key: str) -> object:
     """Return an entry, or ``_MISSING``."""
     if key in message:
         return message[key]
     head, dot, rest = key.partition(".")
     inner = message.get(head)
-    return lookup(cast(Mapping[Any, Any], inner), rest) if dot and isinstance(inner, Mapping) else _MISSING
+    return lookup(cast(Message, inner), rest) if dot and isinstance(inner, Mapping) else _MISSING
 
 
 def put(message: dict[str, Any], key: str, value: object, nested: bool) -> None:
@@ -55,7 +56,7 @@ class Part:
         return cls(key, int(dims)) if colon and dims.isdigit() else cls(text, None)
 
 
-def split(vector: NDArray[Any], parts: Sequence[Part]) -> dict[str, NDArray[Any]]:
+def split(vector: Array, parts: Sequence[Part]) -> dict[str, Array]:
     """Cut the last axis into parts; one of them may leave its number of values out.
 
     Raises:
@@ -145,7 +146,7 @@ class WireMap:
         state = self._state(message)
         return Observation(np.stack(pictures)[None], state[None], [text], np.zeros(1, np.int32))
 
-    def _state(self, message: Mapping[Any, Any]) -> NDArray[np.float32]:
+    def _state(self, message: Message) -> NDArray[np.float32]:
         parts = [Part.parse(text) for text in self.state]
         found = [lookup(message, part.key) for part in parts]
         if all(value is _MISSING for value in found):
@@ -156,7 +157,7 @@ class WireMap:
                 raise _refused(f"'{part.key}' has {len(vector)} values, not {part.dims}", "send as many")
         return np.concatenate(vectors)
 
-    def _entry(self, message: Mapping[Any, Any], key: str) -> object:
+    def _entry(self, message: Message, key: str) -> object:
         value = lookup(message, key)
         if value is _MISSING:
             shown = ", ".join(str(name)[:60] for name in list(message)[:20])

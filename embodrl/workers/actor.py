@@ -20,17 +20,13 @@ from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
-from embodrl.hybrid_engines.base import Counters, TrainEngine
+from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
-from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
 from embodrl.hybrid_engines.training.imitation import ImitationEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
-from embodrl.hybrid_engines.training.sharded_checkpoint import (
-    FileFacts,
-)
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
@@ -117,6 +113,8 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights
 def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
     options = EngineOptions.of(config)
     if config.actor.training_backend == "fsdp":
+        from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine  # imports torch's compiler: 1.5 s
+
         return FsdpTrainEngine(policy, options, mesh)
     # Only here: importing them takes longer than a simulator needs to start.
     from embodrl.hybrid_engines.training.megatron.core import start

@@ -29,6 +29,7 @@ from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.processes.liveness import hurry
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
+from embodrl.workers.reward import Episode
 from embodrl.workers.staleness import StalenessGate
 from embodrl.workers.workflow_runner import WorkflowRunner
 
@@ -60,7 +61,13 @@ class EpisodeRunner(Protocol):
         ...
 
 
-def make_runners(config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool) -> list[EpisodeRunner]:
+def make_runners(
+    config: Config,
+    pool: EnvPool,
+    engine: RolloutEngine,
+    keep_frames: bool,
+    judge: Callable[[Episode], int] | None = None,
+) -> list[EpisodeRunner]:
     """Return a player a pipeline stage.
 
     Args:
@@ -68,9 +75,10 @@ def make_runners(config: Config, pool: EnvPool, engine: RolloutEngine, keep_fram
         pool: started.
         engine: with weights of its own.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        judge: of ``LockstepRunner``.
     """
     if config.rollout.workflow is None:
-        return [*make_lockstep_runners(config, pool, engine, keep_frames)]
+        return [*make_lockstep_runners(config, pool, engine, keep_frames, judge)]
     parts = pool.split(config.rollout.pipeline_stages)
     return [WorkflowRunner(config, part, engine, keep_frames) for part in parts]
 

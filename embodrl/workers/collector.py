@@ -22,6 +22,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, ShardMeta, combine_extras
+from embodrl.workers.reward import Episode
 
 Metrics = dict[str, float | None]
 LOST = "lost"
@@ -168,7 +169,12 @@ class SyncCollector:
         should_stop: asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
         share: which of the run's environments are those of the pool.
+
+    Attributes:
+        judge: of ``LockstepRunner``; None leaves all episodes to the end of the rollout.
     """
+
+    judge: Callable[[Episode], int] | None = None
 
     def __init__(
         self,
@@ -190,7 +196,7 @@ class SyncCollector:
     @cached_property
     def stages(self) -> list[LockstepRunner]:
         """The groups of environments that take turns."""
-        return make_lockstep_runners(self.config, self.pool, self.engine, self.keep_frames)
+        return make_lockstep_runners(self.config, self.pool, self.engine, self.keep_frames, self.judge)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         self.seconds, self.stats = Seconds(), EpisodeStats()
@@ -377,10 +383,16 @@ class EpisodeSchedule:
 
 
 def make_lockstep_runners(
-    config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool
+    config: Config,
+    pool: EnvPool,
+    engine: RolloutEngine,
+    keep_frames: bool,
+    judge: Callable[[Episode], int] | None = None,
 ) -> list[LockstepRunner]:
     """Return ``rollout.pipeline_stages`` stages of equal size."""
     pools = pool.split(config.rollout.pipeline_stages)
     size = pool.spec.num_envs // len(pools)
     rows = [slice(i * size, (i + 1) * size) for i in range(len(pools))]
-    return [LockstepRunner(config, part, engine, mine, keep_frames) for part, mine in zip(pools, rows, strict=True)]
+    return [
+        LockstepRunner(config, part, engine, mine, keep_frames, judge) for part, mine in zip(pools, rows, strict=True)
+    ]

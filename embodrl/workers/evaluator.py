@@ -106,7 +106,7 @@ class EvalResult:
 
 @dataclass
 class EpisodeResults:
-    """What became of some episodes.
+    """Outcomes of some episodes.
 
     Attributes:
         outcome: ``float64[n,4]``: success, return, length, success at the end; NaN where a fault ended the episode,

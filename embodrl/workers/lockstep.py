@@ -23,6 +23,7 @@ from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector
+from embodrl.workers.reward import Episode
 
 NO_VERSION = -1
 """Of values that are zeros, or that may be of several versions of the weights."""
@@ -30,7 +31,7 @@ NO_VERSION = -1
 
 @dataclass
 class EpisodeStats:
-    """What became of the episodes that ended in a rollout.
+    """Outcomes of the episodes that ended in a rollout.
 
     Attributes:
         successes, episodes: how many, without those that were lost.
@@ -184,6 +185,22 @@ def combine_extras(metas: Sequence[ShardMeta]) -> dict[str, float | None]:
     return dict(sorted(result.items()))
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a chunk led to, beside the columns of a batch.
+
+    Attributes:
+        images, states: after it; see ``LockstepRunner._after``.
+        actions: ``float32[B,C,A]``.
+        instruction: B of them.
+    """
+
+    images: NDArray[np.uint8]
+    states: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    instruction: list[str]
+
+
 class LockstepRunner:
     """Environments that are simulated while the policy serves others, and what was gathered of them so far.
 
@@ -196,11 +213,20 @@ class LockstepRunner:
         engine: the policy.
         rows: its environments within the whole batch.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        judge: gets every episode when it has ended, and the rollout's end those that continue; returns a ``call_id``.
     """
 
-    def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, rows: slice, keep_frames: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: RolloutEngine,
+        rows: slice,
+        keep_frames: bool,
+        judge: Callable[[Episode], int] | None = None,
+    ) -> None:
         self.config, self.pool, self.engine, self.rows = config, pool, engine, rows
-        self.keep_frames = keep_frames
+        self.keep_frames, self.judge = keep_frames, judge
         self.num_steps = config.rollout_chunks
         self.auto_reset = config.env.train.auto_reset
         loss = LOSSES.entry(config.algorithm.loss_type)
@@ -219,6 +245,8 @@ class LockstepRunner:
         self._inputs: list[dict[str, Tensor]] = []
         self._final_inputs: list[dict[str, Tensor]] = []
         self._labels: list[dict[str, Tensor]] = []
+        self._seen: list[_Seen] = []
+        self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
 
     def begin(
         self,
@@ -238,6 +266,7 @@ class LockstepRunner:
         self._observation = self.pool.reset(seeds, tasks)
         self._active = np.ones(len(seeds), np.bool_)
         self._steps, self._inputs, self._final_inputs, self._labels = [], [], [], []
+        self._seen, self._since = [], np.zeros(len(seeds), np.int64)
         if self.corrector is not None:
             self.corrector.begin(seeds)
         self._lap("env", clock)
@@ -300,7 +329,12 @@ class LockstepRunner:
         if self.corrector is not None:
             self.corrector.after(step)
         if self.keep_frames:
-            self._steps[-1]["frames"] = torch.from_numpy(self._frames(step))
+            self._steps[-1]["frames"] = torch.from_numpy(self._after(step)[0][:, 0])
+        if self.judge is not None and self._observation is not None:
+            self._steps[-1]["call_id"] = torch.full((len(output.actions),), -1)
+            self._seen.append(_Seen(*self._after(step), output.actions.copy(), self._observation.instruction))
+            for row in np.flatnonzero(step.done):
+                self._begin_call(int(row))
         if not self.auto_reset:
             self._active = self._active & ~step.done
         self._observation = step.observation
@@ -347,15 +381,52 @@ class LockstepRunner:
         """Wait for the chunk under way: a pool with a step under way takes no other request."""
         self.pool.wait()
 
-    def _frames(self, step: EnvStep) -> NDArray[np.uint8]:
-        """Return ``uint8[B,H,W,3]``: what the first camera sees after the chunk, of the episode that it belongs to."""
+    def _after(self, step: EnvStep) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+        """Return what is seen after the chunk, of the episode that it belongs to.
+
+        Returns:
+            images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
+        """
         assert self._observation is not None
-        frames = step.observation.images[:, 0].copy()
+        images, states = step.observation.images.copy(), step.observation.state.copy()
         if self.auto_reset:  # where an episode has ended, that is the start of the next one
-            frames[step.done] = self._observation.images[step.done, 0]
+            images[step.done], states[step.done] = (
+                self._observation.images[step.done],
+                self._observation.state[step.done],
+            )
         if step.final_observation is not None:
-            frames[step.final_mask] = step.final_observation.images[step.final_mask, 0]
-        return frames
+            images[step.final_mask] = step.final_observation.images[step.final_mask]
+            states[step.final_mask] = step.final_observation.state[step.final_mask]
+        return images, states
+
+    def _begin_call(self, row: int) -> None:
+        """Have the episode of an environment judged as far as it got; the next chunk begins another one."""
+        assert self.judge is not None
+        since, self._since[row] = int(self._since[row]), len(self._steps)
+        chunks = [i for i in range(since, len(self._steps)) if bool(self._steps[i]["valid"][row].any())]
+        if not chunks:
+            return
+
+        def of(name: str) -> Tensor:
+            return torch.stack([self._steps[i][name][row] for i in chunks])
+
+        valid, last, seen = of("valid"), chunks[-1], [self._seen[i] for i in chunks]
+        images = torch.from_numpy(np.stack([each.images[row] for each in seen]))
+        ended = (of("terminated") | of("truncated"))[-1] & valid[-1]
+        self._steps[last]["call_id"][row] = self.judge(
+            Episode(
+                rewards=of("rewards")[valid],
+                success=bool(self._steps[last]["success"][row]),
+                finished=bool(ended.any()),
+                task=self.pool.spec.tasks[int(self._steps[last]["task_id"][row])],
+                frames=images[:, 0],
+                policy_version=of("policy_version"),
+                instruction=seen[-1].instruction[row],
+                actions=torch.from_numpy(np.stack([each.actions[row] for each in seen]))[valid],
+                states=torch.from_numpy(np.stack([each.states[row] for each in seen])),
+                images=images,
+            )
+        )
 
     def _bootstrap(self, step: EnvStep, num_values: int) -> Tensor:
         """Return ``float32[B,K]``: the value of the last observation of episodes that the step limit ended, else 0."""
@@ -382,6 +453,8 @@ class LockstepRunner:
         """
         clock = time.perf_counter()
         assert self._observation is not None
+        for row in range(len(self._since)) if self.judge is not None else ():
+            self._begin_call(row)
         last = torch.zeros_like(self._steps[0]["values"])
         goes_on = ~(self._steps[-1]["terminated"] | self._steps[-1]["truncated"]).any(-1)
         self.stats.cut += int((goes_on.numpy() & self._active).sum())

@@ -15,7 +15,7 @@ from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
-from embodrl.models.memory import estimate_training_memory
+from embodrl.models.memory import state_memory
 from embodrl.preflight.doctor import memory_limit_bytes
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,9 @@ def check_memory(
     # A warm start has the size of the section, and need not be there any more when a run is resumed.
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
-    estimate = estimate_training_memory(
-        model,
-        micro_batch_size=config.actor.micro_batch_size,
-        param_dtype=param_dtype(config),
-        master_weights=config.actor.optim.master_weights is not False,
-    )
-    needed = estimate.weights + training * (estimate.gradients + estimate.optimizer)
+    policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
+    weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
+    needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
         needed //= len(deployment.of("actor"))
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit_bytes()

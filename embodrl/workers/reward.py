@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLIPS_AT_ONCE = 8
+_NONE = torch.tensor(float("nan"))
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Episode:
         finished: the episode has ended, and not just the rollout.
         task: name of the task.
         frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
+        policy_version: ``int64[t]``, updates behind the weights that chose each chunk.
+        instruction: in words; this and the next three are None where a workflow has run the episode, or a rollout
+            process of its own, and of rollouts in the checkpoint of an asynchronous run.
+        actions: ``float32[n,A]``, as they were executed, in environment units.
+        states: ``float32[t,S]``, proprioception after each chunk; S = 0 without ``env.include_state``.
+        images: ``uint8[t,V,H,W,3]``, what all cameras see after each chunk.
     """
 
     rewards: Tensor
@@ -48,6 +57,26 @@ class Episode:
     finished: bool
     task: str
     frames: Tensor
+    policy_version: Tensor
+    instruction: str | None = None
+    actions: Tensor | None = None
+    states: Tensor | None = None
+    images: Tensor | None = None
+
+
+@dataclass
+class _Begun:
+    """A call of the reward function, what it was called with, and whether its outcome, an error, has been reported."""
+
+    episode: Episode
+    call: Future[tuple[Tensor | RewardError, int]]
+    reported: bool = False
+
+    def result(self) -> tuple[Tensor | RewardError, int]:
+        """Wait for the outcome, and the number of attempts that failed."""
+        outcome, failed = self.call.result()
+        self.reported = isinstance(outcome, RewardError)
+        return outcome, failed
 
 
 def needs_frames(config: Config) -> bool:
@@ -66,9 +95,13 @@ class RewardWorker:
     def __init__(self, config: Config, tasks: tuple[str, ...]) -> None:
         self.tasks = tasks
         self.settings = config.reward
-        self.function = None if config.reward.fn is None else import_function(config.reward.fn)
-        if self.function is not None:
+        self.calls: RewardCalls | None = None
+        if config.reward.fn is not None:
+            self.calls = RewardCalls(import_function(config.reward.fn), self.settings)
             os._exit = _leave_unless_in_reward
+        # Not those of an earlier process, whose numbers may be in a checkpoint.
+        self._numbers = itertools.count(time.time_ns())
+        self._begun: dict[int, _Begun] = {}
         srpo = config.algorithm.srpo
         self.srpo = SrpoRewards(srpo) if srpo.enabled else None
         self.encoder = make_encoder(srpo)
@@ -76,7 +109,24 @@ class RewardWorker:
     @property
     def needs_frames(self) -> bool:
         """The rollout has to keep frames."""
-        return self.function is not None or self.srpo is not None
+        return self.calls is not None or self.srpo is not None
+
+    @property
+    def judge(self) -> Callable[[Episode], int] | None:
+        """What rollouts call with an episode that has ended, so that its reward is computed meanwhile; thread-safe."""
+        return None if self.calls is None else self.start
+
+    def start(self, episode: Episode) -> int:
+        """Begin to compute the reward of an episode, and return the number of the call for ``call_id``."""
+        assert self.calls is not None
+        number = next(self._numbers)
+        self._begun[number] = _Begun(episode, self.calls.start(episode))
+        return number
+
+    def close(self) -> None:
+        """Give up the calls under way."""
+        if self.calls is not None:
+            self.calls.close()
 
     def apply(self, batch: TrajectoryBatch) -> dict[str, float]:
         """Replace ``batch.rewards``, and take out (``valid``) episodes without a reward; return metrics.
@@ -87,7 +137,7 @@ class RewardWorker:
         if not self.needs_frames:
             return {}
         episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
-        return self._call_function(batch, episodes) if self.function else self._apply_srpo(batch, episodes)
+        return self._apply_srpo(batch, episodes) if self.calls is None else self._call_function(batch, episodes)
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs, as tensors by name."""
@@ -132,9 +182,8 @@ class RewardWorker:
     # -- a function of the user's -------------------------------------------------------------------------------------
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
-        assert self.function is not None
-        records = [self._record(batch, episodes, number) for number in range(len(episodes))]
-        outcomes, failures = call_all(self.function, records, self.settings)
+        results = [begun.result() for begun in self._calls_of(batch, episodes)]
+        outcomes, failures = [outcome for outcome, _ in results], sum(failed for _, failed in results)
         errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
         if errors and len(errors) == len(outcomes):
             message = f"all {len(errors)} episodes are without a reward: {errors[0].message}"
@@ -148,7 +197,31 @@ class RewardWorker:
         for number, outcome in enumerate(outcomes):
             if isinstance(outcome, RewardError):
                 batch.valid[episodes.index == number] = False
-        return {"reward/errors": float(len(errors)), "reward/failed_calls": float(failures)}
+        batch.call_id = None
+        paid = torch.stack([outcome.sum() for outcome in outcomes if not isinstance(outcome, RewardError)] or [_NONE])
+        return {
+            "reward/mean": float(paid.mean()),
+            "reward/std": float(paid.std(correction=0)),
+            "reward/errors": float(len(errors)),
+            "reward/failed_calls": float(failures),
+        }
+
+    def _calls_of(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_Begun]:
+        """Return the call of each episode: that which began when it ended, or a new one."""
+        assert self.calls is not None
+        numbers = [-1] * len(episodes) if batch.call_id is None else episodes.of(batch.call_id).tolist()
+        oldest = min((number for number in numbers if number >= 0), default=0)
+        for number in [number for number in list(self._begun) if number < oldest]:
+            del self._begun[number]  # used, of a rollout that was interrupted, or of a group that was dropped
+        calls: list[_Begun] = []
+        for index, number in enumerate(numbers):
+            begun = self._begun.get(number)
+            if begun is None or begun.reported:  # a node that is tried again calls again
+                episode = self._record(batch, episodes, index) if begun is None else begun.episode
+                begun = _Begun(episode, self.calls.start(episode))
+                self._begun |= {number: begun} if number >= 0 else {}
+            calls.append(begun)
+        return calls
 
     def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:
         assert batch.success is not None
@@ -161,6 +234,7 @@ class RewardWorker:
             finished=bool(ended.any()),
             task=self.tasks[int(batch.task_id[end, column])],
             frames=_frames(batch, episodes, number),
+            policy_version=batch.policy_version[chunks],
         )
 
 
@@ -184,41 +258,52 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
         batch.rewards[chunks] = paid
 
 
-def call_all(
-    function: Callable[[Episode], object], episodes: list[Episode], settings: RewardConfig
-) -> tuple[list[Tensor | RewardError], int]:
-    """Call a reward function, sync or async, for every episode, some of them at the same time.
+class RewardCalls:
+    """Calls a reward function, sync or async, for some episodes at the same time, on an event loop in a thread.
 
     A sync function runs in a thread of its own. One that takes too long can't be stopped: its thread is left behind,
     and its result ignored.
 
     Args:
         function: from an episode to a number, or to one number per action.
-        episodes: E of them.
         settings: section ``reward``.
-
-    Returns:
-        ``float32[]`` or ``float32[n]`` of each, or why there is none after all attempts; and how many attempts failed.
     """
-    return asyncio.run(_call_all(function, episodes, settings))
 
+    def __init__(self, function: Callable[[Episode], object], settings: RewardConfig) -> None:
+        self.function, self.settings = function, settings
+        self._room = asyncio.Semaphore(settings.max_concurrency)
+        self._starting = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
-async def _call_all(
-    function: Callable[[Episode], object], episodes: list[Episode], settings: RewardConfig
-) -> tuple[list[Tensor | RewardError], int]:
-    room = asyncio.Semaphore(settings.max_concurrency)
-    failed = 0
+    def start(self, episode: Episode) -> Future[tuple[Tensor | RewardError, int]]:
+        """Begin a call; from any thread.
 
-    async def one(episode: Episode) -> Tensor | RewardError:
-        nonlocal failed
+        Returns:
+            ``float32[]`` or ``float32[n]``, or why there is none after all attempts; and how many attempts failed.
+        """
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self._call(episode), self._loop)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        with self._starting:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+
+    async def _call(self, episode: Episode) -> tuple[Tensor | RewardError, int]:
+        settings, failed = self.settings, 0
         problem = RewardError("")
-        async with room:
+        async with self._room:
             for attempt in range(settings.retries + 1):
                 clock = asyncio.timeout(settings.timeout_s)
                 try:
                     async with clock:
-                        result = await _invoke(function, episode)
-                    return _as_reward(result, len(episode.rewards))
+                        result = await _invoke(self.function, episode)
+                    return _as_reward(result, len(episode.rewards)), failed
                 except Exception as error:  # noqa: BLE001  (the user's function may raise anything; it is counted)
                     # A TimeoutError may also be one of the function's own.
                     over = isinstance(error, TimeoutError) and clock.expired()
@@ -231,9 +316,19 @@ async def _call_all(
                     "fix the function, raise reward.timeout_s or reward.retries, or set reward.on_error=drop to train"
                     " without such episodes",
                 )
-        return problem
+        return problem, failed
 
-    return list(await asyncio.gather(*(one(episode) for episode in episodes))), failed
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        loop.close()
 
 
 async def _invoke(function: Callable[[Episode], object], episode: Episode) -> object:

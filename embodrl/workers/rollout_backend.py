@@ -20,6 +20,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.workers.async_collector import AsyncCollector, make_runners
 from embodrl.workers.collector import WHOLE, Collector, Share, SyncCollector
 from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.reward import Episode
 from embodrl.workers.workflow_runner import WorkflowCollector
 
 
@@ -95,7 +96,12 @@ class LocalBackend(RolloutBackend):
 
 
 def make_collector(
-    config: Config, pool: EnvPool, engine: RolloutEngine, should_stop: Callable[[], bool], keep_frames: bool
+    config: Config,
+    pool: EnvPool,
+    engine: RolloutEngine,
+    should_stop: Callable[[], bool],
+    keep_frames: bool,
+    judge: Callable[[Episode], int] | None = None,
 ) -> Collector:
     """Return the collector of ``runner.max_staleness`` and ``rollout.workflow``, in the driver.
 
@@ -105,12 +111,15 @@ def make_collector(
         engine: acts with the weights that train.
         should_stop: called regularly; True interrupts a rollout.
         keep_frames: keep the images of the first camera.
+        judge: of ``LockstepRunner``.
     """
     if config.runner.max_staleness == 0:
-        return make_sync_collector(config, pool, engine, should_stop, keep_frames)
+        collector = make_sync_collector(config, pool, engine, should_stop, keep_frames)
+        collector.judge = judge
+        return collector
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
-    runners = make_runners(config, pool, apart, keep_frames)
+    runners = make_runners(config, pool, apart, keep_frames, judge)
     return AsyncCollector(config, pool.spec.num_envs, len(pool.spec.tasks), runners, apart, should_stop)
 
 

@@ -32,7 +32,7 @@ CoroutineFunction = Callable[..., Coroutine[object, object, object]]
 
 
 class TaskResult(NamedTuple):
-    """What became of a task.
+    """Outcome of a task.
 
     Attributes:
         id: of the task.

@@ -48,7 +48,7 @@ _BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutE
 
 @dataclass
 class _Tally:
-    """What became of the episodes of a shard, over all attempts."""
+    """Outcomes of the episodes of a shard, over all attempts."""
 
     attempts: int = 0
     failed: int = 0

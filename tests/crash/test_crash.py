@@ -14,8 +14,8 @@ from recorder import Op, missing_tool, record
 from runs import Outcome, environment
 from scenarios import SCENARIOS, STARTS_OVER, Bench, Scenario, Verdict, verdict
 
-STATES = 6
-DAMAGES = 4
+STATES = 4
+DAMAGES = 3
 
 
 @pytest.fixture(scope="module")

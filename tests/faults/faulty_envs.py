@@ -1,5 +1,6 @@
 """The toy environment with a fault built in; imported by the simulator process as an extension."""
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -47,6 +48,8 @@ class FaultyVectorEnv(ToyVectorEnv):
             os._exit(7)
         if self._fault == "system_exit":
             raise SystemExit(4)
+        if self._fault == "cancelled":
+            raise asyncio.CancelledError("4")
         if self._fault == "segfault":
             ctypes.string_at(0)
         if self._fault == "kill":

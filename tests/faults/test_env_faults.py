@@ -88,13 +88,14 @@ def test_a_dead_process_is_named_with_its_end(fault, end):
             assert "faulty_envs.py" in message  # the interpreter's own dump, from the log
 
 
-def test_an_exit_in_a_step_is_an_error_that_names_the_line():
-    with faulty("system_exit") as manager:
+@pytest.mark.parametrize(("fault", "name"), [("system_exit", "SystemExit"), ("cancelled", "CancelledError")])
+def test_what_a_step_raises_and_is_no_exception_is_an_error_that_names_the_line(fault, name):
+    with faulty(fault) as manager:
         manager.reset(SEEDS, TASKS)
         with raises_code("env-raised", EnvRaised) as raised:
             manager.step(ACTIONS)
         message = raised.value.message
-        assert "SystemExit during STEP: 4" in message and "faulty_envs.py" in message and "in chunk_step" in message
+        assert f"{name} during STEP: 4" in message and "faulty_envs.py" in message and "in chunk_step" in message
         assert manager.step(ACTIONS).valid.any()
 
 

@@ -83,7 +83,7 @@ def same(left: TrajectoryBatch, right: TrajectoryBatch) -> bool:
     """Tell whether size, columns, dtypes, values, objects and meta are the same; NaN equals NaN."""
     return (
         left.batch_size == right.batch_size
-        and is_same(left.tensors.to_dict(), right.tensors.to_dict())
+        and is_same(left.tensors, right.tensors)
         and is_same(left.objects, right.objects)
         and is_same(left.meta, right.meta)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -118,3 +119,14 @@ def raw(value: Any) -> bytes:
     if isinstance(value, dict):
         return b"\xdf" + struct.pack(">I", len(value)) + b"".join(raw(k) + raw(v) for k, v in value.items())
     return b"\xdd" + struct.pack(">I", len(value)) + b"".join(map(raw, value))
+
+
+def png(width: int, height: int) -> bytes:
+    """Return a picture of 2 x 2 pixels with that size in its header."""
+
+    def part(kind, data):
+        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\x00\x00\x00"
+    rows = b"".join(b"\x00" + bytes([row, 2, 3]) * 2 for row in range(2))
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")

@@ -7,6 +7,7 @@ TOKEN EPISODES SEED. Prints one JSON list: whether each episode was solved.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 from collections.abc import Awaitable, Callable
@@ -41,23 +42,42 @@ def act(url: str, token: str) -> Callable[[Picture, str], np.ndarray]:
     return ask
 
 
-def gr00t(url: str, token: str) -> Callable[[Picture, str], np.ndarray]:
-    """GR00T's client is no package: its messages as N1.7 sends them, with the package that packs its arrays."""
+def gr00t(url: str, token: str, dialect: str) -> Callable[[Picture, str], np.ndarray]:
+    """GR00T's client is no package: its messages as gr00t/policy/server_client.py of N1.6 (commit 38624df) and of N1.7
+    sends them; the latter with the package that packs its arrays.
+    """
     import msgpack
     import msgpack_numpy
     import zmq
 
+    def encode_npy(value: object) -> object:
+        if not isinstance(value, np.ndarray):
+            return value
+        output = io.BytesIO()
+        np.save(output, value, allow_pickle=False)
+        return {"__ndarray_class__": True, "as_npy": output.getvalue()}
+
+    def decode_npy(content: dict) -> object:
+        is_array = "__ndarray_class__" in content
+        return np.load(io.BytesIO(content["as_npy"]), allow_pickle=False) if is_array else content
+
+    is_npy = dialect == "n1.6"
+    encode, decode = (encode_npy, decode_npy) if is_npy else (msgpack_numpy.encode, msgpack_numpy.decode)
     socket = zmq.Context.instance().socket(zmq.REQ)
     socket.connect(url)
+
+    def call(endpoint: str, data: object) -> object:
+        request = {"endpoint": endpoint, "data": data, "api_token": token}
+        socket.send(msgpack.packb(request, default=encode))
+        return msgpack.unpackb(socket.recv(), object_hook=decode)
 
     def ask(picture: Picture, text: str) -> np.ndarray:
         language = {"annotation.human.task_description": [[text]]}
         observation = {"video": {"base_camera": picture[None, None]}, "state": {}, "language": language}
-        request = {"endpoint": "get_action", "data": {"observation": observation, "options": None}, "api_token": token}
-        socket.send(msgpack.packb(request, default=msgpack_numpy.encode))
-        actions, _ = msgpack.unpackb(socket.recv(), object_hook=msgpack_numpy.decode)
+        actions, _ = call("get_action", {"observation": observation, "options": None})
         return actions["action"][0]
 
+    assert call("ping", {})["status"] == "ok" and call("reset", {"options": None}) == {}
     return ask
 
 
@@ -76,7 +96,12 @@ def main(protocol: str, url: str, token: str, episodes: int, seed: int) -> list[
     env = ToyVectorEnv(1, ("reach-red",), image_size=64, max_episode_steps=20, max_chunk=CHUNK, auto_reset=False)
     if protocol == "vla_eval":
         return asyncio.run(with_harness(env, f"{url}/?token={token}", episodes, seed))
-    ask = {"openpi": openpi, "act": act, "gr00t": gr00t}[protocol](url, token)
+    if protocol == "gr00t":
+        asks = [gr00t(url, token, dialect) for dialect in ("n1.6", "n1.7")]
+        found, again = ([play(env, seed + number, ask) for number in range(episodes)] for ask in asks)
+        assert found == again
+        return found
+    ask = {"openpi": openpi, "act": act}[protocol](url, token)
     return [play(env, seed + number, ask) for number in range(episodes)]
 
 

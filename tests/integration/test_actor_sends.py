@@ -62,7 +62,7 @@ def test_two_processes_that_train_and_two_that_play_have_the_losses_of_one(whole
 @pytest.mark.parametrize(
     ("sync", "stop_at"),
     [
-        # In a sync, in a meeting that is called off by the main process, while it plays.
+        # In a sync, in a collective that the main process cancels, and in a rollout.
         pytest.param("collective", "take_weights:3:SIGKILL:rank_1_once", marks=long),
         pytest.param("collective", "join:1:SIGKILL:rank_1_once", marks=long),
         pytest.param("collective", "act:6:SIGKILL:rank_1_once", marks=long),

@@ -16,10 +16,8 @@ from runs import HERE, embodrl, script
 
 from embodrl.specs import MODELS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 FAMILIES = [name for name in MODELS if MODELS.entry(name).kind not in ("", "gaussian")]  # that read an instruction
-# The others share their modules: OpenVLA-OFT with OpenVLA, pi0.5 with pi0.
-IN_SHORT = ("openvla",)
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +47,7 @@ def push_demos(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
     return directory
 
 
-PARAMS = [f if f in IN_SHORT else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES]
-
-
-@pytest.fixture(scope="module", params=PARAMS)
+@pytest.fixture(scope="module", params=FAMILIES)
 def result(
     request: pytest.FixtureRequest,
     corner_demos: Path,
@@ -73,7 +68,6 @@ def test_imitation_halves_its_loss_and_beats_the_untrained_policy(result: dict[s
 
 
 @pytest.mark.sim
-@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_imitation_of_push_cube_halves_its_loss(family: str, push_demos: Path | None, tmp_path: Path) -> None:
     if push_demos is None:

@@ -51,9 +51,9 @@ def assert_same_training(group: WorkerGroup, family: str, config: Config) -> Non
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        ("openvla", None),
+        pytest.param("openvla", None, marks=pytest.mark.long),  # as in test_settings_do_not_change_the_training
         ("openvla_oft", None),
-        ("pi0", "flow_sde"),
+        pytest.param("pi0", "flow_sde", marks=pytest.mark.long),  # but for its state token as pi0.5
         ("pi05", "flow_noise"),
         ("pi0_fast", None),
         ("gr00t", "flow_sde"),
@@ -69,7 +69,7 @@ def test_every_family_trains_in_two_processes_as_in_one(two: WorkerGroup, family
     [
         ("openvla", None),
         ("pi0", "flow_sde"),
-        ("gr00t", "flow_sde"),
+        pytest.param("gr00t", "flow_sde", marks=pytest.mark.long),
         pytest.param("pi0_fast", None, marks=pytest.mark.long),
     ],
     ids=["llama", "gemma", "qwen", "gemma alone"],
@@ -81,12 +81,17 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
 @pytest.mark.parametrize(
     ("actor", "model"),
     [
-        ({"gradient_checkpointing": True}, {}),
-        ({"fsdp": {"reduce_every_micro_batch": True, "reshard_after_forward": False}}, {}),
+        (
+            {
+                "gradient_checkpointing": True,
+                "fsdp": {"reduce_every_micro_batch": True, "reshard_after_forward": False},
+            },
+            {},
+        ),
         ({}, {"trainable": "lora", "lora": {"rank": 4}}),
         ({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}),
     ],
-    ids=["checkpointing", "reduce every micro-batch", "lora", "frozen vision and uneven shares"],
+    ids=["checkpointing, reduce every micro-batch", "lora", "frozen vision and uneven shares"],
 )
 def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, Any], model: dict[str, Any]) -> None:
     assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
@@ -120,6 +125,7 @@ def test_a_saved_state_continues_cut_up_otherwise(two: WorkerGroup) -> None:
         assert found["other"] < EQUAL and found["native"] < EQUAL
 
 
+@pytest.mark.long
 def test_float32_copies_of_bf16_weights_continue_bit_exactly(two: WorkerGroup) -> None:
     bf16 = {"param_dtype": "bf16", "precision": "bf16"}
     other = fsdp_config(actor={"tensor_parallel_size": 2} | bf16)
@@ -128,7 +134,11 @@ def test_float32_copies_of_bf16_weights_continue_bit_exactly(two: WorkerGroup) -
         assert found["other"] < 0.1 and found["native"] < 0.1
 
 
-@pytest.mark.parametrize("actor", [{}, {"tensor_parallel_size": 2}], ids=["fsdp", "tensor parallel"])
+@pytest.mark.parametrize(
+    "actor",
+    [pytest.param({}, marks=pytest.mark.long), {"tensor_parallel_size": 2}],
+    ids=["fsdp", "tensor parallel"],
+)
 @pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.long), True])
 def test_offload_between_updates_changes_no_bit(two: WorkerGroup, actor: dict[str, Any], reference: bool) -> None:
     config = fsdp_config(actor=actor, algorithm=ALGORITHM | {"kl": {"coef": 0.1 if reference else 0.0}})

@@ -125,6 +125,7 @@ def test_decoupling_a_synchronous_run_changes_nothing_not_even_after_resuming(
     assert all(left[name].equal(right[name]) for name in left)
 
 
+@pytest.mark.long
 def test_a_run_killed_anywhere_is_resumed_bit_exactly(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +172,7 @@ def test_a_stop_that_could_not_be_saved_is_reported(config: Path, tmp_path: Path
     "stop_at",
     [
         _long("optimizer_step:3:SIGKILL:simulator"),  # in an update
-        "write_file:4:SIGKILL:simulator",  # while a checkpoint is written
+        _long("write_file:4:SIGKILL:simulator"),  # while a checkpoint is written
         "log:3:SIGKILL:simulator",  # before the scenes are rebuilt and their states are requested
     ],
 )
@@ -220,7 +221,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
         ("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
         _long("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
         ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
-        ("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
+        _long("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
     ],
 )
 def test_a_signal_saves_and_the_run_continues_from_there(
@@ -242,7 +243,7 @@ def test_a_signal_saves_and_the_run_continues_from_there(
         ("act:1:SIGINT,act:2:SIGINT", 130),
         ("optimizer_step:1:SIGINT,optimizer_step:2:SIGTERM", 143),
         ("wait_started:1:SIGINT", 130),  # nothing to save yet
-        ("wait_started:1:SIGTERM", 143),
+        _long("wait_started:1:SIGTERM", 143),
     ],
 )
 def test_a_second_signal_or_one_at_the_start_ends_at_once(
@@ -278,7 +279,7 @@ def test_a_signal_from_outside_ends_every_process(config: Path, tmp_path: Path) 
     assert (tmp_path / "checkpoints" / f"step_{done}").is_dir()
 
 
-@pytest.mark.parametrize("damage", ["torn", "flipped"])
+@pytest.mark.parametrize("damage", [_long("torn"), "flipped"])
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
     damage: str, whole: tuple[Path, Outcome], tmp_path: Path
 ) -> None:

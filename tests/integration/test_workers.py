@@ -132,6 +132,16 @@ def test_an_exception_comes_with_rank_and_traceback(adders):
     assert adders.first(1).result(CALL_S) == 1  # it continues
 
 
+@pytest.mark.parametrize("name", ["SystemExit", "CancelledError", "GeneratorExit"])
+def test_what_is_raised_and_no_exception_is_one_of_the_worker(launcher, adders, name):
+    if is_inline(launcher):
+        pytest.skip("it is raised where the call is made")
+    with raises_code("worker-raised", WorkerRaised, "adder[0]", name) as caught:
+        adders.raise_no_exception(name).result(CALL_S)
+    assert "in raise_no_exception" in caught.value.traceback
+    assert adders.first(1).result(CALL_S) == 1  # it continues
+
+
 def test_what_can_not_be_sent_is_refused_and_named(adders):
     with raises_code("message", MessageError, "[0][0]['here']"):
         adders.first([{"here": object()}])

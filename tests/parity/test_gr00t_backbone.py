@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from embodrl.models.common.siglip import SiglipSpec
+from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.gr00t.config import Gr00tArchitectureConfig, Gr00tConfig, QwenSpec
 from embodrl.models.gr00t.modeling import EagleModel
 

@@ -111,7 +111,7 @@ def statistics_have_weights(context: Context) -> Iterator[Finding]:
     random = model.model_path is None and model.warm_start is None and model.stats_path is None
     if not random or model.unnorm_key in (None, *BUILT_IN_STATISTICS) or context.resuming:
         return
-    if context.verb in ("train", "eval", "serve"):  # `sft` computes them, and a plan needs none
+    if context.verb in ("train", "eval", "record", "serve"):  # `sft` computes them, and a plan needs none
         message = f"the model has random weights, and no statistics '{model.unnorm_key}'"
         hint = "set model.model_path to the checkpoint that they are of, or model.stats_path to a file of them"
         yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.unnorm_key",))
@@ -147,6 +147,29 @@ def model_has_value_heads(context: Context) -> Iterator[Finding]:
     if context.config.model.add_value_head and context.family and not context.family.value_head:
         message = f"{context.config.model.model_type} has no value head"
         yield Finding("model.add_value_head", message, "set it to false and choose a loss without a critic", "false")
+
+
+def _gradients(context: Context, key: str) -> Iterator[Finding]:
+    if context.family is not None and (where := context.family.only_acts):
+        yield Finding(
+            "model.model_type",
+            f"a policy {where} has no gradients here: it can't be trained or fine-tuned",
+            "use it with `embodrl eval`; `embodrl list models` shows the families that embodrl trains",
+            "a family of embodrl",
+            others=(key,),
+        )
+
+
+@rule("model.model_type", "algorithm.loss_type")
+def trained_model_has_gradients(context: Context) -> Iterator[Finding]:
+    """A policy whose network is elsewhere has no gradients here to train it with."""
+    yield from _gradients(context, "algorithm.loss_type")
+
+
+@rule("model.model_type", "sft.max_steps")
+def fine_tuned_model_has_gradients(context: Context) -> Iterator[Finding]:
+    """Nor to fine-tune it with."""
+    yield from _gradients(context, "sft.max_steps")
 
 
 @rule("model.value_head.hidden_sizes", "model.add_value_head")

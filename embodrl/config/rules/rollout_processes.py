@@ -121,10 +121,10 @@ def restarts_are_of_processes(context: Context) -> Iterator[Finding]:
 def rollouts_of_one_process(context: Context) -> Iterator[Finding]:
     """Evaluations, demonstrations and servers act in the main process, wherever rollouts are placed."""
     found = context.deployment
-    if context.verb not in ("eval", "collect", "sft", "serve") or found is None or not context.by_user(KEY):
+    if context.verb not in ("eval", "collect", "record", "sft", "serve") or found is None or not context.by_user(KEY):
         return
     if (count := len(found.of("rollout"))) > 1 or found.of("rollout")[0].node:
-        message = f"{count} rollout process(es) are placed, and `embodrl {context.verb}` acts in the main process alone"
+        message = f"{count} rollout process(es) are placed, and this command acts in the main process alone"
         yield Finding(KEY, message, "leave rollout at all, or place it on one device of this machine")
 
 

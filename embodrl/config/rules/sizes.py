@@ -17,6 +17,7 @@ USUAL: dict[str, tuple[float, float]] = {
     "algorithm.clip_ratio_low": (0.0, 1.0),
     "algorithm.clip_ratio_high": (0.0, 10.0),
     "algorithm.update_epoch": (1, 100),
+    "model.lora.rank": (1, 1024),
     "env.step_timeout_s": (0.1, 86_400.0),
     "env.reset_timeout_s": (0.1, 86_400.0),
     "env.start_timeout_s": (1.0, 86_400.0),

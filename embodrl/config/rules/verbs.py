@@ -8,7 +8,10 @@ from typing import Literal
 from embodrl.config.nodes import Node, walk
 from embodrl.config.rules.base import Finding
 
-Verb = Literal["train", "eval", "collect", "sft", "plan", "serve"]
+Verb = Literal["train", "eval", "collect", "record", "sft", "plan", "serve", "store"]
+"""``record`` is `embodrl collect` with a policy in place of the experts."""
+COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
+"""What a verb is called, where it is not its own name."""
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
@@ -36,8 +39,8 @@ _SCHEDULE = (
 )
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("env.eval.total_num_envs", "collect", "sft", "serve"),
-    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve"),
+    "train": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
+    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
@@ -45,7 +48,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"runner.{name}" for name in _TRAINING_LOOP),
         *_CLUSTER,
         *("rollout.publish_weights", "runner.name", "runner.stop_timeout_s"),
-        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve"),
+        *("env.train.total_num_envs", "env.video.every_eval", "collect", "sft", "serve", "store"),
     ),
     "collect": (
         *_ALGORITHM,
@@ -53,7 +56,16 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "actor", "rollout"),
-        *("model", "sft", "serve"),
+        *("model", "collect.sample", "sft", "serve", "store"),
+    ),
+    "record": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *_CLUSTER,
+        *(f"actor.{name}" for name in _TRAINER),
+        *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "stop_timeout_s")),
+        *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "rollout.publish_weights"),
+        *("collect.noise_std", "collect.noise_fraction", "sft", "serve", "store"),
     ),
     "sft": (
         *_ALGORITHM,
@@ -62,7 +74,20 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
-        *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve"),
+        *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
+    ),
+    "store": (
+        *_ALGORITHM,
+        *_ROLLOUT_LOOP,
+        *_CLUSTER,
+        *("env.train.auto_reset", "env.train.ignore_terminations", "rollout.publish_weights", "collect.sample"),
+        *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
+        *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
+        *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
+        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve"),
+        *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
+        *("sft.save_interval", "sft.eval_interval"),
+        *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),
     ),
     "serve": (
         *_ALGORITHM,
@@ -75,15 +100,17 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *("cluster.heartbeat_timeout_s", "cluster.restart_window_s", "env.max_abs_state", "rollout.publish_weights"),
         *(f"runner.{name}" for name in ("name", "output_dir", "stop_timeout_s", "logger")),
-        *("protocol", "collect", "sft"),
+        *("protocol", "collect", "sft", "store"),
     ),
 }
 """Sections and keys that a verb ignores."""
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
     "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
+    "record": ("env.eval.num_episodes", "env.eval.seed", "algorithm.sampling"),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
+    "store": ("algorithm.sampling",),
 }
 """Exceptions: keys below those of ``UNREAD`` that the verb does read."""
 
@@ -106,4 +133,5 @@ def settings_without_effect(verb: Verb, tree: Node) -> Iterator[Finding]:
     """Yield settings of the command line that a verb does not read; files may be shared by verbs."""
     for key, node in walk(tree):
         if node.origin.kind == "argument" and not node.children and not reads(verb, key):
-            yield Finding(key, f"has no effect on `embodrl {verb}`", "leave it out", code="setting-of-another-verb")
+            command = COMMANDS.get(verb, verb)
+            yield Finding(key, f"has no effect on `embodrl {command}`", "leave it out", code="setting-of-another-verb")

@@ -31,6 +31,7 @@ from embodrl.config.schema.section import (
     Seed,
 )
 from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, ServeProtocol, WireKeysConfig
+from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "ServeProtocol",
     "SftConfig",
     "SrpoConfig",
+    "StoreConfig",
     "ValueHeadConfig",
     "VideoConfig",
     "VllmConfig",

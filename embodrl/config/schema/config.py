@@ -16,6 +16,7 @@ from embodrl.config.schema.model import ModelConfig
 from embodrl.config.schema.run import CollectConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
 from embodrl.config.schema.section import Section
 from embodrl.config.schema.serve import ServeConfig
+from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL
 
@@ -39,6 +40,7 @@ class Config(Section):
     collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
     sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
     serve: ServeConfig = Field(default=ServeConfig(), description="the policy server")
+    store: StoreConfig = Field(default=StoreConfig(), description="what collectors, trainer and evaluators share")
     protocol: str | None = Field(
         default=None,
         description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"

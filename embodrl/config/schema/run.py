@@ -122,6 +122,11 @@ class CollectConfig(Section):
     noise_fraction: Fraction = Field(default=0.7, description="part of the episodes with noise")
     seed: Seed = Field(default=500_000, description="first reset seed")
     keep_failures: bool = Field(default=False, description="keep episodes that failed, too")
+    sample: bool = Field(
+        default=False,
+        description="with policy=PATH: draw actions as rollouts do, and record their log-probs; false: the most"
+        " probable ones, as in evaluations",
+    )
 
 
 class SftConfig(Section):

@@ -85,6 +85,11 @@ class ServeConfig(Section):
     drain_timeout_s: PositiveFloat = Field(
         default=10.0, description="seconds after SIGTERM in which requests under way are answered"
     )
+    stall_timeout_s: PositiveFloat = Field(
+        default=20.0,
+        description="seconds that a batch may use no processor time before its requests get an error; after four times"
+        " as many the server ends",
+    )
     follow: bool = Field(
         default=True,
         description="take up newer weights that the served run publishes (rollout.publish_weights=true)",

@@ -152,6 +152,7 @@ SPEC = SimulatorSpec(
     cameras=("agentview", "wrist", "frontview", "birdview", "sideview"),
     posed_cameras=False,
     isolated=True,
+    imports=("mujoco", "numba", "scipy", "cv2", "bddl", "robosuite.macros", "matplotlib.cm", "fast_simplification"),
     draws_with="mujoco",
     probe="embodrl.envs.libero.probe:find_problems",
     warnings="embodrl.envs.libero.probe:find_warnings",

@@ -14,7 +14,7 @@ logger = logging.getLogger("embodrl.envs")
 
 @dataclass(frozen=True)
 class SimulatorMemory:
-    """What became of the memory of simulator processes.
+    """Memory of simulator processes, before and after.
 
     Attributes:
         before, after: resident bytes, summed over the processes; what they share counts in each.

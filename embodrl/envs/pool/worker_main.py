@@ -62,7 +62,7 @@ class EnvServer:
             self._connection.send(Frame(Kind.OK, frame.number, frame.argument, value))
         except PeerGoneError:
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - process border: the parent raises it
+        except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
             if ran_out_of_memory(error):  # what it holds keeps it from continuing; the parent starts a new one
                 traceback.print_exc()
                 os._exit(OUT_OF_MEMORY)
@@ -139,8 +139,12 @@ def build(start: Fields) -> VectorEnv:
     for module in start.texts("extensions"):
         importlib.import_module(module)
     target = start.text("env_type")  # module:Class, or a name that an extension has registered
-    make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
-    env = make(**start.fields("kwargs").content)
+    gc.disable()  # what is imported and built here stays
+    try:
+        make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
+        env = make(**start.fields("kwargs").content)
+    finally:
+        gc.enable()
     max_chunk = start.integer("max_chunk", None)
     if max_chunk is not None:
         env.spec = dataclasses.replace(env.spec, max_chunk=max_chunk)

@@ -292,7 +292,7 @@ def kv_cache_bytes(model: OpenVLAModel, dtype: torch.dtype, max_length: int, max
 
 
 def _write_config(model: OpenVLAModel, directory: Path, dtype: torch.dtype) -> None:
-    config = model.language_model.config.to_dict()
+    config = model.config.llama.public(model.causal).to_dict()
     config |= {"architectures": ["LlamaForCausalLM"], "dtype": str(dtype).removeprefix("torch.")}
     (directory / "config.json").write_text(json.dumps(config))
 

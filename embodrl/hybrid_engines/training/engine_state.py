@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -114,3 +114,21 @@ def _check_reference(saved: Mapping[str, Tensor] | None, shapes: Shapes) -> None
             raise CheckpointError(
                 f"the checkpoint's reference policy does not fit '{name}'", HINT, code="checkpoint-mismatch"
             )
+
+
+def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
+    """Yield names in order, about ``bucket_bytes`` at a time."""
+    bucket, filled = list[str](), 0
+    for name, size in sizes.items():
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(name)
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
+    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}

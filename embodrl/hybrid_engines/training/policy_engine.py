@@ -42,9 +42,8 @@ from embodrl.hybrid_engines.training.objective import (
     make_loss,
     trained_chunks,
 )
-from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
+from embodrl.hybrid_engines.training.precision import Precision, autocast, not_finite, resolve_precision
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
-from embodrl.hybrid_engines.training.sharded_checkpoint import load_state, save_state
 from embodrl.hybrid_engines.training.sharding import held, whole
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import report_work
@@ -326,7 +325,7 @@ class PolicyTrainEngine(TrainEngine):
         else:
             self.nonfinite_in_row += 1
             leaves = {name: self.leaves.get(parameter) for name, parameter in self.trained().items()}
-            where = _not_finite((name, leaf.grad) for name, leaf in leaves.items() if leaf is not None)
+            where = not_finite((name, leaf.grad) for name, leaf in leaves.items() if leaf is not None)
             where = f"the gradients of {where}" if where else "the loss alone"
             logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
         self._clear_gradients()
@@ -345,7 +344,7 @@ class PolicyTrainEngine(TrainEngine):
 
     def _check_weights(self) -> None:
         """Refuse to continue with trained weights that are not finite, before a rollout or a checkpoint gets them."""
-        where = _not_finite((name, held(parameter)) for name, parameter in self.trained().items())
+        where = not_finite((name, held(parameter)) for name, parameter in self.trained().items())
         if where:
             raise NonFiniteError(
                 f"update {self.version} made weights NaN or infinite: {where}",
@@ -588,17 +587,14 @@ class PolicyTrainEngine(TrainEngine):
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
 
     def save_shards(self, directory: Path) -> FileFacts:
+        from embodrl.hybrid_engines.training.sharded_checkpoint import save_state  # imports torch's compiler
+
         return save_state(self, directory)
 
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
+        from embodrl.hybrid_engines.training.sharded_checkpoint import load_state
+
         load_state(self, directory, counters)
 
     def state_num_bytes(self) -> int:
         return self.state_shapes().num_bytes
-
-
-def _not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
-    """Return the names of tensors with NaN or infinite elements, at most three; "" if there are none."""
-    names = [f"'{name}'" for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

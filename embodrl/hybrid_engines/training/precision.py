@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 Precision = Literal["fp32", "bf16"]
 
@@ -39,3 +41,10 @@ def autocast(precision: Precision, device: torch.device | str) -> AbstractContex
     enabled = precision == "bf16"
     # A forward pass uses each weight once, and the cache of bf16 copies would be shared by threads.
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+
+def not_finite(tensors: Iterable[tuple[str, Tensor | None]]) -> str:
+    """Return the names of tensors with NaN or infinite elements, at most three; "" if there are none."""
+    names = [f"'{name}'" for name, tensor in tensors if tensor is not None and not bool(tensor.isfinite().all())]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

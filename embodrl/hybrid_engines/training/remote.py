@@ -18,14 +18,14 @@ from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.process_groups import Call, cause_of
-from embodrl.hybrid_engines.training.engine_state import FLOAT32_BYTES, StateShapes, check_fit
-from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
-from embodrl.hybrid_engines.training.sharded_checkpoint import (
+from embodrl.hybrid_engines.training.engine_state import (
+    FLOAT32_BYTES,
+    StateShapes,
     buckets,
+    check_fit,
     num_bytes_of,
-    read_index,
-    read_whole,
 )
+from embodrl.hybrid_engines.training.policy_engine import VALUE_GROUP
 from embodrl.models.base import VLAPolicy
 
 BUCKET_BYTES = 256 << 20
@@ -177,6 +177,8 @@ class RemoteTrainEngine(TrainEngine):
 
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """See ``TrainEngine``. Only weights are read here."""
+        from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole  # see sharding
+
         check_fit(read_index(directory), self._shapes)
         self.onload()
         self._call("load_shards", str(directory.absolute()), dict(counters))

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import FileFacts
-from embodrl.hybrid_engines.training.engine_state import StateShapes, check_fit
+from embodrl.hybrid_engines.training.engine_state import StateShapes, buckets, check_fit, num_bytes_of
 from embodrl.hybrid_engines.training.sharding import held
 
 SECTIONS = ("policy", "optimizer", "reference")
@@ -49,24 +49,6 @@ class ShardedState(Protocol):
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None: ...
     def set_counters(self, state: Mapping[str, int]) -> None: ...
-
-
-def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
-    """Yield names in order, about ``bucket_bytes`` at a time."""
-    bucket, filled = list[str](), 0
-    for name, size in sizes.items():
-        if bucket and filled + size > bucket_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(name)
-        filled += size
-    if bucket:
-        yield bucket
-
-
-def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
-    return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
 def save_state(engine: ShardedState, directory: Path) -> FileFacts:

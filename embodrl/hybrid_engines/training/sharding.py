@@ -6,25 +6,20 @@ Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from embodrl.config.schema import FsdpConfig
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
+
+if TYPE_CHECKING:  # they import torch's compiler: 1.5 s in every process
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 DP, TP = "dp", "tp"
 """Mesh dimensions: data parallel, which FSDP cuts over, and tensor parallel."""
@@ -81,6 +76,15 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
     Raises:
         EmbodrlError: weights that train have several types, which FSDP does not take.
     """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     apart = {id(p) for name, part in policy.parts().items() if name in FLOAT32_PARTS for p in part.parameters()}
     types = {p.dtype for p in policy.parameters() if p.requires_grad and id(p) not in apart}
     if len(types) > 1:
@@ -118,22 +122,29 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Return all modules whose weights are sharded as a group."""
+    from torch.distributed.fsdp import FSDPModule
+
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether processes hold parts of a tensor."""
+    return hasattr(tensor, "device_mesh")
 
 
 def held(tensor: Tensor) -> Tensor:
     """Return what this process holds of a tensor: the same memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor in one piece, without gradient; a collective call where it is sharded."""
     found = tensor.detach()
-    if not isinstance(found, DTensor):
+    if not is_sharded(found):
         return found
     mesh_type = found.device_mesh.device_type
     if found.device.type != mesh_type:  # offloaded: only the device of the mesh can communicate
-        found = DTensor.from_local(
+        found = type(found).from_local(
             found.to_local().to(mesh_type),
             found.device_mesh,
             found.placements,
@@ -146,16 +157,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 def like(local: Tensor, spec: Tensor) -> Tensor:
     """Return what a process holds of a tensor as a part of it, sharded as ``spec`` is."""
-    if not isinstance(spec, DTensor):
+    if not is_sharded(spec):
         return local
-    return DTensor.from_local(
+    return type(spec).from_local(
         local, spec.device_mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride()
     )
 
 
 def part_of(full: Tensor, spec: Tensor) -> Tensor:
     """Return what this process holds of ``full``, if that is sharded as ``spec`` is. No communication."""
-    if not isinstance(spec, DTensor):
+    if not is_sharded(spec):
         return full
     mesh = spec.device_mesh
     # FSDP cuts what tensor parallelism has left, which is the last dimension of the mesh.
@@ -170,7 +181,7 @@ def part_of(full: Tensor, spec: Tensor) -> Tensor:
 
 def num_copies(tensor: Tensor, world_size: int) -> int:
     """Return how many processes hold the same part of a tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return world_size
     cut = 1
     for dimension, placement in enumerate(tensor.placements):

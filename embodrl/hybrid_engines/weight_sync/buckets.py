@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from embodrl.errors import IncompleteSyncError
 from embodrl.fields import parse_fields
+from embodrl.hybrid_engines.training.sharding import is_sharded
 from embodrl.models.base import VLAPolicy
 from embodrl.storage.files import SAFETENSORS_DTYPE, raw_bytes
 
@@ -24,7 +24,7 @@ _DTYPES = {code: dtype for dtype, code in SAFETENSORS_DTYPE.items()}
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return a tensor without gradient; a ``DTensor`` is gathered, which is a collective call of its mesh."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
 
 
 def num_bytes(tensor: Tensor) -> int:

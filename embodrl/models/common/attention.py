@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AttentionInterface
 
 IMPLEMENTATION = "embodrl"
 WHOLE_SCORES = 1 << 21
@@ -124,6 +123,9 @@ def _blocks(batch: int, groups: int, scores: int) -> Iterator[tuple[slice, slice
 
 def with_attention(**settings: Any) -> dict[str, Any]:
     """Return arguments of a transformers configuration: ``settings``, and the choice of ``attention``."""
+    from transformers import AttentionInterface  # 2.5 s in every process: only where a model of transformers is built
+
+    AttentionInterface.register(IMPLEMENTATION, _transformers_attention)
     return {"attn_implementation": IMPLEMENTATION, **settings}
 
 
@@ -134,6 +136,3 @@ def _transformers_attention(
     causal = attention_mask is None and getattr(module.config, "is_causal", True)
     out = attention(query, key, value, attention_mask, causal=causal)
     return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _transformers_attention)

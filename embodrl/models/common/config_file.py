@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.fields import Fields, read_fields
+from embodrl.specs import MODELS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 OWN_SECTION = "embodrl"
-OPENVLA_FAMILIES = ("openvla", "openvla_oft")
-PI_FAMILIES = ("pi0", "pi05")
-GR00T_FAMILIES: Mapping[object, str] = {"gr00t_n1_5": "gr00t", "Gr00tN1d6": "gr00t_n1_6", "Gr00tN1d7": "gr00t_n1_7"}
 MAX_BYTES = 8 * 2**20
 MAX_SIZE = 2**17
 # Where a larger or smaller number than 1 to MAX_SIZE is meant; layers and whatever memory is taken for are bounded
@@ -104,28 +102,25 @@ def check_multiple(fields: Fields, whole: str, part: str) -> None:
         fields.refuse(f"'{whole}' is {larger}, not a multiple of '{part}' = {smaller}")
 
 
+def own_section(raw: Mapping[str, object]) -> dict[str, object]:
+    """Return what embodrl itself has written into a config.json."""
+    extra = raw.get(OWN_SECTION)
+    return extra if isinstance(extra, dict) else {}
+
+
 def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
     """Return the families that a config.json may be of; empty if it is of none that is known.
 
-    Public files leave open whether an OpenVLA is an OpenVLA-OFT, and openpi's which of its models it is.
+    Public files leave open whether an OpenVLA is an OpenVLA-OFT, and openpi's which of its models it is. Families that
+    embodrl has no network of count where no other does.
     """
-    extra = raw.get(OWN_SECTION)
-    own: dict[str, object] = extra if isinstance(extra, dict) else {}
-    kind = raw.get("model_type")
-    if kind == "openvla":
-        return ("openvla_oft",) if "keep_stop_token" in own else OPENVLA_FAMILIES
-    if kind == "gaussian":
-        return ("gaussian",)
-    if kind in GR00T_FAMILIES:
-        return (GR00T_FAMILIES[kind],)
-    if raw.get("type") in ("smolvla", "pi0_fast"):
-        return (str(raw["type"]),)
-    variant = own.get("variant", raw.get("type"))
-    if variant in PI_FAMILIES:
-        return (str(variant),)
-    if isinstance(raw.get("type"), str) and "input_features" in raw:
-        return ("lerobot",)  # of its families that embodrl has no network of
-    return PI_FAMILIES if kind is None and "paligemma_variant" in raw else ()
+    found = [MODELS.entry(name) for name in MODELS if _is_of(raw, name)]
+    return tuple(spec.name for spec in found if not spec.only_acts) or tuple(spec.name for spec in found)
+
+
+def _is_of(raw: Mapping[str, object], family: str) -> bool:
+    recognizes = MODELS.entry(family).recognizes
+    return recognizes is not None and recognizes(raw)
 
 
 UNKNOWN_FAMILY = "use a checkpoint of a family that embodrl reads: `embodrl list models` shows them"
@@ -133,8 +128,9 @@ UNKNOWN_FAMILY = "use a checkpoint of a family that embodrl reads: `embodrl list
 
 def check_family(fields: Fields, wanted: tuple[str, ...]) -> None:
     """Refuse a config.json that is known to be of another family than the ``wanted``; the hint names that one."""
-    found = families_of(fields.content)
-    if found and not set(found) & set(wanted):
+    if any(_is_of(fields.content, name) for name in wanted):
+        return
+    if found := families_of(fields.content):
         are, should = (" or ".join(f"'{name}'" for name in names) for names in (found, wanted))
         raise CheckpointError(
             f"{fields.source} is of a {are} model, not {should}",

@@ -267,6 +267,20 @@ class FlowPolicy(VLAPolicy):
 
     # Parts -------------------------------------------------------------------------------------------------------
 
+    @property
+    def trained_steps(self) -> int:
+        """Denoising steps that one row of an update differentiates: one of Flow-SDE, all of Flow-Noise."""
+        return 1 if self.noise_head is None else self.flow.num_steps
+
+    def chosen_bytes(self) -> int:
+        """Return the bytes of denoising and log-probs.
+
+        Flow-SDE keeps the random step and the point before it, Flow-Noise all but the last point; both what came out.
+        """
+        points, step = (1, torch.int64.itemsize) if self.noise_head is None else (self.flow.num_steps, 0)
+        actions = self.num_action_chunks * self.action_dim
+        return torch.float32.itemsize * (points * self.horizon * self.padded_action_dim + 2 * actions) + step
+
     def own_heads(self) -> dict[str, nn.Module]:
         """Return the groups that embodrl adds to the family's network."""
         heads = {"noise_head": self.noise_head, "value_head": self.value_head}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol
 
 from pydantic import Field
@@ -11,7 +10,7 @@ from pydantic import Field
 from embodrl.config.policy_card import checkpoint_name
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
-from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
+from embodrl.interface import LIBERO, Interface
 from embodrl.specs import ModelSpec
 
 ACTIONS = "continuous chunk by flow matching"
@@ -110,16 +109,10 @@ def pictures_are_not_cropped(context: Context) -> Iterator[Finding]:
 
 
 def libero_interface(context: Context) -> Interface | None:
-    """Return the conventions of a checkpoint that is of LIBERO by its name or that of its statistics.
-
-    GR00T's were trained on data that counts the gripper from 0 (closed): github.com/RLinf/RLinf,
-    rlinf/models/embodiment/gr00t/simulation_io.py. The others' data has LIBERO's own numbers.
-    """
+    """Return the conventions of a checkpoint that is of LIBERO by its name or that of its statistics."""
     model = context.config.model
     names = [model.unnorm_key or "", checkpoint_name(model)]
-    if not any("libero" in name.lower() for name in names):
-        return None
-    return replace(LIBERO, gripper=ZERO_CLOSES) if str(model.model_type).startswith("gr00t") else LIBERO
+    return LIBERO if any("libero" in name.lower() for name in names) else None
 
 
 def flow_family(
@@ -128,9 +121,11 @@ def flow_family(
     description: str,
     settings: type[FlowModelConfig],
     rules: tuple[RuleSet, ...],
+    recognizes: Callable[[Mapping[str, object]], bool],
     *,
     sizes: str,
     checkpoint: str,
+    interface: Callable[[Context], Interface | None] = libero_interface,
     uses_state: bool | str = True,
     max_cameras: int = 3,
     actions: str = ACTIONS,
@@ -149,11 +144,13 @@ def flow_family(
         description=description,
         settings=settings,
         rules=(rules[0], FLOW, *rules[1:]),
+        recognizes=recognizes,
         kind="flow",
+        public_layout=True,
         value_inputs=("prefix", "suffix"),
         trainable=("all", "lora", "action_expert", "head"),
         uses_state=uses_state,
-        interface=libero_interface,
+        interface=interface,
         max_cameras=max_cameras,
         parity=f"embodrl.models.{package}.parity{suffix}:run" if has_recording else "",
         sizes=sizes,

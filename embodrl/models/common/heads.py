@@ -97,7 +97,8 @@ def _fill(
     device: torch.device | str,
     generator: torch.Generator,
 ) -> Head:
-    head.init_weights(generator)  # drawn even if overwritten, so that later draws do not depend on the checkpoint
+    if torch.device(device).type != "meta":  # there, drawing would import torch's compiler
+        head.init_weights(generator)  # even if overwritten, so that later draws do not depend on the checkpoint
     name = f"{role}.safetensors"
     path = None if directory is None else checkpoint.place_of(name, directory, report) / name
     if path is not None and path.is_file():

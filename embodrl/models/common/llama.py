@@ -10,20 +10,61 @@ H query heads, G key and value heads, E head dimension, M MLP units.
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from embodrl.models.common.attention import attention
 from embodrl.models.common.fused import rms_norm, split_heads, swiglu
 
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
 FUSE_BELOW_WIDTH = 1024
 """Up to here it pays to copy weights side by side, so that one product takes the place of several."""
+
+
+@dataclass(frozen=True)
+class LlamaSpec:
+    """Dimensions of the language model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        """E."""
+        return self.hidden_size // self.num_attention_heads
+
+    def public(self, causal: bool = True) -> LlamaConfig:
+        """Return the configuration of transformers."""
+        from transformers import LlamaConfig
+
+        sizes: dict[str, Any] = asdict(self) | {"is_causal": causal}
+        rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
+        return LlamaConfig(**sizes, rope_parameters=rope, tie_word_embeddings=False)
+
+
+def rotary(positions: Tensor, spec: LlamaSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines ``[B,S,E]``, their halves equal, of ``positions int64[B,S]``.
+
+    Su et al., "RoFormer", 2021, equation 15; computed in float32.
+    """
+    exponent = torch.arange(0, spec.head_dim, 2, dtype=torch.float32, device=positions.device) / spec.head_dim
+    angle = positions[..., None].float() * (1.0 / spec.rope_theta**exponent)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -48,11 +89,10 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, spec: LlamaSpec) -> None:
         super().__init__()
-        width, heads = config.hidden_size, config.num_attention_heads
-        groups = config.num_key_value_heads or heads
-        self.head_dim = width // heads
+        width, heads, groups = spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads
+        self.head_dim = spec.head_dim
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, groups * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, groups * self.head_dim, bias=False)
@@ -102,12 +142,12 @@ class Mlp(nn.Module):
 class LlamaLayer(nn.Module):
     """A pre-norm decoder layer."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, spec: LlamaSpec) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Mlp(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp = Mlp(spec.hidden_size, spec.intermediate_size)
 
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None, causal: bool, first: int = 0
@@ -131,17 +171,19 @@ class LlamaModel(nn.Module):
     """Embedding, layers and the final norm.
 
     Args:
-        config: dimensions; ``is_causal`` False lets every token see every other.
+        spec: dimensions.
+        causal: a token sees no later one.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, spec: LlamaSpec, causal: bool) -> None:
         super().__init__()
-        self.causal = bool(getattr(config, "is_causal", True))
+        self.spec, self.causal = spec, causal
         self.gradient_checkpointing = False
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        # Drawn by whoever builds the model. Drawing without memory, on the meta device, would import torch's compiler.
+        weight = torch.empty(spec.vocab_size, spec.hidden_size)
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, _weight=weight)
+        self.layers = nn.ModuleList(LlamaLayer(spec) for _ in range(spec.num_hidden_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(
         self,
@@ -161,7 +203,7 @@ class LlamaModel(nn.Module):
         x, length = inputs_embeds, inputs_embeds.shape[1]
         if position_ids is None:
             position_ids = torch.arange(length, device=x.device)[None]
-        rope = self.rotary_emb(x, position_ids=position_ids)
+        rope = rotary(position_ids, self.spec, x.dtype)
         for layer in self.layers[:-1]:
             x = self._run(layer, x, rope, attention_mask, self.causal and attention_mask is None, 0)
         mask = attention_mask
@@ -180,14 +222,15 @@ class Llama(nn.Module):
     """A language model; its output layer is called by whoever reads logits.
 
     Args:
-        config: dimensions.
+        spec: dimensions.
+        causal: a token sees no later one.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, spec: LlamaSpec, causal: bool = True) -> None:
         super().__init__()
-        self.config = config
-        self.model = LlamaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.spec = spec
+        self.model = LlamaModel(spec, causal)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias=False)
 
 
 def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor:

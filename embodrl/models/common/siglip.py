@@ -6,11 +6,8 @@ OpenVLA's SigLIP, whose checkpoints have timm's names, is in ``vit.py``. Shapes:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.modeling_siglip import (
     SiglipAttention,
@@ -20,47 +17,8 @@ from transformers.models.siglip.modeling_siglip import (
 
 from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
+from embodrl.models.common.patches import LAYER_NORM_EPS, SiglipSpec, embed_patches
 from embodrl.models.common.recompute import recompute_layers
-
-LAYER_NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class SiglipSpec:
-    """Dimensions of a SigLIP vision transformer; ``patch_size`` divides ``image_size`` (pixels)."""
-
-    image_size: int
-    patch_size: int
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
-
-    @property
-    def grid(self) -> int:
-        """Patches along a side."""
-        return self.image_size // self.patch_size
-
-    @property
-    def num_patches(self) -> int:
-        """N."""
-        return self.grid**2
-
-
-SO400M_224 = SiglipSpec(224, 14, 1152, 27, 16, 4304)
-"""Alabdulmohsin et al., "Getting ViT in Shape", 2023, with 224 pixels and patches of 14."""
-
-
-def embed_patches(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
-    """Return ``convolution``, whose stride is its kernel, of ``[B,3,H,W]`` as ``[B,N,D]``.
-
-    Such a convolution is a matrix product; written as one it is several times faster on CPU.
-    """
-    size = convolution.kernel_size[0]
-    batch, channels, height, width = pixels.shape
-    patches = pixels.view(batch, channels, height // size, size, width // size, size)
-    patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    return F.linear(patches, convolution.weight.flatten(1), convolution.bias)
 
 
 class PatchEmbeddings(SiglipVisionEmbeddings):

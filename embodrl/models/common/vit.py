@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from embodrl.models.common.attention import attention
 from embodrl.models.common.fused import split_heads
-from embodrl.models.common.siglip import LAYER_NORM_EPS, SiglipSpec, embed_patches
+from embodrl.models.common.patches import LAYER_NORM_EPS, SiglipSpec, embed_patches
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ SPEC = ModelSpec(
     name="gaussian",
     target="embodrl.models.gaussian.policy:build_gaussian",
     description="small policy without language: an MLP on the state, or a CNN on pictures, and a tanh-Gaussian",
+    recognizes=lambda raw: raw.get("model_type") == "gaussian",
     settings=GaussianModelConfig,
     rules=(RULES,),
     kind="gaussian",

@@ -29,7 +29,7 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import stats_content, stats_sets
-from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+from embodrl.models.common.patches import SO400M_224, SiglipSpec
 from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys
 from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tFeatureBlocks, Gr00tSizes
 
@@ -141,6 +141,10 @@ class Gr00tConfig:
     def files(self) -> dict[str, Mapping[str, object]]:
         """Return the content of the files beside the weights, by name."""
         return {CONFIG_FILE: self.to_dict(), str(METADATA_FILE): stats_content(self.metadata)}
+
+    def public(self, action_dim: int) -> Gr00tConfig:
+        """Return NVIDIA's sizes with this robot's statistics, which have the action's dimensions."""
+        return replace(PUBLIC, metadata=self.metadata, keys=self.keys)
 
     def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""

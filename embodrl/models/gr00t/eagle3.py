@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.init import init_linears
-from embodrl.models.common.siglip import SiglipSpec, SiglipTower
+from embodrl.models.common.patches import SiglipSpec
+from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.gr00t.qwen3_vl import VisionSpec
 
 

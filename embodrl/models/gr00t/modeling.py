@@ -6,6 +6,7 @@ Shapes: B batch, V cameras, N image patches, S tokens of images and prompt, E hi
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,10 @@ class Gr00tModel(nn.Module):
         self.backbone = Backbone(config)
         self.action_head = ActionHead(config.head)
 
+    def public_size(self, action_dim: int) -> Self:
+        """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
+        return type(self)(self.config.public(action_dim))
+
     def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
         """Return what the vision-language model makes of images and prompt; see ``EagleModel``."""
         return self.eagle(pixels, input_ids, image_token_id, mask)
@@ -205,6 +210,10 @@ class Gr00tN17Model(nn.Module):
         self.config = config
         self.backbone = QwenBackbone(config.vision, config.qwen, config.lm_head)
         self.action_head = ActionHead(config.head)
+
+    def public_size(self, action_dim: int) -> Self:
+        """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
+        return type(self)(self.config.public(action_dim))
 
     def features(self, pixels: Tensor, input_ids: Tensor, image_token_id: int, mask: Tensor | None) -> Tensor:
         """Return what the vision-language model makes of images and prompt; see ``QwenBackbone``."""

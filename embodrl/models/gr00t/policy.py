@@ -24,9 +24,10 @@ from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
-from embodrl.models.gr00t.processing import Gr00tProcessor
+from embodrl.models.gr00t.processing import Gr00tProcessor, load_chat_tokenizer
 from embodrl.models.gr00t.robots import RobotStats
 from embodrl.types import Observation
 
@@ -53,7 +54,7 @@ class Gr00tContext:
     state: Tensor
 
 
-class Gr00tPolicy(FlowPolicy):
+class Gr00tPolicy(FlowPolicy, PublicLayout):
     """A chunk of actions denoised by a diffusion transformer that attends to images and prompt.
 
     Args:
@@ -178,15 +179,28 @@ class Gr00tPolicy(FlowPolicy):
         """Recompute the activations of every block in the backward pass."""
         self.model.enable_gradient_checkpointing()
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write safetensors (adapters merged), the files of the checkpoint's layout and tokenizer.json.
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, config, head = self.parts(), self.model.config, self.model.action_head
+        patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
+        prefix = merged + self.processor.max_prompt_tokens
+        actions = 1 + config.head.num_future_tokens + self.horizon
+        counts = [(parts["vision"], patches), (parts["language"], prefix), (head, actions * self.trained_steps)]
+        return [*counts, (head.vl_self_attention, prefix), *((each, merged) for each in self.model.connectors)]
 
-        The heads that embodrl adds go to files of their own, so that the rest is a plain GR00T checkpoint. The
-        directory appears, or is replaced, in one step.
-        """
-        with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(self.public_state(), staging)
-            self.write_files(staging)
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        """Return those of the cross-attentions."""
+        config = self.model.config
+        positions = num_cameras * config.tokens_per_image + self.processor.max_prompt_tokens
+        return -(-config.head.dit.num_layers // 2), config.head.dit.width, positions
+
+    def enlarge(self, own_tokenizer: bool) -> nn.Module:
+        self.model = self.model.public_size(self.action_dim)
+        return self.model
+
+    def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:
+        if directory is not None:
+            self.processor.tokenizer = load_chat_tokenizer(directory, type(self.processor.tokenizer))
+        return self.processor.tokenizer.vocab_size, self.model.config.qwen.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import Fraction, PositiveInt, Section
+from embodrl.interface import ZERO_CLOSES, Interface
 from embodrl.models.common.flow_spec import (
     ACTIONS,
     FlowModelConfig,
@@ -16,6 +18,7 @@ from embodrl.models.common.flow_spec import (
     divides,
     even,
     flow_family,
+    libero_interface,
 )
 
 
@@ -187,12 +190,23 @@ def gr00t_crops_as_its_files_say(context: Context) -> Iterator[Finding]:
         yield Finding("model.center_crop", message, "leave it out")
 
 
+def interface(context: Context) -> Interface | None:
+    """Return the conventions of a checkpoint of LIBERO, whose gripper counts from 0 (closed).
+
+    See github.com/RLinf/RLinf, rlinf/models/embodiment/gr00t/simulation_io.py.
+    """
+    found = libero_interface(context)
+    return None if found is None else replace(found, gripper=ZERO_CLOSES)
+
+
 SPEC = flow_family(
     "gr00t",
     "gr00t",
     "GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
     Gr00tModelConfig,
     (RULES,),
+    lambda raw: raw.get("model_type") == "gr00t_n1_5",
+    interface=interface,
     sizes="2.1 M (tiny), about 2.7 B",
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
@@ -203,6 +217,8 @@ N1_7 = flow_family(
     "GR00T N1.7: Qwen3-VL and a flow-matching diffusion transformer",
     Gr00tN17ModelConfig,
     (RULES_N1_7, CROPS),
+    lambda raw: raw.get("model_type") == "Gr00tN1d7",
+    interface=interface,
     sizes="2.7 M (tiny), about 3.1 B",
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
@@ -214,6 +230,8 @@ N1_6 = flow_family(
     "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
     Gr00tN16ModelConfig,
     (RULES_N1_6, CROPS),
+    lambda raw: raw.get("model_type") == "Gr00tN1d6",
+    interface=interface,
     sizes="1.9 M (tiny), about 3.3 B",
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",

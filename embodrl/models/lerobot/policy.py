@@ -9,19 +9,20 @@ import contextlib
 import threading
 import time
 import weakref
-from typing import Any, Literal, NoReturn
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
-from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.base import LoadReport
+from embodrl.models.common.acting import ActingPolicy
 from embodrl.models.common.checkpoint import resolve
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.gripper import to_environment
 from embodrl.models.lerobot.spec import LeRobotConfig
 from embodrl.processes import bootstrap
 from embodrl.processes.child import ChildHungError, ChildProcess
@@ -89,7 +90,7 @@ class LeRobotProcess:
         return EmbodrlError(message, "look at what it printed last", code="lerobot-process-lost")
 
 
-class LeRobotPolicy(VLAPolicy):
+class LeRobotPolicy(ActingPolicy):
     """Chunks of actions of a policy of lerobot, for evaluation.
 
     Args:
@@ -101,21 +102,25 @@ class LeRobotPolicy(VLAPolicy):
     """
 
     def __init__(self, process: LeRobotProcess, config: LeRobotConfig) -> None:
-        super().__init__()
-        self.process, self.config = process, config
-        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        super().__init__(config)
+        self.process = process
         self.cameras = list(config.lerobot_cameras) or process.facts.texts("cameras")
         self.state_dim = process.facts.integer("state_dim")
         found = process.facts.integer("action_dim")
         if found != config.action_dim:
-            raise _refused(
+            raise self.misfit(
                 f"actions of the policy have {found} dimensions, not {config.action_dim}", "model.action_dim"
             )
 
-    @property
-    def device(self) -> torch.device:
-        """Of what is returned; the policy itself is elsewhere."""
-        return torch.device("cpu")
+    def only_acts(self) -> EmbodrlError:
+        return EmbodrlError(
+            "a policy in lerobot's interpreter only acts: its weights and gradients are not here",
+            "use it with `embodrl eval`",
+            code="lerobot-only-acts",
+        )
+
+    def misfit(self, message: str, setting: str) -> EmbodrlError:
+        return EmbodrlError(message, f"check {setting}, or use a policy of this robot", code="lerobot-does-not-fit")
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``.
@@ -125,10 +130,10 @@ class LeRobotPolicy(VLAPolicy):
         """
         cameras, dims = observation.images.shape[1], observation.state.shape[1]
         if cameras != len(self.cameras):
-            raise _refused(f"the policy reads {', '.join(self.cameras)}; there are {cameras} cameras", "env.cameras")
+            raise self.misfit(f"the policy reads {', '.join(self.cameras)}; there are {cameras} cameras", "env.cameras")
         if self.state_dim and dims != self.state_dim:
-            raise _refused(f"the policy reads a state of {self.state_dim} numbers, not {dims}", "env.include_state")
-        return {"images": torch.tensor(observation.images), "state": torch.tensor(observation.state)}
+            raise self.misfit(f"the policy reads a state of {self.state_dim} numbers, not {dims}", "env.include_state")
+        return super().preprocess(observation)
 
     @torch.no_grad()
     def predict_action_batch(
@@ -146,42 +151,12 @@ class LeRobotPolicy(VLAPolicy):
                 that are not finite.
         """
         if mode == "train":
-            self._refuse()
+            self.refuse()
         inputs = self.preprocess(observation)
         request: dict[str, object] = {name: value.numpy() for name, value in inputs.items()}
         request |= {"cameras": self.cameras, "instructions": list(observation.instruction)}
-        found = np.asarray(self.process.act(request))
-        wanted = (observation.batch_size, self.num_action_chunks, self.action_dim)
-        if found.ndim != 3 or (len(found), found.shape[2]) != (wanted[0], wanted[2]) or found.shape[1] < wanted[1]:
-            message = f"the policy answered with actions of shape {list(found.shape)}, {list(wanted)} are run"
-            raise _refused(message, "model.num_action_chunks")
-        if not np.isfinite(found).all():
-            raise _refused("the policy answered with actions that are not finite", "model.model_path")
-        actions = to_environment(found[:, : wanted[1]].astype(np.float64), self.config.gripper)
-        return PolicyOutput(actions.astype(np.float32), torch.zeros(wanted), None, inputs)
-
-    def parts(self) -> dict[str, nn.Module]:
-        """There are none."""
-        return {}
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        return []
-
-    unused_parameters = head_parameters
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise EmbodrlError(
-            "a policy in lerobot's interpreter only acts: its weights and gradients are not here",
-            "use it with `embodrl eval`",
-            code="lerobot-only-acts",
-        )
-
-    predict_values = evaluate_actions = sft_inputs = sft_loss = _refuse
-    enable_gradient_checkpointing = save_pretrained = _refuse
-
-
-def _refused(message: str, setting: str) -> EmbodrlError:
-    return EmbodrlError(message, f"check {setting}, or use a policy of this robot", code="lerobot-does-not-fit")
+        output = self.output_of(np.asarray(self.process.act(request)), observation.batch_size)
+        return replace(output, forward_inputs=inputs)
 
 
 def build_lerobot(

@@ -56,32 +56,11 @@ def lerobot_policy_brings_its_statistics(context: Context) -> Iterator[Finding]:
             yield Finding(f"model.{name}", message, hint, "null", others=("model.model_type",))
 
 
-def _no_gradients(key: str) -> Finding:
-    return Finding(
-        "model.model_type",
-        "a policy in an interpreter of its own has no gradients here: it can't be trained or fine-tuned",
-        "use it with `embodrl eval`; lerobot's pi0, pi05 and smolvla can be trained as models of these names",
-        "a family of embodrl",
-        others=(key,),
-    )
-
-
-@RULES.rule("model.model_type", "algorithm.loss_type")
-def lerobot_policy_is_not_trained(context: Context) -> Iterator[Finding]:
-    """Its weights are in another process, where nothing differentiates them."""
-    yield _no_gradients("algorithm.loss_type")  # which `eval` does not read
-
-
-@RULES.rule("model.model_type", "sft.max_steps")
-def lerobot_policy_is_not_fine_tuned(context: Context) -> Iterator[Finding]:
-    """The same for imitation."""
-    yield _no_gradients("sft.max_steps")
-
-
 SPEC = ModelSpec(
     name="lerobot",
     target="embodrl.models.lerobot.policy:build_lerobot",
     description="any lerobot policy (ACT, xVLA, ...) in an interpreter of its own, for eval only",
+    recognizes=lambda raw: isinstance(raw.get("type"), str) and "input_features" in raw,
     settings=LeRobotConfig,
     rules=(RULES,),
     value_head=False,
@@ -89,4 +68,5 @@ SPEC = ModelSpec(
     actions="as lerobot has it",
     checkpoint="lerobot's: config.json, model.safetensors, processor files",
     rl="none: no gradients",
+    only_acts="in an interpreter of its own",
 )

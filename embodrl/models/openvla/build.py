@@ -167,7 +167,6 @@ def build_parts(
         ignore=ignore,
         tensors=tensors,
     )
-    model.reset_buffers(device)
     head = build_value_head(
         config, model_config.llama.hidden_size, directory, report, device=device, generator=generator
     )

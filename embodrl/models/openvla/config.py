@@ -10,7 +10,6 @@ from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
-    OPENVLA_FAMILIES,
     OWN_SECTION,
     UNKNOWN_FAMILY,
     check_family,
@@ -20,6 +19,7 @@ from embodrl.models.common.config_file import (
     read_sizes,
     read_vit,
 )
+from embodrl.models.common.llama import LlamaSpec
 from embodrl.models.common.norm_stats import stats_content, stats_sets
 from embodrl.models.common.vit import VitSpec
 from embodrl.models.openvla.spec import ArchitectureConfig
@@ -37,21 +37,6 @@ KNOWN_VISION: dict[str, tuple[VitSpec, VitSpec]] = {
         VitSpec(224, 14, 1152, 27, 16, 4304, attention_pool=True),
     )
 }
-
-
-@dataclass(frozen=True)
-class LlamaSpec:
-    """Dimensions of the language model."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
 
 
 LLAMA_2_7B = LlamaSpec(32064, 4096, 11008, 32, 32, 32)
@@ -247,7 +232,7 @@ def _vision(fields: Fields) -> tuple[VitSpec, VitSpec]:
 
 
 def _reject_other_models(fields: Fields) -> None:
-    check_family(fields, OPENVLA_FAMILIES)
+    check_family(fields, ("openvla", "openvla_oft"))
     source, family = fields.source, fields.content.get("model_type")
     if family != "openvla":
         raise CheckpointError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.attention import attention
-from embodrl.models.common.llama import LlamaLayer, last_rows
+from embodrl.models.common.llama import LlamaLayer, last_rows, rotary
 from embodrl.models.common.lora import adapter_factors, linear_weight
 from embodrl.models.openvla.modeling import OpenVLAModel, causal_mask, token_positions
 
@@ -50,16 +50,15 @@ class ActionDecoder:
     def __init__(self, model: OpenVLAModel, batch: int, max_length: int) -> None:
         self.model = model
         llama = model.language_model
-        config = llama.config
-        self.eps = config.rms_norm_eps
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
-        self.head_dim = config.hidden_size // config.num_attention_heads
+        spec = llama.spec
+        self.spec, self.eps, self.head_dim = spec, spec.rms_norm_eps, spec.head_dim
+        self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         embedding = llama.model.embed_tokens.weight
         kind = embedding.device.type
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
         # On CPU, products of one query with the keys are several times faster in float32 and with the keys transposed.
         self.cache_dtype = torch.float32 if kind == "cpu" else self.dtype
-        self._fuse = config.hidden_size < FUSE_BELOW_HIDDEN
+        self._fuse = spec.hidden_size < FUSE_BELOW_HIDDEN
         shape = (batch, self.kv_heads, max_length, self.head_dim)
         self.layers = [
             self._layer(cast(LlamaLayer, layer), *self._cache(shape, embedding.device)) for layer in llama.model.layers
@@ -133,7 +132,7 @@ class ActionDecoder:
             positions = torch.arange(length + num_tokens, device=prefix.device)[None]
         else:
             positions = token_positions(F.pad(attention_mask, (0, num_tokens), value=1))
-        cos, sin = self.model.language_model.model.rotary_emb(prefix, positions)
+        cos, sin = rotary(positions, self.spec, prefix.dtype)
         first, second = sin.chunk(2, dim=-1)
         sin = torch.cat((-first, second), dim=-1)
         return cos[:, None], sin[:, None]

@@ -6,22 +6,18 @@ Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, D hidd
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.llama import Attention as LlamaAttention
 from embodrl.models.common.llama import Llama
 from embodrl.models.common.llama import RMSNorm as LlamaRMSNorm
 from embodrl.models.common.lora import linear_weight
 from embodrl.models.common.vit import Attention, Block, LayerScale, VisionTransformer
-from embodrl.models.openvla.config import LlamaSpec, OpenVLAConfig
+from embodrl.models.openvla.config import OpenVLAConfig
 
 HEAD_STD = 0.02
 
@@ -77,7 +73,7 @@ class OpenVLAModel(nn.Module):
         self.causal = causal
         self.vision_backbone = VisionBackbone(config, film)
         self.projector = Projector(config.dino.width + config.siglip.width, config.llama.hidden_size)
-        self.language_model = Llama(llama_config(config.llama, config.pad_token_id, causal))
+        self.language_model = Llama(config.llama, causal)
 
     def embed_prefix(
         self, pixels: Tensor, input_ids: Tensor, state: Tensor | None = None, instruction: Tensor | None = None
@@ -116,26 +112,6 @@ class OpenVLAModel(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             weight = linear_weight(self.language_model.lm_head, slice(first, first + self.config.n_action_bins))
             return F.linear(hidden.float(), weight.float())
-
-    def reset_buffers(self, device: torch.device) -> None:
-        """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
-        model = self.language_model.model
-        model.rotary_emb = LlamaRotaryEmbedding(self.language_model.config).to(device)
-
-
-def llama_config(spec: LlamaSpec, pad_token_id: int, causal: bool = True) -> LlamaConfig:
-    """Return the transformers configuration of the language model."""
-    sizes = asdict(spec)
-    rope = {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")}
-    return LlamaConfig(
-        **sizes,
-        rope_parameters=rope,
-        pad_token_id=pad_token_id,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-        **with_attention(is_causal=causal),
-    )
 
 
 def token_positions(attention_mask: Tensor) -> Tensor:

@@ -24,6 +24,12 @@ class OpenVLAPolicy(TokenPolicy):
     ``preprocess`` returns ``images uint8[B,H,W,3]``, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
     """
 
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        llama = self.model.config.llama
+        width = llama.num_key_value_heads * (llama.hidden_size // llama.num_attention_heads)
+        text = self.processor.max_prompt_tokens + self.num_action_chunks * self.action_dim
+        return llama.num_hidden_layers, width, num_cameras * self.model.config.num_patches + text
+
     @torch.no_grad()
     def predict_action_batch(
         self,

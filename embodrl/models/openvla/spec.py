@@ -10,6 +10,7 @@ from pydantic import Field
 from embodrl.config.rules.base import Context, Finding, RuleSet, divisors, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
+from embodrl.models.common.config_file import own_section
 from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.specs import ModelSpec
 
@@ -160,9 +161,11 @@ SPEC = ModelSpec(
     name="openvla",
     target="embodrl.models.openvla.build:build_openvla",
     description="OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
+    recognizes=lambda raw: raw.get("model_type") == "openvla" and "keep_stop_token" not in own_section(raw),
     settings=OpenVlaConfig,
     rules=(DIMENSIONS, SHIPPED, MEGATRON, PUBLISHED),
     kind="tokens",
+    public_layout=True,
     value_inputs=VALUE_INPUTS,
     trainable=TRAINABLE,
     uses_state=False,

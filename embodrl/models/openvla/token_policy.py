@@ -7,6 +7,7 @@ P image and prompt tokens.
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
-from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION
@@ -25,15 +25,17 @@ from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats, stats_content
+from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.sampling import action_entropy, action_log_probs, smoothed_targets
+from embodrl.models.common.tokenizer import PromptTokenizer
 from embodrl.models.common.value_head import ValueHead, masked_mean
-from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, SIGLIP_MEAN, SIGLIP_STD
+from embodrl.models.openvla.config import DINO_MEAN, DINO_STD, LLAMA_PROMPT_END, PUBLIC, SIGLIP_MEAN, SIGLIP_STD
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.processing import OpenVLAProcessor
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
-class TokenPolicy(VLAPolicy):
+class TokenPolicy(PublicLayout):
     """A policy on the OpenVLA network: A tokens for each of the C actions, each one of 256 bins.
 
     A family defines ``predict_action_batch``, ``predict_values`` and ``action_logits``.
@@ -185,15 +187,23 @@ class TokenPolicy(VLAPolicy):
 
     # Files -----------------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write config.json, safetensors, tokenizer.json, dataset_statistics.json and preprocessor_config.json.
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, patches = self.parts(), num_cameras * self.model.config.num_patches
+        text = self.processor.max_prompt_tokens + self.num_action_chunks * self.action_dim
+        return [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
 
-        Low-rank adapters are added to the weights in the file. What embodrl adds to the network goes to files of its
-        own, so that the rest is a plain OpenVLA checkpoint. The directory appears, or is replaced, in one step.
-        """
-        with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(self.public_state(), staging)
-            self.write_files(staging)
+    def enlarge(self, own_tokenizer: bool) -> OpenVLAModel:
+        tiny = self.model.config
+        end = LLAMA_PROMPT_END if own_tokenizer else tiny.prompt_end_id
+        self.model = OpenVLAModel(replace(PUBLIC, norm_stats=tiny.norm_stats, prompt_end_id=end), causal=True)
+        return self.model
+
+    def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:
+        config = self.model.config
+        if directory is not None:
+            path = directory / "tokenizer.json"
+            self.processor.tokenizer = PromptTokenizer(path, config.bos_id, config.prompt_end_id)
+        return self.processor.tokenizer.vocab_size, config.llama.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""

@@ -215,6 +215,9 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         """There is also ``action_head``."""
         return {**super().parts(), "action_head": self.action_head}
 
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        return [*super().positions(num_cameras), (self.action_head, self.num_action_chunks)]
+
     def head_parameters(self) -> list[nn.Parameter]:
         """Return the last layer of the action head."""
         return list(self.action_head.model.fc2.parameters())

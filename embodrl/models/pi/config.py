@@ -27,7 +27,7 @@ from embodrl.models.common.config_file import (
     size,
 )
 from embodrl.models.common.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
-from embodrl.models.common.siglip import SO400M_224, SiglipSpec
+from embodrl.models.common.patches import SO400M_224, SiglipSpec
 from embodrl.models.pi.spec import PiArchitectureConfig
 
 Variant = Literal["pi0", "pi05"]

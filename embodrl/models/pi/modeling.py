@@ -30,7 +30,8 @@ from embodrl.models.common.gemma import (
     full_precision,
     rotary,
 )
-from embodrl.models.common.siglip import SiglipSpec, SiglipTower
+from embodrl.models.common.patches import SiglipSpec
+from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.config import PiConfig
 
 MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0

@@ -27,7 +27,7 @@ from embodrl.models.common.parity import (
     read_settings,
     read_tensors,
 )
-from embodrl.models.common.siglip import SiglipSpec
+from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.modeling import PiModel
 from embodrl.models.pi.weights import aliases_and_ignored

@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
@@ -21,16 +21,18 @@ from embodrl.models.common.flow import NoiseHead, accumulated_times
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
-from embodrl.models.pi.config import Variant
+from embodrl.models.pi.config import PUBLIC, Variant
 from embodrl.models.pi.modeling import PiContext, PiModel
 from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
-from embodrl.models.pi.weights import public_state
+from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.models.pi.weights import in_float32, neutral_norm, public_state
 from embodrl.types import Observation
 
 
-class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
+class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
     """A chunk of actions denoised by the action expert.
 
     Args:
@@ -43,6 +45,9 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
     """
 
     euler_times = staticmethod(accumulated_times)
+    one_file = True
+    in_float32 = staticmethod(in_float32)
+    neutral_norm = staticmethod(neutral_norm)
 
     def __init__(
         self,
@@ -88,20 +93,34 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor]):
         """Add it."""
         return actions + self._offset(actions, observation)
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write openpi's layout: config.json, safetensors, assets/ID/norm_stats.json, and the tokenizer.
-
-        Adapters are merged into the weights, and heads go to files of their own. The directory appears, or is
-        replaced, in one step.
-        """
-        with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(self.public_state(), staging, one_file=True)
-            self.write_files(staging)
-
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
         from embodrl.models.pi.lerobot import save_lerobot
 
         return save_lerobot(self, directory, cameras)
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, patches = self.parts(), num_cameras * self.model.config.siglip.num_patches
+        prefix = patches + self.model.config.max_prompt_tokens
+        counts = [(parts["vision"], patches), (parts["language"], prefix)]
+        return [
+            *counts,
+            (self.model.paligemma.multi_modal_projector, patches),
+            (parts["action_expert"], (self.horizon + 1) * self.trained_steps),
+        ]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        config = self.model.config
+        positions = num_cameras * config.siglip.num_patches + config.max_prompt_tokens
+        return config.vlm.depth, config.vlm.num_kv_heads * config.vlm.head_dim, positions
+
+    def enlarge(self, own_tokenizer: bool) -> PiModel:
+        self.model = PiModel(PUBLIC[self.model.config.variant])
+        return self.model
+
+    def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:
+        if directory is not None:
+            self.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
+        return self.processor.tokenizer.vocab_size, self.model.config.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
+from embodrl.models.common.config_file import own_section
 from embodrl.models.common.flow_spec import (
     WHOLE_PICTURES,
     FlowModelConfig,
@@ -95,12 +96,22 @@ def discrete_state_is_of_pi05(context: Context) -> Iterator[Finding]:
 
 EXPERT = "PaliGemma and a flow-matching action expert"
 CHECKPOINT = "openpi's PyTorch conversion, or lerobot's {} layout"
+
+
+def variant_of(raw: Mapping[str, object]) -> object:
+    """Return which of the two a config.json is of; openpi's own leave open which."""
+    variant = own_section(raw).get("variant", raw.get("type"))
+    of_openpi = "paligemma_variant" in raw and raw.get("model_type") is None and not isinstance(raw.get("type"), str)
+    return "either" if of_openpi and variant not in ("pi0", "pi05") else variant
+
+
 PI0 = flow_family(
     "pi0",
     "pi",
     f"pi0: {EXPERT}",
     PiModelConfig,
     (RULES, WHOLE_PICTURES, OF_PI0),
+    lambda raw: variant_of(raw) in ("pi0", "either"),
     sizes="1.5 M (tiny), about 3.3 B",
     missing_config=MISSING_CONFIG,
     checkpoint=CHECKPOINT.format("pi0"),
@@ -111,6 +122,7 @@ PI05 = flow_family(
     f"pi0.5: {EXPERT}",
     PiModelConfig,
     (RULES, WHOLE_PICTURES),
+    lambda raw: variant_of(raw) in ("pi05", "either"),
     uses_state="model.pi.discrete_state",
     sizes="1.7 M (tiny), about 3.3 B",
     missing_config=MISSING_CONFIG,

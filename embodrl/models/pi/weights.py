@@ -57,6 +57,11 @@ def in_float32(name: str) -> bool:
     return not name.startswith(_TRUNK) or any(part in name for part in parts)
 
 
+def neutral_norm(name: str) -> int:
+    """Return the weight of a norm that leaves its input unscaled: Gemma's scale by 1 + weight."""
+    return int(TOWER in name)
+
+
 def variant_of(stored: Collection[str]) -> str | None:
     """Return the model that weights of these names are of, or None if they tell neither."""
     names = {name.removeprefix(LEROBOT_PREFIX) for name in stored}

@@ -10,7 +10,7 @@ from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import OWN_SECTION, check_family, read_file
 from embodrl.models.common.gemma import GemmaSpec
-from embodrl.models.common.siglip import SiglipSpec
+from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.pi.config import (
     BY_DEVIATION,
     BY_QUANTILES,

@@ -20,17 +20,20 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
-from embodrl.models.base import VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.flow_policy import LEARNABLE
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.sampling import action_entropy, action_log_probs, draw, exponential_noise
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.pi.stats import PiStats
+from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.models.pi.weights import in_float32, neutral_norm
 from embodrl.models.pi0_fast.codec import ActionCodec
+from embodrl.models.pi0_fast.config import PUBLIC_FAST
 from embodrl.models.pi0_fast.files import CODEC_DIRECTORY, public_state, state_dims, write_processors
 from embodrl.models.pi0_fast.modeling import FastModel
 from embodrl.models.pi0_fast.processing import FastProcessor
@@ -40,7 +43,7 @@ BEGIN, END = "Action: ", "|"
 TOKENS, SENTENCE, WRITTEN = "action_tokens", "sentence", "written"
 
 
-class FastPolicy(VLAPolicy):
+class FastPolicy(PublicLayout):
     """PaliGemma that writes FAST tokens.
 
     Args:
@@ -56,6 +59,10 @@ class FastPolicy(VLAPolicy):
     """
 
     draws_by_row = True
+
+    one_file = True
+    in_float32 = staticmethod(in_float32)
+    neutral_norm = staticmethod(neutral_norm)
 
     def __init__(
         self,
@@ -269,15 +276,28 @@ class FastPolicy(VLAPolicy):
 
     # Files -----------------------------------------------------------------------------------------------------------
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write lerobot's layout: config.json, safetensors, processor files with statistics, and both tokenizers.
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, inputs = self.parts(), self.model.config.inputs
+        patches, text = num_cameras * inputs.siglip.num_patches, inputs.max_prompt_tokens + self.max_tokens
+        return [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
 
-        Adapters are merged into the weights, and the value head goes to a file of its own. The directory appears, or is
-        replaced, in one step.
-        """
-        with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(self.public_state(), staging, one_file=True)
-            self.write_files(staging)
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        inputs = self.model.config.inputs
+        positions = num_cameras * inputs.siglip.num_patches + inputs.max_prompt_tokens + self.max_tokens
+        return inputs.vlm.depth, inputs.vlm.num_kv_heads * inputs.vlm.head_dim, positions
+
+    def chosen_bytes(self) -> int:
+        """Return the bytes of tokens, which of them there are, and log-probs."""
+        return (torch.int64.itemsize + torch.bool.itemsize + torch.float32.itemsize) * self.max_tokens
+
+    def enlarge(self, own_tokenizer: bool) -> FastModel:
+        self.model = FastModel(PUBLIC_FAST)
+        return self.model
+
+    def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:
+        if directory is not None:
+            self.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
+        return self.processor.tokenizer.vocab_size, self.model.config.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under lerobot's names, with adapters merged."""

@@ -9,16 +9,14 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
-from embodrl.models.base import LoadReport, VLAPolicy
-from embodrl.models.common.gripper import to_environment
+from embodrl.models.base import LoadReport
+from embodrl.models.common.acting import ActingPolicy
 from embodrl.models.remote.clients import CLIENTS, Client
 from embodrl.models.remote.spec import RemoteConfig
 from embodrl.types import Observation, PolicyOutput, SamplingParams
@@ -70,7 +68,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: Clie
     loop.close()
 
 
-class RemotePolicy(VLAPolicy):
+class RemotePolicy(ActingPolicy):
     """Chunks of actions of a policy server, for evaluation.
 
     Args:
@@ -79,18 +77,19 @@ class RemotePolicy(VLAPolicy):
     """
 
     def __init__(self, config: RemoteConfig, connection: Connection | None) -> None:
-        super().__init__()
-        self.config, self.connection = config, connection
-        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        super().__init__(config)
+        self.connection = connection
 
-    @property
-    def device(self) -> torch.device:
-        """Of what is returned; the policy itself is elsewhere."""
-        return torch.device("cpu")
+    def only_acts(self) -> RemotePolicyError:
+        return RemotePolicyError(
+            "a policy behind a server only acts: its weights and gradients are not here",
+            "use it with `embodrl eval`",
+            code="remote-only-acts",
+        )
 
-    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``."""
-        return {"images": torch.tensor(observation.images), "state": torch.tensor(observation.state)}
+    def misfit(self, message: str, setting: str) -> RemotePolicyError:
+        hint = f"check {setting}, or serve a policy of this robot"
+        return RemotePolicyError(message, hint, code="remote-does-not-fit")
 
     @torch.no_grad()
     def predict_action_batch(
@@ -109,39 +108,8 @@ class RemotePolicy(VLAPolicy):
             WireError: the observation does not fit the keys, or the answer is malformed.
         """
         if mode == "train" or self.connection is None:
-            self._refuse()
-        found = self.connection.run(self.connection.client.act(observation))
-        wanted = (observation.batch_size, self.num_action_chunks, self.action_dim)
-        if (len(found), found.shape[2]) != (wanted[0], wanted[2]) or found.shape[1] < wanted[1]:
-            raise _unfit(f"the server answered with actions of shape {list(found.shape)}, {list(wanted)} are run")
-        if found.dtype.kind != "f" or not np.isfinite(found).all():
-            raise _unfit("the server answered with actions that are not finite numbers")
-        actions = to_environment(found[:, : wanted[1]].astype(np.float64), self.config.gripper)
-        return PolicyOutput(actions.astype(np.float32), torch.zeros(wanted), None, {})
-
-    def parts(self) -> dict[str, nn.Module]:
-        """There are none."""
-        return {}
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        return []
-
-    unused_parameters = head_parameters
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RemotePolicyError(
-            "a policy behind a server only acts: its weights and gradients are not here",
-            "use it with `embodrl eval`",
-            code="remote-only-acts",
-        )
-
-    predict_values = evaluate_actions = sft_inputs = sft_loss = _refuse
-    enable_gradient_checkpointing = save_pretrained = _refuse
-
-
-def _unfit(message: str) -> RemotePolicyError:
-    hint = "check model.num_action_chunks and model.action_dim, or serve a policy of this robot"
-    return RemotePolicyError(message, hint, code="remote-does-not-fit")
+            self.refuse()
+        return self.output_of(self.connection.run(self.connection.client.act(observation)), observation.batch_size)
 
 
 def build_remote(

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.schema import GrootKeysConfig, ModelConfig, PositiveFloat
+from embodrl.config.schema import GrootKeysConfig, ModelConfig, NonNegativeFloat, PositiveFloat
 from embodrl.specs import ModelSpec
 
 SCHEMES = ("ws", "wss", "http", "https", "tcp", "zmq")
@@ -29,6 +29,9 @@ class RemoteConfig(ModelConfig):
         " of the server, which openpi's own does not tell",
     )
     answer_timeout_s: PositiveFloat = Field(default=60.0, description="for the connection, and for each answer")
+    reconnect_timeout_s: NonNegativeFloat = Field(
+        default=120.0, description="seconds in which a server that is gone is connected to again; 0: not at all"
+    )
 
 
 RULES = RuleSet()
@@ -51,28 +54,6 @@ def remote_policy_has_a_url(context: Context) -> Iterator[Finding]:
         yield Finding("model.url", f"'{url}' is no URL of a policy server", "give scheme, host and port", allowed)
 
 
-def _no_gradients(key: str) -> Finding:
-    return Finding(
-        "model.model_type",
-        "a policy behind a server has no gradients here: it can't be trained or fine-tuned",
-        "use it with `embodrl eval`",
-        "a family of embodrl",
-        others=(key,),
-    )
-
-
-@RULES.rule("model.model_type", "algorithm.loss_type")
-def remote_policy_is_not_trained(context: Context) -> Iterator[Finding]:
-    """Its weights are on the server."""
-    yield _no_gradients("algorithm.loss_type")  # which `eval` does not read
-
-
-@RULES.rule("model.model_type", "sft.max_steps")
-def remote_policy_is_not_fine_tuned(context: Context) -> Iterator[Finding]:
-    """The same for imitation."""
-    yield _no_gradients("sft.max_steps")
-
-
 @RULES.rule("model.model_type", "model.model_path", "model.stats_path", "model.unnorm_key", "model.lora_path")
 def remote_policy_has_its_own_weights(context: Context) -> Iterator[Finding]:
     """Weights and statistics are the server's."""
@@ -93,4 +74,5 @@ SPEC = ModelSpec(
     actions="as the server has it",
     checkpoint="the server's",
     rl="none: no gradients",
+    only_acts="behind a server",
 )

@@ -22,7 +22,7 @@ from embodrl.models.common.config_file import (
     size,
 )
 from embodrl.models.common.gemma import GemmaSpec
-from embodrl.models.common.siglip import SiglipSpec
+from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.smolvla.spec import SmolVlaArchitectureConfig
 
 

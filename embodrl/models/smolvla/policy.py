@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import fields_of
@@ -18,14 +18,17 @@ from embodrl.models.common.flow import NoiseHead
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.pi.stats import PiStats
+from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.models.smolvla import files
+from embodrl.models.smolvla.config import PUBLIC
 from embodrl.models.smolvla.modeling import SmolContext, SmolVlaModel
 from embodrl.models.smolvla.processing import SmolProcessor
 
 
-class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
+class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
     """A chunk of actions denoised by the action expert.
 
     Args:
@@ -36,6 +39,8 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
         value_head: the critic, by default on pictures, prompt and state.
         noise_head: for Flow-Noise.
     """
+
+    one_file = True
 
     def __init__(
         self,
@@ -74,21 +79,33 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor]):
     def public_name(self, module: str) -> str:
         return files.public_name(module)
 
-    def save_pretrained(self, directory: Path) -> None:
-        """Write lerobot's layout: config.json, safetensors, processor files with statistics; and the tokenizer.
-
-        Adapters are merged into the weights, and heads go to files of their own. The directory appears, or is
-        replaced, in one step.
-        """
-        with checkpoint.policy_directory(directory) as staging:
-            checkpoint.save_weights(self.public_state(), staging, one_file=True)
-            self.write_files(staging)
-
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.public_state(), staging, one_file=True)
             self.write_files(staging, own_section=False)
         return []
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts, config = self.parts(), self.model.config
+        patches, merged = num_cameras * config.siglip.num_patches, num_cameras * config.tokens_per_image
+        prefix = merged + config.max_prompt_tokens + 1
+        counts = [(parts["vision"], patches), (parts["language"], prefix), (self.model.vlm.connector, merged)]
+        steps = self.trained_steps
+        return [*counts, (parts["action_expert"], self.horizon * steps), (self.model.state_proj, steps)]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        config = self.model.config
+        positions = num_cameras * config.tokens_per_image + config.max_prompt_tokens + 1
+        return config.vlm.depth, config.vlm.num_kv_heads * config.vlm.head_dim, positions
+
+    def enlarge(self, own_tokenizer: bool) -> SmolVlaModel:
+        self.model = SmolVlaModel(PUBLIC)
+        return self.model
+
+    def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:
+        if directory is not None:
+            self.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
+        return self.processor.tokenizer.vocab_size, self.model.config.vocab_size
 
     def public_state(self) -> dict[str, Tensor]:
         """Return the weights under the names of the public layout, with adapters merged."""

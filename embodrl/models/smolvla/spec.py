@@ -68,6 +68,7 @@ SPEC = flow_family(
     "SmolVLA: SmolVLM2 and a flow-matching action expert",
     SmolVlaModelConfig,
     (RULES, WHOLE_PICTURES),
+    lambda raw: raw.get("type") == "smolvla",
     max_cameras=4,
     sizes="1.9 M (tiny), about 450 M",
     checkpoint="lerobot's smolvla layout",

@@ -36,7 +36,7 @@ def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:
     }
     try:
         host = Host(start["class_path"], start["context"], start["numa_node"], start["kwargs"], channels)
-    except Exception as error:  # noqa: BLE001 - process border: the parent raises it
+    except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
         connection.send(Frame(Kind.RAISED, value=describe_error(error, "__init__")))
         return None
     connection.send(Frame(Kind.OK, value=(None, 0.0)))
@@ -59,7 +59,7 @@ def serve(connection: Connection, host: Host) -> None:
                 raise MessageError(f"the result can't be sent: {error.message}", error.hint) from error
         except PeerGoneError:
             raise
-        except Exception as error:  # noqa: BLE001 - process border: the parent raises it
+        except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
             if ran_out_of_memory(error):  # it can't free what it holds; the parent may start another process
                 traceback.print_exc()
                 os._exit(OUT_OF_MEMORY)

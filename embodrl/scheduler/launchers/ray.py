@@ -83,7 +83,7 @@ class RayHost:
         context, kwargs = CODEC.unpack(*packed)
         try:
             self._host = Host(class_path, context, numa_node, kwargs, channels)
-        except Exception as error:  # noqa: BLE001 - the driver raises it
+        except BaseException as error:  # noqa: BLE001 - the driver raises it
             return CODEC.pack(describe_error(error, "__init__"))
         return None
 
@@ -94,7 +94,7 @@ class RayHost:
         args, kwargs = CODEC.unpack(*packed)
         try:
             return True, CODEC.pack(self._host.call(method, args, kwargs))
-        except Exception as error:  # noqa: BLE001 - the driver raises it
+        except BaseException as error:  # noqa: BLE001 - the driver raises it
             return False, CODEC.pack(describe_error(error, method))
 
     def close(self) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
+from expect import raises_code
 from typer.testing import CliRunner, Result
 
 from embodrl.cli.app import complete_settings
+from embodrl.cli.common import describe_os_error, execute
 from embodrl.cli.main import app
 from embodrl.config import load_config
+from embodrl.errors import EmbodrlError
+from embodrl.runs import policies
 
 
 def run(*arguments: str) -> Result:
@@ -182,3 +188,40 @@ def test_a_command_within_another_process_does_not_take_it_over() -> None:
 
     CliRunner().invoke(app, ["config", "validate", "env=toy"])
     assert not owns_process()
+
+
+def test_an_evaluation_with_a_place_of_its_own_does_not_want_to_write_to_the_run(monkeypatch, tmp_path) -> None:
+    source = Mock()
+    source.load_config.side_effect = EmbodrlError("enough", "", code="enough")
+    monkeypatch.setattr(policies, "find_policy", lambda path: source)
+    run("eval", "somewhere", "-o", str(tmp_path / "eval"))
+    assert source.load_config.call_args.args[0] == [f"runner.output_dir='{tmp_path}/eval'"]
+
+
+def test_serving_wants_no_place_to_write_to(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    settings = ["env=toy", f"runner.output_dir={tmp_path}/file"]
+    load_config(settings, verb="serve")
+    with raises_code("outputs-can-be-written"):
+        load_config(settings, verb="eval")
+
+
+def test_a_working_directory_that_was_removed_is_named(monkeypatch) -> None:
+    error = FileNotFoundError(2, "No such file or directory")
+    assert "working directory" not in describe_os_error(error).message
+    monkeypatch.setattr(os, "getcwd", Mock(side_effect=error))
+    assert "working directory" in describe_os_error(error).message
+
+
+def test_a_crash_of_native_code_shows_its_stack_and_a_terminal_without_size_something() -> None:
+    code = "import ctypes, os, embodrl.cli.main as m\n"
+    code += "def crash(**_): print(os.environ.get('COLUMNS'), flush=True); ctypes.string_at(0)\nm.app = crash\nm.main()"
+    environ = {**os.environ, "COLUMNS": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, check=False)
+    assert done.returncode == -11 and "in crash" in done.stderr and done.stdout == "None\n"
+
+
+def test_errors_send_no_escape_sequences_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit):
+        execute(Mock(side_effect=EmbodrlError("a simulator said \x1b[2J")))
+    assert "said \\x1b[2J" in capsys.readouterr().err

@@ -38,6 +38,7 @@ def test_an_item_of_a_list_is_set_and_the_rest_of_it_stays() -> None:
         "algorithm.update_epoch=1000",
         "env.step_timeout_s=0.001",
         "env.max_abs_reward=1e-9",
+        "model.lora.rank=100000",
     ],
 )
 def test_values_far_outside_of_the_usual_are_noted(setting: str) -> None:

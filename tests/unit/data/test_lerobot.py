@@ -86,6 +86,15 @@ def test_what_is_written_comes_back_bit_exactly(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
+def test_a_relative_directory_and_a_link_are_read(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(written)
+    monkeypatch.chdir(written.parent)
+    for directory in (Path(written.name), tmp_path / "link"):
+        assert len(load_demos(directory).episode) == 8
+
+
 def test_the_files_are_those_of_the_format(tmp_path: Path) -> None:
     write(tmp_path)
     info = json.loads((tmp_path / "meta/info.json").read_text())

@@ -25,7 +25,7 @@ def rollout() -> TrajectoryBatch:
     valid[2, 2], truncated[2, 2, 0] = False, True  # 2: lost in chunk 2, then a new episode
     terminated[0, 3, 1] = True  # 3: solved at once, and no new episode
     valid[1:, 3] = False
-    return TrajectoryBatch.from_rollout(  # 4: goes on at the end of the rollout
+    return TrajectoryBatch.from_rollout(  # 4: its episode continues after the rollout
         forward_inputs={"state": number[..., None], "drawn": number[..., None]},
         final_inputs={"state": number[..., None] + 100},
         logprobs=torch.zeros(T, rows, C, A),

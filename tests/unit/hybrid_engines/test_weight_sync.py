@@ -310,7 +310,7 @@ def test_the_first_error_of_a_sync_is_the_one_that_is_raised():
 
 
 def test_a_receiver_that_has_gone_is_not_waited_for():
-    """Its pipe stays full; whoever knows says so."""
+    """Its pipe stays full."""
 
     def check():
         raise WorkerDied("rollout[1] was killed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ from embodrl.config import load_config
 from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import model_settings
 from embodrl.errors import ConfigError, EmbodrlError
+from embodrl.fields import Fields
 from embodrl.models.lerobot.policy import LeRobotPolicy
+from embodrl.models.lerobot.server import LeRobotServer
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 
@@ -191,33 +194,47 @@ def test_a_process_that_ends_is_named_with_its_last_words(python: Path, tmp_path
     assert lost.value.code == "lerobot-process-lost"
 
 
+@pytest.fixture
+def here(python: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The stand-in in this process, for what does not depend on the process around the server."""
+    monkeypatch.syspath_prepend(python.parent / "site")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lerobot"]:
+        del sys.modules[name]
+
+
+def serve(directory: Path, facts: dict[str, object], weights: dict[str, torch.Tensor] | None) -> LeRobotServer:
+    (directory / "config.json").write_text(json.dumps({**FACTS, **facts}))
+    if weights is not None:
+        save_file(weights, directory / "model.safetensors")
+    return LeRobotServer(Fields({"path": str(directory), "device": "cpu", "seed": 5}, "the START frame"))
+
+
+def test_a_policy_with_a_history_is_refused(here: None, tmp_path: Path) -> None:
+    with raises_code("lerobot-needs-history"):
+        serve(tmp_path, {"n_obs_steps": 2}, WEIGHTS)
+
+
 @pytest.mark.parametrize(
-    ("facts", "code"),
-    [
-        ({"n_obs_steps": 2}, "lerobot-needs-history"),
-        ({"action": [6]}, "lerobot-does-not-fit"),
-        ({"type": "another"}, "lerobot-raised"),
-    ],
+    ("facts", "code"), [({"action": [6]}, "lerobot-does-not-fit"), ({"type": "another"}, "lerobot-raised")]
 )
 def test_policies_that_do_not_fit_are_refused(
     python: Path, tmp_path: Path, facts: dict[str, object], code: str
 ) -> None:
-    with pytest.raises(EmbodrlError) as refused:
+    with raises_code(code):
         load(python, tmp_path, facts)
-    assert refused.value.code == code
 
 
 @pytest.mark.parametrize(
     "weights", [None, {"layer.weight": torch.zeros(2, 3)}, {"of.another.version": torch.ones(2, 3)}]
 )
 def test_weights_that_lerobot_did_not_load_are_refused(
-    python: Path, tmp_path: Path, weights: dict[str, torch.Tensor] | None
+    here: None, tmp_path: Path, weights: dict[str, torch.Tensor] | None
 ) -> None:
     """Some of its policies print that they could not, and continue with random ones."""
-    with pytest.raises(EmbodrlError) as refused:
-        load(python, tmp_path, weights=weights)
-    assert refused.value.code == "lerobot-weights"
-    assert load(python, tmp_path, weights={"layer.weight": torch.ones(2, 3)})
+    with raises_code("lerobot-weights"):
+        serve(tmp_path, {}, weights)
+    assert serve(tmp_path, {}, {"layer.weight": torch.ones(2, 3)}).describe()["action_dim"] == 7
 
 
 def test_an_interpreter_without_lerobot_is_named(tmp_path: Path) -> None:
@@ -231,8 +248,8 @@ def test_an_interpreter_without_lerobot_is_named(tmp_path: Path) -> None:
     ("verb", "changes", "codes"),
     [
         ("eval", (), set()),
-        ("train", (), {"lerobot-policy-is-not-trained"}),
-        ("sft", (), {"lerobot-policy-is-not-fine-tuned"}),
+        ("train", (), {"trained-model-has-gradients"}),
+        ("sft", (), {"fine-tuned-model-has-gradients"}),
         ("eval", ("model.python=null",), {"lerobot-policy-is-there"}),
         ("eval", ("model.python=/nowhere/python",), {"lerobot-policy-is-there"}),
         ("eval", ("model.model_path=null",), {"lerobot-policy-is-there"}),

@@ -5,33 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from embodrl.models.common import llama
-from embodrl.models.common.llama import Llama
+from embodrl.models.common.llama import Llama, LlamaSpec
 from embodrl.models.openvla.modeling import causal_mask, token_positions
 
 BATCH, LENGTH, WIDTH = 3, 9, 24
 
 
 def build(groups: int = 2, causal: bool = True) -> tuple[Llama, LlamaForCausalLM]:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=WIDTH,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=groups,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        is_causal=causal,
-    )
-    reference = LlamaForCausalLM(config).eval()
+    spec = LlamaSpec(40, WIDTH, 40, 3, 4, groups)
+    reference = LlamaForCausalLM(spec.public(causal)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    ours = Llama(config)
+    ours = Llama(spec, causal)
     ours.load_state_dict(reference.state_dict())
     return ours, reference
 

@@ -111,7 +111,13 @@ def parsed(options: dict[str, Any]) -> ModelConfig:
     return model_settings(options["model_type"]).model_validate(options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SAME_NETWORK = ("openvla_oft", "pi0", "gr00t", "gr00t_n1_6")  # as another family, but for sizes
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.long) if name in SAME_NETWORK else name for name in FAMILIES],
+)
 def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     options = {"model_type": family, "warm_start": None, **FULL[family]}
     sizes = {"micro_batch_size": 1, "param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}

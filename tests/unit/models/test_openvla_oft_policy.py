@@ -11,7 +11,7 @@ import torch
 from expect import raises_code
 from safetensors.torch import save_file
 from tiny_families import build, generator, observation, tiny_config
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common.checkpoint import write_json
@@ -63,7 +63,7 @@ def test_log_probs_match_the_definition(stop):
         for dino_mean in [torch.tensor([0.484375, 0.455078125, 0.40625])[:, None, None]]
         for dino_std in [torch.tensor([0.228515625, 0.2236328125, 0.224609375])[:, None, None]]
     ]
-    llama = LlamaForCausalLM(LlamaConfig.from_dict({**model.language_model.config.to_dict(), "is_causal": False}))
+    llama = LlamaForCausalLM(model.language_model.spec.public(causal=False))
     llama.load_state_dict(model.language_model.state_dict())
     llama.config._attn_implementation = "eager"
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_what_comes_later_is_seen(change):
         logits = []
         for policy in policies:
             policy.model.causal = causal
-            policy.model.language_model.config.is_causal = not causal
+            policy.model.language_model.model.causal = not causal
             logits.append(policy.action_logits(inputs)[0][:, 0])
         found[causal] = (logits[0] - logits[1]).abs().max().item()
     assert found[False] > 1e-4 and found[True] < 1e-6

@@ -24,7 +24,7 @@ from embodrl.models.common.flow import integrate
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.norm_stats import choose_stats, stats_sets
 from embodrl.models.common.parity import Comparison
-from embodrl.models.common.siglip import SiglipSpec
+from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.gr00t import parity as gr00t_parity
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import ActionHeadSpec

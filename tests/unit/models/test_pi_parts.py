@@ -17,7 +17,8 @@ from transformers import SiglipVisionModel as ReferenceSiglip
 from embodrl.models.common.attention import attention
 from embodrl.models.common.gemma import AdaptiveRMSNorm, GemmaModel, GemmaSpec, RMSNorm, rotary, rotate
 from embodrl.models.common.images import resize_with_pad
-from embodrl.models.common.siglip import SiglipSpec, SiglipTower
+from embodrl.models.common.patches import SiglipSpec
+from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.config import PUBLIC, PiConfig
 from embodrl.models.pi.modeling import PiModel, time_embedding
 

@@ -26,7 +26,7 @@ from test_public_layouts import (
 from tiny_families import FAMILIES
 from tokenizers import Tokenizer, models
 
-from embodrl.cli.model import FAMILIES as OFFERED
+from embodrl.cli.model import families
 from embodrl.config.schema import model_settings
 from embodrl.models.common.checkpoint import stored_shapes, weight_files
 from embodrl.models.pi.weights import EXPERT_HEAD
@@ -36,6 +36,7 @@ from embodrl.runs.random_model import random_policy, write_random_model
 from embodrl.specs import MODELS
 from embodrl.types import Observation, SamplingParams
 
+OFFERED = families()
 PARAMETERS = {"openvla": 7_541_237_184, "openvla_oft": 7_541_237_184}
 PARAMETERS |= {"gr00t_n1_6": 3_286_608_832, "gr00t_n1_7": 3_144_016_000}
 PARAMETERS |= {"pi0": 3_238_048_528, "pi05": 3_353_433_872, "gr00t": 2_724_163_520, "smolvla": 402_737_376}

@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import struct
@@ -18,7 +19,7 @@ import pytest
 import torch
 from expect import open_descriptors, raises_code
 
-from embodrl.errors import MessageError
+from embodrl.errors import EmbodrlError, MessageError
 from embodrl.processes.frames import (
     FIXED_SIZE,
     Connection,
@@ -266,3 +267,17 @@ def test_a_message_that_is_no_frame_is_refused_and_leaves_no_descriptor_open(mes
         ours.close()
         with pytest.raises(PeerGoneError):
             receive_now(theirs)
+
+
+def test_a_receiver_without_descriptors_does_not_blame_the_sender():
+    ours, theirs = socket_pair()
+    with ours, theirs:
+        Connection(ours, CODEC).send(Frame(Kind.OK, value=VALUE))
+        before, free = resource.getrlimit(resource.RLIMIT_NOFILE), os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            with raises_code("open-files", EmbodrlError):
+                receive_now(theirs, CODEC)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)

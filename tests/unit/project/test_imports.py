@@ -1,4 +1,4 @@
-"""No two modules of embodrl import each other."""
+"""No two modules of embodrl import each other, and a run starts without the libraries that take long to import."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
+START = ("embodrl.runs.train", "embodrl.models.openvla.build", "embodrl.models.openvla.policy")
+SLOW = ("transformers", "tensordict", "scipy", "pandas", "torch._dynamo", "torch.distributed.checkpoint")
+SLOW += ("torch.distributed.fsdp", "torch.distributed.tensor")
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -29,7 +32,7 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def imported(source: str, known: set[str]) -> set[str]:
-    """Return the modules of ``known`` that a module imports when it is imported."""
+    """Return the modules that a module imports when it is imported; names imported from others of ``known`` may be."""
     found: set[str] = set()
     for statement in statements(ast.parse(source).body):
         if isinstance(statement, ast.Import):
@@ -38,11 +41,18 @@ def imported(source: str, known: set[str]) -> set[str]:
             assert not statement.level, "imports are absolute"
             module = statement.module or ""
             found |= {name if (name := f"{module}.{alias.name}") in known else module for alias in statement.names}
-    return found & known
+    return found
 
 
 def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
-    return {name: imported(source, set(sources)) - {name} for name, source in sources.items()}
+    return {name: imported(source, set(sources)) & set(sources) - {name} for name, source in sources.items()}
+
+
+def all_sources() -> dict[str, str]:
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in (ROOT / "embodrl").rglob("*.py")
+    }
 
 
 def test_a_circle_is_found() -> None:
@@ -58,11 +68,20 @@ def test_a_circle_is_found() -> None:
 
 
 def test_no_circle_among_the_modules_of_embodrl() -> None:
-    sources: dict[str, str] = {}
-    for path in (ROOT / "embodrl").rglob("*.py"):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        sources[name] = path.read_text()
     try:
-        TopologicalSorter(graph_of(sources)).prepare()
+        TopologicalSorter(graph_of(all_sources())).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_run_starts_without_slow_libraries() -> None:
+    """They import torch's compiler, or all of transformers' models: 3 s in every process."""
+    sources = all_sources()
+    reached, new = set[str](), set(START)
+    while new:
+        reached |= new
+        found = {name: imported(sources[name], set(sources)) for name in new}
+        slow = {name: sorted(n for n in names if n.startswith(SLOW)) for name, names in found.items()}
+        assert not any(slow.values()), {name: names for name, names in slow.items() if names}
+        packages = {name.rpartition(".")[0] for name in new}
+        new = (packages.union(*found.values()) & set(sources)) - reached

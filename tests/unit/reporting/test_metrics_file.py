@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from embodrl.reporting import metrics_file
 from embodrl.reporting.metrics_file import read_metrics, restore_metrics
 
 LINES = [json.dumps({"iteration": i, "loss": i / 4}).encode() + b"\n" for i in range(7)]
@@ -56,3 +57,16 @@ def test_without_the_checkpoints_copy_one_damaged_line_costs_one_row(
     restore_metrics(path, 4, None)
     assert path.read_bytes() == b"".join([*LINES[:2], *LINES[3:5]])
     assert "line 3 is damaged and removed" in caplog.text
+
+
+def test_a_file_that_is_too_large_is_restored_from_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, saved = tmp_path / "metrics.jsonl", b"".join(LINES[:2])
+    path.write_bytes(b"".join(LINES))
+    monkeypatch.setattr(metrics_file, "MAX_BYTES", len(saved))
+    assert restore_metrics(path, 1, saved) == saved == path.read_bytes()
+    assert "larger than" in caplog.text
+    path.write_bytes(b"".join(LINES))
+    with pytest.raises(OSError, match="larger than"):
+        restore_metrics(path, 1, None)

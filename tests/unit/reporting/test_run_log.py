@@ -96,3 +96,9 @@ def test_a_pipe_in_the_place_of_the_log_costs_a_warning(tmp_path: Path, capsys: 
         if reader >= 0:
             os.close(reader)
             reader = -1
+
+
+def test_the_terminal_gets_no_escape_sequences_of_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(tmp_path / "log"):
+        logging.getLogger("embodrl.x").warning("a simulator said %s", "\x1b]0;title\x07")
+    assert "\\x1b]0;title\\x07" in capsys.readouterr().err

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from expect import raises_code
+from safetensors.numpy import load_file
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config
+from embodrl.data.demos import EXECUTED, LOG_PROB
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
 from embodrl.envs.experts import EXPERTS
@@ -16,8 +19,9 @@ from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
 from embodrl.reporting.progress import Progress
-from embodrl.runs.collect import Collector
+from embodrl.runs.collect import ActingPolicy, Collector
 from embodrl.specs import ENVS
+from embodrl.types import PolicyOutput
 
 NUM_ENVS, MAX_STEPS = 4, 21
 
@@ -97,6 +101,63 @@ def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
     content = index(tmp_path)
     assert 0 < len(content["episodes"]) == int(collector.kept.sum()) < 50
     assert content["meta"]["stopped_early"] is True
+
+
+class Policy:
+    """An engine: chunk k has two actions, k/100 in one dimension and 0, 1 in another, of log-probs -k and -k-1."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.generators = []
+
+    def make_generators(self, seed):
+        return [tuple(seed)]
+
+    def act_greedily(self, observation):
+        self.asked.append(observation.batch_size)
+        chunk = len(self.asked)
+        actions = np.zeros((observation.batch_size, 2, 7), np.float32)
+        actions[:, :, 5], actions[:, 1, 4] = chunk / 100, 1.0  # the toy reads other dimensions
+        logprobs = torch.zeros(actions.shape)
+        logprobs[:, :, 0] = -torch.tensor([chunk, chunk + 1])
+        return PolicyOutput(actions, logprobs, None, {})
+
+    def act(self, observation, compute_values):
+        assert not compute_values
+        return self.act_greedily(observation)
+
+
+def record(settings: Config) -> tuple[Collector, Policy]:
+    writer, engine = RawWriter(Path(settings.collect.output_dir)), Policy()
+    collector = Collector(settings, LocalPool(), writer, policy=ActingPolicy("a run", engine))  # pyright: ignore
+    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector.close()
+    return collector, engine
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_policy_is_recorded_step_by_step(tmp_path: Path, sample: bool) -> None:
+    overrides = ("collect.keep_failures=true", "collect.num_episodes=4", f"collect.sample={str(sample).lower()}")
+    _, engine = record(config(tmp_path, *overrides))
+    (shard,) = tmp_path.glob("*.safetensors")
+    columns = load_file(shard)
+    # No episode ends before the step limit of 21: 11 chunks of two actions, the second of the last one is not used.
+    assert engine.asked == [NUM_ENVS] * 11
+    first = np.repeat(np.arange(1, 12), 2)[:MAX_STEPS]
+    np.testing.assert_allclose(columns["actions"][:MAX_STEPS, 5], first / 100, rtol=1e-6)
+    np.testing.assert_array_equal(columns["actions"][:MAX_STEPS, 4], np.arange(MAX_STEPS) % 2)
+    np.testing.assert_array_equal(columns["actions"], columns[EXECUTED])
+    assert (LOG_PROB in columns) == sample
+    if sample:
+        np.testing.assert_array_equal(columns[LOG_PROB][:MAX_STEPS], -first - np.arange(MAX_STEPS) % 2)
+    content = index(tmp_path)
+    assert content["meta"]["policy"] == "a run" and content["meta"]["policy_success_rate"] == {"reach-red": 0.0}
+    assert load_demos(tmp_path).outcomes is not None
+
+
+def test_a_policy_that_hardly_succeeds_is_recorded_only_with_its_failures(tmp_path: Path) -> None:
+    with raises_code("policy-fails"):
+        record(config(tmp_path, "collect.num_episodes=100"))
 
 
 class LosingPool(LocalPool):

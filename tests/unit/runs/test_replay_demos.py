@@ -69,7 +69,8 @@ def test_what_actions_led_to_is_written_and_read(style: str, tmp_path: Path) -> 
 def test_chunks_begin_at_every_frame() -> None:
     """Chunks of two: an episode of three frames that was solved, and one of four that ran out of time."""
     one, two = outcomes(3, True), outcomes(4, False)
-    joined = Outcomes(*(np.concatenate(pair) for pair in zip(vars(one).values(), vars(two).values(), strict=True)))
+    joined = Outcomes.of({name: np.concatenate([part, two.columns()[name]]) for name, part in one.columns().items()})
+    assert joined is not None
     number = np.array([0, 1, 2, 10, 11, 12, 13], np.float32)
     columns = {
         "images": np.zeros((7, 1, 8, 8, 3), np.uint8),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from expect import raises_code
@@ -102,3 +104,25 @@ def test_links_are_refused_but_for_those_of_the_run_and_of_wandb(tmp_path: Path)
     (tmp_path / "videos").symlink_to("/tmp")
     with raises_code("run-directory-link"), run_lock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "logs"])
+def test_a_file_in_the_place_of_a_directory_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with raises_code("run-directory-file", OutputError) as info, run_lock(tmp_path):
+        pass
+    assert str(tmp_path / name) in info.value.message
+
+
+def test_a_pipe_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / LOCK_FILE)
+    with raises_code("output", OutputError), run_lock(tmp_path):
+        pass
+
+
+def test_an_export_that_is_larger_than_the_shell_allows_says_so(tmp_path: Path) -> None:
+    policy = Mock()
+    policy.save_pretrained.side_effect = OSError(errno.EFBIG, "File too large")
+    with pytest.raises(OutputError) as info:
+        run_files.export_policy(policy, tmp_path / "policy", Mock())
+    assert "ulimit -f" in info.value.hint and "disk space" not in info.value.hint

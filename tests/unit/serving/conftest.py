@@ -1,13 +1,3 @@
-"""Tests of policy servers skip where the extra ``serve`` is not installed."""
+"""Tests skip where the extra ``serve`` is not installed."""
 
-import importlib.util
-
-import pytest
-
-MISSING = [name for name in ("aiohttp", "msgpack", "zmq", "PIL") if importlib.util.find_spec(name) is None]
-
-
-@pytest.fixture(autouse=True)
-def _extra():
-    if MISSING:
-        pytest.skip(f"the extra serve is not installed: {', '.join(MISSING)}")
+from serve_extra import _extra  # noqa: F401

@@ -1,6 +1,10 @@
 """What all protocols share: batches, versions, pauses, and the end."""
 
 import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -8,8 +12,15 @@ from expect import raises_code
 from served import MeanPolicy, config_of, engine_of, wanted
 
 from embodrl.errors import ServingError
+from embodrl.serving import core as core_module
 from embodrl.serving.core import ModelCore, explain
+from embodrl.serving.stall import BatchWatch
 from embodrl.types import Observation
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(core_module, "LOOK_S", 0.002)
 
 
 def seen(pixel: int, text: str = "push", size: int = 4) -> Observation:
@@ -149,11 +160,69 @@ def test_draining_answers_what_is_under_way_and_refuses_the_rest():
 
 def test_draining_ends_at_its_limit():
     async def test(core, policy):
-        core._in_flight = 1  # a request that is never answered
-        core._idle.clear()
+        core._idle.clear()  # a request that is never answered
         assert not await core.drain()
 
     with_core(test, drain_timeout_s=0.01)
+
+
+def test_what_is_no_exception_is_an_error_of_the_policy():
+    async def test(core, policy):
+        for error in (SystemExit(3), asyncio.CancelledError(), StopIteration()):
+            policy.predict_action_batch = Mock(side_effect=error)
+            with pytest.raises(RuntimeError, match=type(error).__name__):
+                await core.act(seen(1), 1, "openpi")
+
+    with_core(test)
+
+
+def test_requests_of_a_batch_that_hangs_get_an_error_until_it_ends(caplog):
+    async def test(core, policy):
+        goes_on, real = threading.Event(), policy.predict_action_batch
+        policy.predict_action_batch = lambda *a, **k: goes_on.wait(30) and real(*a, **k)
+        watching = asyncio.create_task(core.watch(lambda: None))
+        with raises_code("server-model-hangs", ServingError):
+            await core.act(seen(1), 1, "openpi")
+        assert "in wait" in caplog.text, "its stack"
+        with raises_code("server-model-hangs", ServingError):
+            await core.act(seen(1), 1, "openpi")
+        goes_on.set()
+        while core.stalled:
+            await asyncio.sleep(0.001)
+        assert (await core.act(seen(2), 1, "openpi")).actions.shape == (5, 7)
+        watching.cancel()
+
+    with_core(test, stall_timeout_s=0.01)
+
+
+def test_a_batch_that_hangs_for_good_ends_the_server_and_closing_does_not_wait():
+    async def test(core, policy):
+        goes_on, given_up = threading.Event(), asyncio.Event()
+        policy.predict_action_batch = lambda *a, **k: goes_on.wait(30)
+        watching = asyncio.create_task(core.watch(given_up.set))
+        with raises_code("server-model-hangs", ServingError):
+            await core.act(seen(1), 1, "openpi")
+        await given_up.wait()
+        assert await core.drain() and core.is_computing
+        core.close()
+        assert core.is_computing
+        goes_on.set()
+        watching.cancel()
+
+    with_core(test, stall_timeout_s=0.001)
+
+
+def test_a_batch_that_computes_does_not_hang():
+    watch, clock = BatchWatch(0.01), time.monotonic()
+    with watch:
+        watch.look()
+        while time.monotonic() - clock < 0.05:
+            pass
+        seen_from = ThreadPoolExecutor(1)
+        assert not seen_from.submit(watch.look).result()
+        time.sleep(0.05)
+        assert "no processor time" in seen_from.submit(watch.look).result()
+    assert not watch.look()
 
 
 def test_the_figures_count_requests_and_batches():

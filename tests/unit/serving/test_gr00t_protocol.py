@@ -134,7 +134,7 @@ def test_several_clients_share_a_batch():
                 socket.connect(server.urls["gr00t"])
                 data = {"video.base_camera": npy(VIDEO * 0 + number), "annotation.human.task_description": ""}
                 await socket.send(raw({"api_token": TOKEN, "endpoint": "get_action", "data": data}))
-            while server.core._in_flight < 3:
+            while len(server.core._under_way) < 3:
                 await asyncio.sleep(0.001)
             server.core.resume()
             for number, socket in enumerate(sockets):

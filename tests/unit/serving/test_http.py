@@ -144,7 +144,7 @@ def test_pause_and_resume():
     async def test(server, session, post):
         assert (await post("/pause", {}))[1]["paused"] is True
         asked = asyncio.create_task(post("/act", {"images.base_camera": picture(9), "instruction": "push"}))
-        while not server.core._in_flight:
+        while not len(server.core._under_way):
             await asyncio.sleep(0.001)
         assert not server.policy.batches
         assert (await post("/resume", {}))[1]["paused"] is False

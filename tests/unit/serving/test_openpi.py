@@ -5,6 +5,7 @@ import contextlib
 import shutil
 import ssl
 import subprocess
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from expect import raises_code
 from served import TOKEN, raw, served, wanted, websocket
 
 from embodrl.errors import ServingError
+from embodrl.serving import listener
 from embodrl.wire.codec import openpi_envelope, unpack
 
 aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
@@ -141,7 +143,7 @@ def test_connections_share_a_batch_and_one_that_breaks_off_does_not_matter():
             server.core.pause()
             for pixel, socket in enumerate(sockets):
                 await socket.send_bytes(observation(pixel))
-            while server.core._in_flight < 3:
+            while len(server.core._under_way) < 3:
                 await asyncio.sleep(0.001)
             third._conn.close()  # without a word
             server.core.resume()
@@ -159,7 +161,7 @@ def test_stopping_answers_what_is_under_way_and_closes_the_connections():
             await socket.receive_bytes(timeout=10)
             server.core.pause()
             await socket.send_bytes(observation(5))
-            while not server.core._in_flight:
+            while not len(server.core._under_way):
                 await asyncio.sleep(0.001)
             server.server.stop()
             found = unpack(await socket.receive_bytes(timeout=10), openpi_envelope)["actions"]
@@ -238,3 +240,16 @@ def test_idle_connections_do_not_delay_a_client():
         assert server.policy.batches == [1, 1, 1]
 
     run(test, max_wait_ms=10_000.0)
+
+
+def test_clients_that_do_not_read_do_not_delay_the_end(monkeypatch):
+    monkeypatch.setattr(listener, "CLOSE_S", 0.02)
+
+    async def test():
+        async with served("openpi") as server:
+            # What is to be sent to them waits for room in their buffers.
+            stuck = [Mock(close=Mock(side_effect=lambda **_: asyncio.Event().wait())) for _ in range(3)]
+            server.server.listeners[0]._sockets.update(stuck)
+        assert all(socket.close.called for socket in stuck)
+
+    asyncio.run(test())

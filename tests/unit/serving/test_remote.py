@@ -1,6 +1,7 @@
 """``model=remote``: a policy behind a server, asked in each protocol that has a client here."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_rows_are_asked_about_at_the_same_time():
             policy, _ = await asyncio.to_thread(build, server.urls["openpi"])
             server.core.pause()
             asked = asyncio.create_task(asyncio.to_thread(ask, policy, seen(1, 2, 3)))
-            while server.core._in_flight < 3:
+            while len(server.core._under_way) < 3:
                 await asyncio.sleep(0.001)
             server.core.resume()
             await asked
@@ -76,14 +77,18 @@ def test_rows_are_asked_about_at_the_same_time():
     asyncio.run(run())
 
 
-def test_a_server_that_was_restarted_is_asked_again():
+@pytest.mark.parametrize("protocol", SERVED)
+def test_a_server_that_was_restarted_is_asked_again(protocol):
     async def run():
-        async with served("openpi", cameras=("front", "wrist")) as first:
-            policy, _ = await asyncio.to_thread(build, first.urls["openpi"])
+        async with served(protocol, cameras=("front", "wrist"), **SERVED[protocol]) as first:
+            keys = {} if protocol != "gr00t" else {"keys": {"state": ("state.a:1", "state.b:1")}}
+            policy, _ = await asyncio.to_thread(build, first.urls[protocol], **keys)
             await asyncio.to_thread(ask, policy, seen(1))
-            port = first.port("openpi")
-        async with served("openpi", cameras=("front", "wrist"), port=port):
-            assert (await asyncio.to_thread(ask, policy, seen(1))).shape == (1, 5, 7)
+            port = first.port(protocol)
+        asked = asyncio.create_task(asyncio.to_thread(ask, policy, seen(1, 2)))  # while it is gone
+        async with served(protocol, cameras=("front", "wrist"), port=port, **SERVED[protocol]):
+            assert (await asked).shape == (2, 5, 7)
+        policy.connection.client.config = policy.config.model_copy(update={"reconnect_timeout_s": 0.1})
         with raises_code("remote-unreachable", RemotePolicyError):
             await asyncio.to_thread(ask, policy, seen(1))
         await asyncio.to_thread(policy.connection.close)
@@ -111,6 +116,36 @@ def test_what_does_not_fit_is_named(protocol, monkeypatch):
             assert error.value.code in ("remote-unreachable", "remote-refused")
         with raises_code("remote-unreachable", RemotePolicyError):
             await asyncio.to_thread(build, url, answer_timeout_s=0.2)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("protocol", ["openpi", "http"])
+def test_a_server_without_a_sign_of_life_is_unreachable(protocol, monkeypatch):
+    monkeypatch.setattr(clients, "PROBE_S", 0.01)
+    monkeypatch.setattr(clients, "PROBE_TIMEOUT_S", 0.05)
+
+    async def run():
+        async with served(protocol, cameras=("front", "wrist")) as server:
+            policy, _ = await asyncio.to_thread(build, server.urls[protocol])
+            server.core.pause()  # it answers when it is asked whether it lives
+            asked = asyncio.create_task(asyncio.to_thread(ask, policy, seen(1)))
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            server.core.resume()
+            await asked
+            found = []
+
+            def attempt():
+                with raises_code("remote-unreachable", RemotePolicyError):
+                    ask(policy, seen(1))
+                found.append("unreachable")
+
+            thread = threading.Thread(target=attempt)
+            thread.start()
+            thread.join(20)  # meanwhile the server's loop hangs
+            assert found
+            await asyncio.to_thread(policy.connection.close)
 
     asyncio.run(run())
 
@@ -144,7 +179,7 @@ def test_it_only_acts_and_needs_a_url():
     for url in ("null", "host", "ftp://host:1", "ws://host", "ws://:80", "'ws://[::1'"):
         with raises_code("remote-policy-has-a-url"):
             load_config(["env=toy", "model=remote", f"model.url={url}"], verb="eval")
-    for verb, code in (("train", "remote-policy-is-not-trained"), ("sft", "remote-policy-is-not-fine-tuned")):
+    for verb, code in (("train", "trained-model-has-gradients"), ("sft", "fine-tuned-model-has-gradients")):
         with raises_code(code):
             load_config(["env=toy", "model=remote", "model.url=ws://host:1"], verb=verb)
     with raises_code("remote-policy-has-its-own-weights"):

@@ -2,8 +2,7 @@
 
 import asyncio
 
-from served import TOKEN, raw, served, wanted, websocket
-from test_codec import png
+from served import TOKEN, png, raw, served, wanted, websocket
 
 from embodrl.wire.codec import unpack
 

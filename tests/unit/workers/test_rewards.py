@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, RewardError
-from embodrl.workers.reward import Episode, RewardWorker, call_all
+from embodrl.workers.reward import Episode, RewardCalls, RewardWorker
 
 NUM_STEPS, NUM_ENVS, CHUNK = 6, 6, 2
 calls: list[Episode] = []
@@ -77,6 +78,19 @@ def judged_batch(seed: int) -> TrajectoryBatch:
     )
 
 
+def call_all(function: Any, episodes: list[Episode], config: RewardConfig) -> tuple[list[object], int]:
+    """Return the outcome of each episode, and how many attempts failed."""
+    calls = RewardCalls(function, config)
+    results = [call.result() for call in [calls.start(episode) for episode in episodes]]
+    calls.close()
+    return [outcome for outcome, _ in results], sum(failed for _, failed in results)
+
+
+def episode_of(num_actions: int, **more: Any) -> Episode:
+    values: dict[str, Any] = {"success": False, "finished": True, "task": "reach", "frames": torch.zeros(1)}
+    return Episode(torch.zeros(num_actions), policy_version=torch.zeros(1), **(values | more))
+
+
 def worker_of(*overrides: str, function: str | None = None) -> RewardWorker:
     name = [] if function is None else [f"reward.fn='test_rewards:{function}'"]
     return RewardWorker(load_config(["env=toy", *name, *overrides]).config, ("reach-red",))
@@ -90,6 +104,11 @@ def steps(episode: Episode) -> float:
 async def steps_async(episode: Episode) -> float:
     await asyncio.sleep(0)
     return steps(episode)
+
+
+def by_instruction(episode: Episode) -> float:
+    calls.append(episode)
+    return -1.0 if episode.instruction is None else float(len(episode.instruction))
 
 
 def doubled(episode: Episode) -> Tensor:
@@ -161,6 +180,9 @@ def test_one_number_is_paid_at_the_last_action(function: str) -> None:
         expected[last, 0] = 2 * last + 1  # the actions that were valid
         assert torch.equal(batch.rewards[:, env], expected)
     assert metrics["reward/errors"] == metrics["reward/failed_calls"] == 0
+    paid = [2 * (2 + env % 4) + 1 for env in range(NUM_ENVS)]
+    assert metrics["reward/mean"] == pytest.approx(sum(paid) / NUM_ENVS)
+    assert metrics["reward/std"] == pytest.approx(statistics.pstdev(paid))
     assert batch.rewards is not before, "what others hold is left alone"
     assert {(call.task, call.success, call.finished, len(call.frames)) for call in calls} == {
         ("reach-red", env % 2 == 0, True, 3 + env % 4) for env in range(NUM_ENVS)
@@ -220,14 +242,41 @@ def test_no_more_calls_at_the_same_time_than_allowed() -> None:
     async def watched(_: Episode) -> float:
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await asyncio.to_thread(release.wait)
         running -= 1
         return 0.0
 
-    episodes = [Episode(torch.zeros(1), False, True, "", torch.zeros(1)) for _ in range(9)]
-    outcomes, failed = call_all(watched, episodes, RewardConfig(max_concurrency=4))
-    assert most == 4 and not failed and len(outcomes) == 9
+    calls_of = RewardCalls(watched, RewardConfig(max_concurrency=4, timeout_s=600.0))
+    begun = [calls_of.start(episode_of(1)) for _ in range(9)]
+    release.set()  # none ends before all have been asked for
+    assert [call.result()[1] for call in begun] == [0] * 9 and most == 4
+    calls_of.close()
+
+
+def test_a_call_that_began_with_the_episode_is_not_made_again() -> None:
+    """Episodes 0 to 2 are judged while the rollout continues, by another number than the others."""
+    batch, worker = judged_batch(0), worker_of(function="by_instruction")
+    batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+    stale = worker.start(episode_of(1, instruction="of a rollout that was interrupted"))
+    for env in range(3):
+        batch.call_id[2 + env % 4, env] = worker.start(episode_of(1, instruction=f"env {env}"))
+    worker.apply(batch)
+    assert batch.call_id is None and len(calls) == 1 + NUM_ENVS and stale not in worker._begun
+    returns = batch.rewards.sum(dim=(0, 2)).tolist()
+    assert returns == [len("env 0")] * 3 + [-1.0] * 3
+
+
+def test_a_second_attempt_at_the_rewards_calls_again_for_what_failed() -> None:
+    batch, worker = judged_batch(0), worker_of("reward.retries=0", "reward.on_error=raise", function="fails_once")
+    batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+    begun = [episode_of(1) for _ in range(NUM_ENVS)]
+    for env, episode in enumerate(begun):
+        batch.call_id[2 + env % 4, env] = worker.start(episode)
+    with raises_code("reward", RewardError):
+        worker.apply(batch)
+    assert len(calls) == NUM_ENVS, "a failure before it is asked for is not tried again"
+    assert worker.apply(batch)["reward/errors"] == 0
+    assert [sum(call is episode for call in calls) for episode in begun] == [2] * NUM_ENVS
 
 
 def test_nothing_is_changed_unless_asked_for() -> None:
@@ -438,7 +487,7 @@ def test_what_is_no_exception_is_an_error_of_the_function(kind: type[BaseExcepti
     async def fails_later(episode: Episode) -> float:
         return fails(episode)
 
-    episodes = [Episode(torch.zeros(2), True, True, "reach", torch.zeros(1))]
+    episodes = [episode_of(2, success=True)]
     config = RewardConfig(retries=1, timeout_s=60.0)
     ((outcome,), failed) = call_all(fails_later if asynchronous else fails, episodes, config)
     assert isinstance(outcome, RewardError) and failed == 2
@@ -450,6 +499,6 @@ def test_an_async_function_whose_time_is_over_is_counted_as_before() -> None:
         await asyncio.Event().wait()
         return 0.0
 
-    episodes = [Episode(torch.zeros(2), True, True, "reach", torch.zeros(1))]
+    episodes = [episode_of(2, success=True)]
     ((outcome,), failed) = call_all(waits, episodes, RewardConfig(retries=0, timeout_s=0.01))
     assert isinstance(outcome, RewardError) and "took more than" in outcome.message and failed == 1

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from embodrl.algorithms.episodes import split_episodes
 from embodrl.config import load_config
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.lockstep import EpisodeStats
+from embodrl.workers.reward import RewardWorker
 
 CHUNK = 4
 FIXED = [
@@ -181,6 +183,41 @@ def test_a_rollout_has_the_shapes_and_the_contents_of_what_happened(stages):
     np.testing.assert_array_equal(batch.task_id[0].numpy(), tasks)
     assert metrics["rollout/episodes"] >= envs
     assert metrics["time/env_s"] >= 0 and metrics["time/policy_s"] > 0
+
+
+def summary(episode):
+    return (
+        *(tuple(column.flatten().tolist()) for column in (episode.rewards, episode.frames, episode.policy_version)),
+        *(episode.success, episode.finished, episode.task),
+    )
+
+
+@pytest.mark.parametrize("overrides", [(), ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=8")])
+@pytest.mark.parametrize("faults", [(), ((2, 1),), ((0, 1), (1, 1))])
+def test_episodes_are_judged_as_they_end_as_they_would_be_in_the_end(overrides, faults):
+    """Of each environment: solved, out of time, lost to a fault (its chunk, and row), and cut off by the end."""
+    config = config_of(*overrides)
+    worker, _ = worker_of(config, KnownPolicy(0.4), faults=faults)
+    worker.keep_frames, judged, moments = True, [], []
+
+    def judge(episode):
+        moments.append(len(worker.engine.seen))
+        judged.append(episode)
+        return len(judged) - 1
+
+    worker.judge = judge
+    batch, _ = worker.gather(0)
+    rewards = RewardWorker(config_of("reward.fn='math:isfinite'"), tuple(config.env.tasks))
+    episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
+    numbers = episodes.of(batch.call_id)
+    assert sorted(numbers.tolist()) == list(range(len(judged))) and (batch.call_id >= 0).sum() == len(judged)
+    for index, number in enumerate(numbers.tolist()):
+        assert summary(judged[number]) == summary(rewards._record(batch, episodes, index))
+    assert overrides or min(moments) < worker.num_steps, "some are judged while the rollout continues"
+    for episode in judged:
+        assert episode.actions.shape == (len(episode.rewards), 7) and (episode.actions[:, 0] == np.float32(0.4)).all()
+        assert episode.images[:, 0].equal(episode.frames) and episode.states.shape[0] == len(episode.frames)
+        assert episode.instruction
 
 
 def test_chunks_carry_the_version_of_the_weights_that_chose_them():

@@ -38,7 +38,7 @@ class Recorded(Compass):
 
 
 class RejectsFirst(ChunkWorkflow):
-    """Rejects every episode of the first plays, some by raising."""
+    """Rejects every episode of the first attempts, some by raising."""
 
     def __init__(self, plays: int, failing: int = 0) -> None:
         self.tasks: list[EpisodeTask] = []

@@ -97,7 +97,7 @@ def _gate_up(prefix: str, width: int) -> list[Piece]:
 
 def llama_pieces(model: ParallelLlama) -> dict[str, list[Piece]]:
     """Return what every parameter of the model holds, by its name, in the names of the public layout."""
-    width = model.config.hidden_size
+    width = model.spec.hidden_size
     pieces = {
         "model.embed_tokens.weight": _one("model.embed_tokens.weight", 0),
         "model.norm.weight": _one("model.norm.weight", None),

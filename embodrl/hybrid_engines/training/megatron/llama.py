@@ -11,26 +11,25 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.training.megatron.core import ParallelConfig, megatron, parallel_config, tensor_group
 from embodrl.models.common.attention import attention
-from embodrl.models.common.llama import Llama
+from embodrl.models.common.llama import Llama, LlamaSpec, rotary
 
 
-def check_divisible(config: LlamaConfig, size: int) -> None:
+def check_divisible(spec: LlamaSpec, size: int) -> None:
     """Refuse a model that can't be cut into parts of the same size.
 
     Raises:
         EmbodrlError: says what all does not divide.
     """
     cut = {
-        "attention heads": config.num_attention_heads,
-        "key and value heads": config.num_key_value_heads or config.num_attention_heads,
-        "MLP units": config.intermediate_size,
-        "token ids": config.vocab_size,
+        "attention heads": spec.num_attention_heads,
+        "key and value heads": spec.num_key_value_heads,
+        "MLP units": spec.intermediate_size,
+        "token ids": spec.vocab_size,
     }
     uneven = [f"{number} {name}" for name, number in cut.items() if number % size]
     if uneven:
@@ -61,15 +60,15 @@ class ParallelAttention(nn.Module):
     The rows of ``linear_qkv`` are, for every head of keys and values, its H/G query heads, then itself.
     """
 
-    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig) -> None:
+    def __init__(self, llama: LlamaSpec, parallel: ParallelConfig, causal: bool) -> None:
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         size = tensor_group().size()
-        heads, groups = llama.num_attention_heads, llama.num_key_value_heads or llama.num_attention_heads
+        heads, groups = llama.num_attention_heads, llama.num_key_value_heads
         self.groups = groups // size
         self.heads_of_group = heads // groups
         self.head_dim = llama.hidden_size // heads
-        self.causal = bool(getattr(llama, "is_causal", True))
+        self.causal = causal
         common: dict[str, object] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
         rows = (heads + 2 * groups) * self.head_dim
         self.linear_qkv = layers.ColumnParallelLinear(llama.hidden_size, rows, gather_output=False, **common)
@@ -91,7 +90,7 @@ class ParallelAttention(nn.Module):
 class ParallelMLP(nn.Module):
     """SwiGLU; the rows of ``linear_fc1`` are the process's gates, then its units."""
 
-    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig) -> None:
+    def __init__(self, llama: LlamaSpec, parallel: ParallelConfig) -> None:
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         common: dict[str, object] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
@@ -108,10 +107,10 @@ class ParallelMLP(nn.Module):
 class ParallelBlock(nn.Module):
     """A layer of Llama; norms are whole in every process."""
 
-    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig) -> None:
+    def __init__(self, llama: LlamaSpec, parallel: ParallelConfig, causal: bool) -> None:
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
-        self.self_attention = ParallelAttention(llama, parallel)
+        self.self_attention = ParallelAttention(llama, parallel, causal)
         self.pre_mlp_layernorm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps)
         self.mlp = ParallelMLP(llama, parallel)
         self.to(parallel.params_dtype)
@@ -128,19 +127,19 @@ class ParallelDecoder(nn.Module):
     Args:
         llama: dimensions.
         parallel: of ``parallel_config``.
-        rotary: of the model that this one replaces; holds no weights.
+        causal: a token sees no later one.
         recompute: compute the activations of every layer again in the backward pass.
     """
 
-    def __init__(self, llama: LlamaConfig, parallel: ParallelConfig, rotary: nn.Module, recompute: bool) -> None:
+    def __init__(self, llama: LlamaSpec, parallel: ParallelConfig, causal: bool, recompute: bool) -> None:
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         self.embed_tokens = layers.VocabParallelEmbedding(
             llama.vocab_size, llama.hidden_size, init_method=nn.init.zeros_, config=parallel
         )
-        self.layers = nn.ModuleList(ParallelBlock(llama, parallel) for _ in range(llama.num_hidden_layers))
+        self.layers = nn.ModuleList(ParallelBlock(llama, parallel, causal) for _ in range(llama.num_hidden_layers))
         self.norm = LlamaRMSNorm(llama.hidden_size, llama.rms_norm_eps).to(parallel.params_dtype)
-        self.rotary_emb = rotary
+        self.spec = llama
         self.recompute = recompute
 
     def forward(
@@ -160,7 +159,7 @@ class ParallelDecoder(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        cos, sin = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        cos, sin = rotary(position_ids, self.spec, inputs_embeds.dtype)
         x = inputs_embeds
         for layer in self.layers:
             if self.recompute and torch.is_grad_enabled():
@@ -183,15 +182,15 @@ class ParallelLlama(nn.Module):
 
     def __init__(self, public: Llama) -> None:
         super().__init__()
-        self.config: LlamaConfig = public.config
-        check_divisible(self.config, tensor_group().size())
+        self.spec = public.spec
+        check_divisible(self.spec, tensor_group().size())
         parallel = parallel_config(public.lm_head.weight.dtype)
         recompute = public.model.gradient_checkpointing
-        self.model = ParallelDecoder(self.config, parallel, public.model.rotary_emb, recompute)
+        self.model = ParallelDecoder(self.spec, parallel, public.model.causal, recompute)
         layers = megatron("tensor_parallel.layers")
         self.lm_head = layers.ColumnParallelLinear(
-            self.config.hidden_size,
-            self.config.vocab_size,
+            self.spec.hidden_size,
+            self.spec.vocab_size,
             config=parallel,
             init_method=nn.init.zeros_,
             bias=False,

@@ -4,12 +4,11 @@ import base64
 import io
 import json
 import pickle
-import zlib
 
 import numpy as np
 import pytest
 from expect import raises_code
-from served import raw
+from served import png, raw
 
 from embodrl.errors import WireError
 from embodrl.wire import codec
@@ -147,15 +146,6 @@ def test_the_number_of_items_is_bounded(monkeypatch):
         nested = b"\xdc\x02\x00" + item * 512
         with raises_code("wire-message", WireError):
             codec.unpack(b"\x92" + nested + nested, codec.openpi_envelope)
-
-
-def png(width: int, height: int) -> bytes:
-    def part(kind, data):
-        return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
-
-    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\x00\x00\x00"
-    rows = b"".join(b"\x00" + bytes([row, 2, 3]) * 2 for row in range(2))
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
 
 
 def test_pictures_are_decoded_within_bounds():

@@ -1,0 +1,44 @@
+"""Section ``store``: what `embodrl store collect`, `train` and `eval` share."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from embodrl.config.schema.section import PositiveFloat, PositiveInt, Section
+
+
+class StoreConfig(Section):
+    """Episodes and weights that collectors, a trainer and evaluators hand over to each other."""
+
+    url: str | None = Field(
+        default=None, description="a directory that all of them reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
+    )
+    collector: str = Field(
+        default="collector-0",
+        pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*",
+        description="name of a collector, which its episodes are named after: one for each that runs at a time",
+    )
+    spool_dir: str = Field(
+        default="outputs/spool",
+        description="directory of a collector, for episodes that are not in the store yet, and of an evaluator",
+    )
+    episodes_per_shard: PositiveInt = Field(
+        default=32, le=100_000, description="episodes that a collector writes into the store at once"
+    )
+    shard_s: PositiveFloat = Field(
+        default=60.0, description="seconds after which a collector writes fewer of them into the store"
+    )
+    window_episodes: PositiveInt = Field(
+        default=1000, description="newest episodes that the trainer learns from, of those that it may use"
+    )
+    successes_only: bool = Field(default=True, description="imitate solved episodes only")
+    steps_per_episode: PositiveFloat = Field(
+        default=1.0, description="optimizer steps that each finished episode allows; then the trainer waits for more"
+    )
+    publish_interval: PositiveInt = Field(
+        default=50, description="optimizer steps between checkpoints, each of which publishes the weights"
+    )
+    remove_used: bool = Field(
+        default=False, description="the trainer removes shards from the store once they have left its window"
+    )
+    poll_s: PositiveFloat = Field(default=1.0, description="seconds between two looks into the store")

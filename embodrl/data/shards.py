@@ -1,0 +1,220 @@
+"""Finished episodes on their way from a collector into a store, as LeRobot datasets (shards) that never change.
+
+A finished episode is committed to a local dataset first, which becomes a shard when it is full and is then copied into
+the store. Whatever kills the collector, or however long the store is away: the next start finds committed episodes on
+the disk, and what was under way in ``progress``, which is saved with them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from embodrl.data.demos import Demos, Episode
+from embodrl.data.lerobot import OWN_META
+from embodrl.data.lerobot_writer import LeRobotWriter
+from embodrl.data.load import load_demos
+from embodrl.errors import StoreError
+from embodrl.fields import Fields, read_fields
+from embodrl.storage.store import Store
+
+EPISODES = "episodes"
+"""What shards are below, in a store."""
+
+
+class ShardWriter:
+    """Writes the episodes of one collector.
+
+    Args:
+        store: gets the shards.
+        spool: directory of this collector alone, on a disk that outlives the process.
+        collector: its name.
+        make_writer: returns the writer of a dataset in a directory, of which an interrupted one is continued.
+        capacity: episodes in a shard.
+        longest_s: seconds after which a shard with fewer is complete.
+
+    Attributes:
+        progress: what the last ``add`` was given, by this process or an earlier one; None for a new collector.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        spool: Path,
+        collector: str,
+        make_writer: Callable[[Path], LeRobotWriter],
+        capacity: int,
+        longest_s: float,
+    ) -> None:
+        self._store, self._spool, self._collector, self._make_writer = store, spool, collector, make_writer
+        self._capacity, self._longest_s = capacity, longest_s
+        self._ids: list[str] = []
+        self._uploaded: set[Path] = set()
+        self._since = time.monotonic()
+        self.progress: Fields | None = None
+        spool.mkdir(parents=True, exist_ok=True)
+        self._number = self._recover()
+        self._writer = make_writer(self._path(self._number))
+        if self._writer.progress is not None:
+            self.progress = self._writer.progress.fields("collector")
+            self._ids = self._writer.progress.texts("ids")
+
+    def _path(self, number: int) -> Path:
+        return self._spool / f"{self._collector}-{number:06d}"
+
+    def _complete(self) -> list[Path]:
+        return sorted(self._spool.glob(f"{self._collector}-{'[0-9]' * 6}"))
+
+    def _recover(self) -> int:
+        """Find the newest progress, on the disk or else in the store; return the number of the next shard."""
+        if complete := self._complete():
+            self.progress = read_fields(complete[-1] / OWN_META).fields("collector")
+            return int(complete[-1].name[-6:]) + 1
+        mine = [name for name in self._store.names(EPISODES) if name[:-7] == f"{EPISODES}/{self._collector}"]
+        if mine and (mark := self._store.mark(mine[-1])) is not None:
+            self.progress = mark.fields("collector")
+            return int(mine[-1][-6:]) + 1
+        return 0
+
+    def add(self, episodes: Sequence[Episode], progress: Mapping[str, object]) -> None:
+        """Make episodes survive a kill, together with what their collector needs to continue after them.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        for episode in episodes:
+            assert episode.id is not None, "the store counts episodes by it"
+            self._writer.add(episode)
+            self._ids.append(episode.id)
+        self._writer.commit({"collector": dict(progress), "ids": self._ids})
+        if len(self._ids) >= self._capacity or time.monotonic() - self._since > self._longest_s:
+            self.finish(progress)
+
+    def finish(self, progress: Mapping[str, object]) -> None:
+        """Complete the present shard, and begin the next one."""
+        if self._ids:
+            self._writer.close({"collector": dict(progress), "ids": self._ids})
+            self._number, self._ids = self._number + 1, []
+            self._writer = self._make_writer(self._path(self._number))
+        self._since = time.monotonic()
+
+    def upload(self) -> None:
+        """Copy complete shards into the store; the newest stays on the disk, too, until there is another.
+
+        Raises:
+            StoreError: the store can't be reached; the shards stay on the disk.
+        """
+        complete = self._complete()
+        for path in complete:
+            if path in self._uploaded:
+                continue
+            meta = read_fields(path / OWN_META)
+            facts = {"collector": meta.fields("collector").content, "ids": meta.texts("ids")}
+            self._store.put(path, f"{EPISODES}/{path.name}", facts)
+            self._uploaded.add(path)
+        for path in complete[:-1]:
+            shutil.rmtree(path)
+
+    def close(self) -> None:
+        """Release the present shard, whose committed episodes stay on the disk."""
+        self._writer.abort()
+
+
+class ShardReader:
+    """Follows the episodes of a store: each is read once, by its id.
+
+    Args:
+        store: with the shards.
+        cache: directory for copies of them.
+        cameras: in the order of the policy's.
+        size: height and width of pictures.
+        window: newest usable episodes kept.
+        successes_only: episodes that were not solved are counted, and not used.
+
+    Attributes:
+        shards: names of those read so far, in their order.
+        ids: of the episodes in them.
+        demos: the usable episodes of the window; None before there is one.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cache: Path,
+        cameras: Sequence[str],
+        size: tuple[int, int],
+        window: int,
+        successes_only: bool,
+    ) -> None:
+        self._store, self._cache, self._cameras, self._size = store, cache, cameras, size
+        self._window, self._successes_only = window, successes_only
+        self.shards: list[str] = []
+        self.ids: set[str] = set()
+        self._parts: list[tuple[str, list[str], Demos]] = []
+        self.demos: Demos | None = None
+
+    def poll(self) -> bool:
+        """Read the shards that are new; return whether there were any.
+
+        Raises:
+            StoreError: the store can't be reached, or a shard is damaged.
+        """
+        known = set(self.shards)
+        names = [name for name in self._store.names(EPISODES) if name not in known]
+        new = [name for name in names if self._store.mark(name) is not None]  # some may be marked at this moment
+        for name in new:
+            self._read(name)
+        if new:
+            self._trim()
+        return bool(new)
+
+    def restore(self, state: Fields) -> None:
+        """Be as the reader that ``state`` was called of.
+
+        Raises:
+            StoreError: a shard of the window can't be read any more.
+        """
+        used = state.texts("used")
+        self.shards, self.ids = [name for name in state.texts("shards") if name not in used], set(state.texts("ids"))
+        for name in used:
+            self._read(name)
+        self._trim()
+
+    @property
+    def finished(self) -> list[str]:
+        """The shards that are not needed any more, not even after a restart from here."""
+        used = {name for name, _, _ in self._parts}
+        return [name for name in self.shards if name not in used]
+
+    def state(self) -> dict[str, object]:
+        """Return what ``restore`` takes, as JSON."""
+        used = [name for name, _, _ in self._parts]
+        return {
+            "shards": self.shards,
+            "used": used,
+            "ids": sorted(self.ids.difference(*(i for _, i, _ in self._parts))),
+        }
+
+    def _read(self, name: str) -> None:
+        directory = self._cache / name.rpartition("/")[2]
+        mark = self._store.get(name, directory)
+        demos = load_demos(directory, None, self._cameras, self._size)
+        shutil.rmtree(directory)
+        ids = mark.texts("ids")
+        if len(ids) != len(demos.success):
+            raise StoreError(f"{name} has {len(demos.success)} episodes and {len(ids)} ids", code="store-damaged")
+        fresh = [number for number, one in enumerate(ids) if one not in self.ids]
+        wanted = [number for number in fresh if demos.success[number] or not self._successes_only]
+        self.shards.append(name)
+        self.ids.update(ids)
+        if wanted:
+            self._parts.append((name, ids, demos.select(wanted)))
+
+    def _trim(self) -> None:
+        parts = [demos for _, _, demos in self._parts]
+        while parts and sum(len(demos.instructions) for demos in parts[1:]) >= self._window:
+            self._parts.pop(0)
+            parts.pop(0)
+        self.demos = Demos.concat(parts) if parts else None

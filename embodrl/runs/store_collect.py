@@ -1,0 +1,246 @@
+"""`embodrl store collect`: a policy acts, its finished episodes go to a store, and newer weights come from there.
+
+Shapes: B environments, C actions in a chunk, A action dimensions, N frames of an episode.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.config import LoadedConfig
+from embodrl.config.schema import Config
+from embodrl.data.demos import POLICY_VERSION, Episode, Outcomes
+from embodrl.data.lerobot_writer import LeRobotWriter
+from embodrl.data.shards import ShardWriter
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.fields import Fields
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.weight_sync.stored import download_versions
+from embodrl.reporting.progress import Progress
+from embodrl.runs.collect import StepwiseActor, frame_rate
+from embodrl.runs.stop import StopSignal
+from embodrl.runs.store_parts import DONE, open_store
+from embodrl.serving.weights import WeightFollower, WeightSource
+from embodrl.storage.store import Retry, Store
+from embodrl.types import Observation
+from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
+
+logger = logging.getLogger(__name__)
+Vector = NDArray[np.float32]
+
+
+@dataclass
+class Attempt:
+    """An episode under way in one environment.
+
+    Attributes:
+        number: of all that this collector has begun.
+        frames: picture, state and action of each step so far, with its log-prob and the version of the weights.
+        results: reward of each step, and whether it terminated the episode.
+    """
+
+    number: int
+    frames: list[tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int]] = field(
+        default_factory=list[tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int]]
+    )
+    results: list[tuple[float, bool]] = field(default_factory=list[tuple[float, bool]])
+
+
+class PolicyCollector:
+    """Runs numbered attempts in all environments of a pool, and hands finished ones on with the numbers of the others.
+
+    Attempt n has the same seed and task whenever it is run, and its episode the id ``COLLECTOR-n``: what a kill has
+    interrupted is run again, and the store gets each number exactly once.
+
+    Args:
+        config: the run.
+        pool: started, without auto-reset, one action at a time.
+        engine: the policy.
+        shards: take finished episodes.
+    """
+
+    def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, shards: ShardWriter) -> None:
+        self.pool, self.engine, self.shards = pool, engine, shards
+        self.name, self._seed = config.store.collector, config.collect.seed
+        self._key = zlib.crc32(self.name.encode())
+        self.finished = self.solved = 0
+        self._next, self._again = 0, list[int]()
+        if shards.progress is not None:
+            self._continue(shards.progress)
+        engine.generators = engine.make_generators([config.runner.seed, self._key, self._next])
+        self.actor = StepwiseActor(engine, pool.spec.num_envs, sample=True)
+        self.attempts = [Attempt(self._draw()) for _ in range(pool.spec.num_envs)]
+
+    def _continue(self, progress: Fields) -> None:
+        self.finished, self.solved = progress.integer("finished"), progress.integer("solved")
+        self._next = progress.integer("next")
+        self._again = [int(number) for number in progress.numbers("open", low=0)]
+
+    def progress(self) -> dict[str, object]:
+        """Return what continues from here: the next number, and those that are not finished."""
+        begun = [attempt.number for attempt in self.attempts]
+        return {
+            "next": self._next,
+            "open": sorted([*begun, *self._again]),
+            "finished": self.finished,
+            "solved": self.solved,
+        }
+
+    def _draw(self) -> int:
+        if self._again:
+            return self._again.pop(0)
+        self._next += 1
+        return self._next - 1
+
+    def _seed_of(self, number: int) -> int:
+        drawn = int(np.random.SeedSequence([self._seed, self._key, number]).generate_state(1)[0])
+        return 2**30 + drawn // 4  # far above the seeds of evaluations
+
+    def begin(self, rows: NDArray[np.int64]) -> Observation:
+        """Start the attempts of these rows; all of them over again if a simulator process was lost meanwhile."""
+        self.actor.begin(rows)
+        for row in rows:
+            self.attempts[row] = Attempt(self.attempts[row].number)
+        numbers = [self.attempts[row].number for row in rows]
+        seeds = np.array([self._seed_of(number) for number in numbers], np.int64)
+        tasks = np.array([number % len(self.pool.spec.tasks) for number in numbers], np.int32)
+        restarts = self.pool.faults.restarts
+        observation = self.pool.reset(seeds, tasks, rows)
+        if self.pool.faults.restarts != restarts:
+            return self.begin(np.arange(self.pool.spec.num_envs))
+        return observation
+
+    def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
+        """Collect until so many episodes are finished, or until asked to stop.
+
+        Raises:
+            OutputError: the disk is full.
+        """
+        observation = self.begin(np.arange(self.pool.spec.num_envs))
+        while self.finished < num_episodes and not should_stop():
+            observation = self._step(observation)
+            tell(self.finished, f"success {self.solved / max(self.finished, 1):.0%}, version {self.engine.version}")
+
+    def _step(self, observation: Observation) -> Observation:
+        actions, log_probs = self.actor.act(observation)
+        for row, attempt in enumerate(self.attempts):
+            seen = (observation.images[row].copy(), observation.state[row].copy())
+            attempt.frames.append((*seen, actions[row], log_probs[row], self.actor.versions[row]))
+        instructions = list(observation.instruction)
+        step = self.pool.step(actions[:, None])
+        for row, attempt in enumerate(self.attempts):
+            attempt.results.append((float(step.reward[row, 0]), bool(step.terminated[row, 0])))
+        ended = np.flatnonzero(step.done)
+        if not len(ended):
+            return step.observation
+        whole = [int(row) for row in ended if step.valid[row].any()]  # the others were lost to a fault: run again
+        episodes = [self._episode(row, bool(step.success[row]), instructions[row]) for row in whole]
+        self.finished, self.solved = self.finished + len(whole), self.solved + sum(e.success for e in episodes)
+        for row in whole:
+            self.attempts[row] = Attempt(self._draw())
+        if episodes:
+            self.shards.add(episodes, self.progress())
+        return self.begin(ended)
+
+    def _episode(self, row: int, success: bool, instruction: str) -> Episode:
+        attempt = self.attempts[row]
+        images, states, actions, log_probs, versions = zip(*attempt.frames, strict=True)
+        rewards, terminated = zip(*attempt.results, strict=True)
+        executed = np.stack(actions).astype(np.float32)
+        known = None if log_probs[0] is None else np.array(log_probs, np.float32)
+        outcomes = Outcomes(executed, np.array(rewards, np.float32), np.array(terminated, np.bool_), known)
+        tasks = self.pool.spec.tasks
+        return Episode(
+            np.stack(images),
+            np.stack(states),
+            executed,
+            instruction,
+            tasks[attempt.number % len(tasks)],
+            self._seed_of(attempt.number),
+            success,
+            outcomes,
+            {POLICY_VERSION: np.array(versions, np.int64)},
+            f"{self.name}-{attempt.number:08d}",
+        )
+
+
+class Uploads:
+    """Copies shards into the store now and then, and asks there whether the trainer has finished.
+
+    Args:
+        store, shards: of the collector.
+        interval_s: between two looks.
+    """
+
+    def __init__(self, store: Store, shards: ShardWriter, interval_s: float) -> None:
+        self._store, self._shards, self._interval_s = store, shards, interval_s
+        self._retry = Retry(logger.warning)
+        self._next = 0.0
+
+    def is_over(self) -> bool:
+        """Copy what is complete, if it is time; return whether the trainer has finished."""
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + self._interval_s
+        self._retry(self._shards.upload)
+        return self._retry(self._store.mark, DONE) is not None
+
+
+def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
+    """Collect episodes with the policy until ``collect.num_episodes``, the trainer's end, or a signal; the exit code.
+
+    Episodes that could not be copied to the store stay in ``store.spool_dir``; the same command continues with them.
+
+    Raises:
+        EmbodrlError: something is missing, or the disk is full.
+    """
+    config = loaded.config
+    settings, collecting = config.store, config.collect
+    store = open_store(config)
+    device = configure_torch(config, loaded.deployment.of("rollout")[0])
+    check_memory(config, loaded.deployment, training=False, device=device)
+    check_simulator(config)
+    spool = Path(settings.spool_dir) / settings.collector
+    with ExitStack() as closing:
+        number = config.env.train.total_num_envs
+        pool = make_pool(config, number, max_chunk=1, auto_reset=False, ignore_terminations=False)
+        stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
+        closing.callback(pool.close)
+        pool.start()
+        names, fps = [camera.name for camera in config.env.cameras], frame_rate(config, pool.spec)
+
+        def make_writer(directory: Path) -> LeRobotWriter:
+            return LeRobotWriter(directory, names, fps, collecting.video_crf, config.env.env_type, resume=True)
+
+        sizes = (settings.episodes_per_shard, settings.shard_s)
+        shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes)
+        closing.callback(shards.close)
+        engine = make_rollout_engine(config, build_policy(config), num_threads(config))
+        directory = spool / "weights"
+        follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
+        follower.start()
+        closing.callback(follower.stop)
+        collector = PolicyCollector(config, pool, engine, shards)
+        uploads = Uploads(store, shards, settings.poll_s)
+        say(f"collecting into {store} as {settings.collector}, from episode {collector.finished}")
+        stop.can_save("the same command continues with the episodes that are finished")
+        progress = closing.enter_context(
+            Progress("collect", collecting.num_episodes, "episodes", config.runner.logger.console)
+        )
+        collector.run(collecting.num_episodes, lambda: bool(stop) or uploads.is_over(), progress.update)
+        with stop.saving():
+            shards.finish(collector.progress())
+            shards.upload()
+        progress.message(f"{collector.finished} episodes, {collector.solved} of them solved, are in {store}")
+    return stop.exit_code

@@ -1,0 +1,65 @@
+"""Whether the batch under way hangs: its thread uses no processor time."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+MAX_STEP_S = 2.0
+"""What a look may add at most: the whole process may have been stopped since the last one."""
+MIN_CPU = 0.03
+"""Of one core, for a thread that makes progress."""
+
+
+class BatchWatch:
+    """Entered by the thread of the model for each batch; looked at from another thread about once per second.
+
+    Waiting for a GPU uses processor time, too: CUDA spins by default.
+
+    Args:
+        limit_s: without processor time, after which a batch counts as hung.
+
+    Attributes:
+        found: why it counts as hung; "" while it does not.
+        idle_s: seconds that it has used no processor time.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._batch = 0
+        self._thread: int | None = None
+        self._looked, self._used, self._seen = time.monotonic(), 0.0, 0
+        self.found, self.idle_s = "", 0.0
+
+    def __enter__(self) -> None:
+        self._batch += 1
+        self._thread = threading.get_ident()
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._thread = None
+
+    @property
+    def is_entered(self) -> bool:
+        """A batch is under way."""
+        return self._thread is not None
+
+    def look(self) -> str:
+        """Return why the batch under way counts as hung; "" while it does not, or without one."""
+        now, thread, batch = time.monotonic(), self._thread, self._batch
+        elapsed, self._looked = min(now - self._looked, MAX_STEP_S), now
+        used = 0.0 if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread))
+        is_same = thread is not None and batch == self._seen
+        self.idle_s = self.idle_s + elapsed if is_same and used - self._used < MIN_CPU * elapsed else 0.0
+        self._used, self._seen = used, batch
+        hangs = self.idle_s >= self._limit_s
+        text = f"the model hangs: a batch has used no processor time for {self.idle_s:.0f} s"
+        self.found = (self.found or text) if hangs else ""
+        return self.found
+
+    def stack(self) -> str:
+        """Return where the thread is, as text."""
+        frame = sys._current_frames().get(self._thread or 0)
+        return "" if frame is None else "".join(traceback.format_stack(frame)).rstrip()

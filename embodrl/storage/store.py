@@ -1,0 +1,221 @@
+"""A store that several processes share: directories that are complete or absent, at a path or any URL of fsspec.
+
+A directory consists of its files and, written last, ``STABLE``: a JSON object with size and SHA-256 of each file, and
+what its writer says about it. Without that mark it does not exist for readers; it never changes once it has it. The
+store needs no locks and no renames, which object stores lack: each name has one writer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from embodrl.errors import EmbodrlError, StoreError
+from embodrl.fields import MAX_JSON_BYTES, Fields, parse_fields
+from embodrl.storage.atomic import atomic_directory, sync_tree
+from embodrl.storage.integrity import sha256_of
+
+STABLE, SIGN = "STABLE", "embodrl-store"
+_HINT = "see docs/store.md; what was written before is intact"
+
+
+class Store:
+    """A place for directories with names such as ``episodes/NAME``.
+
+    Args:
+        url: an absolute path, or a URL that fsspec knows, such as s3://BUCKET/PREFIX; credentials come from where the
+            URL's library looks for them.
+
+    Raises:
+        StoreError: nothing knows such URLs, or what does is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url)
+        except (ValueError, ImportError) as error:
+            hint = "give a path or a URL such as s3://BUCKET/PREFIX, and install the library that the message names"
+            raise StoreError(f"there is no store at {url}: {error}", hint, code="store-url") from error
+        self._is_local = "file" in ((p,) if isinstance(p := self._fs.protocol, str) else p)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((self._root.rstrip("/"), *parts))
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Turn any failure of the block into a StoreError."""
+        try:
+            yield
+        except EmbodrlError:
+            raise
+        except Exception as error:  # every kind of store raises errors of its own
+            problem = f"{type(error).__name__}: {str(error)[:300]}"
+            hint = "it is tried again while the command runs; " + _HINT
+            raise StoreError(f"{what} {self.url} failed: {problem}", hint, code="store-unreachable") from error
+
+    def create(self) -> None:
+        """Begin a store unless it is there.
+
+        Raises:
+            StoreError: it can't be written.
+        """
+        with self._reported("creating"):
+            if not self._fs.exists(self._path(SIGN)):
+                self._fs.makedirs(self._root, exist_ok=True)
+                self._fs.pipe_file(self._path(SIGN), b"episodes, weights and results; see docs/store.md of embodrl\n")
+
+    def _must_exist(self) -> None:
+        """Refuse to take a store that is away, as the place where it is mounted, for an empty one.
+
+        Raises:
+            StoreError: it is away.
+        """
+        with self._reported("looking into"):
+            self._fs.invalidate_cache()
+            if not self._fs.exists(self._path(SIGN)):
+                raise FileNotFoundError(f"{SIGN} is missing: it was removed, or is not mounted")
+
+    def names(self, kind: str) -> list[str]:
+        """Return the directories ``kind/NAME``, in the order of their names; the newest may lack a whole mark still.
+
+        Raises:
+            StoreError: the store can't be reached.
+        """
+        self._must_exist()
+        with self._reported("listing"):
+            try:
+                marks = self._fs.glob(self._path(kind, "*", STABLE))
+            except FileNotFoundError:
+                return []
+            return sorted(f"{kind}/{PurePosixPath(mark).parent.name}" for mark in marks)
+
+    def mark(self, name: str) -> Fields | None:
+        """Return what the writer of a directory says about it, with ``files``; None if there is no such directory.
+
+        Raises:
+            StoreError: the store can't be reached.
+        """
+        with self._reported("reading from"):
+            try:
+                content = self._fs.cat_file(self._path(name, STABLE), end=MAX_JSON_BYTES)
+            except FileNotFoundError:
+                self._must_exist()
+                return None
+            try:
+                return parse_fields(content, f"{self.url}/{name}/{STABLE}", StoreError, _HINT)
+            except StoreError:
+                return None  # cut off while it is written: the directory is not complete yet
+
+    def put(self, directory: Path, name: str, facts: Mapping[str, object] | None = None) -> None:
+        """Copy a directory into the store; nothing happens if it is there already, so that a writer may try again.
+
+        Args:
+            directory: complete; a file ``STABLE`` and those whose names begin with a dot are left out.
+            name: of one writer.
+            facts: what ``mark`` returns of it; JSON.
+
+        Raises:
+            StoreError: it can't be written, and does not exist for readers; or the store has another one of that name.
+        """
+        paths = (p for p in directory.rglob("*") if p.is_file() and not p.name.startswith(".") and p.name != STABLE)
+        named = {p.relative_to(directory).as_posix(): p for p in sorted(paths)}
+        files = {key: {"num_bytes": p.stat().st_size, "sha256": sha256_of(p)} for key, p in named.items()}
+        if (found := self.mark(name)) is not None:
+            if found.fields("files").content == files:
+                return
+            hint = "two processes write into the same store under one name: give each its own (store.collector)"
+            raise StoreError(f"{self.url} holds another {name}", hint, code="store-name-taken")
+        with self._reported("writing to"):
+            for key, path in named.items():
+                target = self._path(name, key)
+                self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
+                self._fs.put_file(str(path), target)
+            if self._is_local:
+                sync_tree(Path(self._path(name)))
+        self.put_note(name, {**(facts or {}), "files": files})
+
+    def put_note(self, name: str, content: Mapping[str, object]) -> None:
+        """Write the mark of a directory, which may have no files; an earlier one is replaced.
+
+        Raises:
+            StoreError: it can't be written.
+        """
+        path = self._path(name, STABLE)
+        self._must_exist()
+        with self._reported("writing to"):
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._fs.pipe_file(path, json.dumps({"files": {}, **content}).encode())
+            if self._is_local:
+                sync_tree(Path(path).parent)
+
+    def get(self, name: str, directory: Path) -> Fields:
+        """Copy a directory of the store to this machine, where it appears complete; return its mark.
+
+        Raises:
+            StoreError: it is not there, damaged, or the store can't be reached.
+            OutputError: it can't be written here.
+        """
+        mark = self.mark(name)
+        if mark is None:
+            raise StoreError(f"there is no {name} in {self.url}", "it may have been removed", code="store-missing")
+        files = mark.fields("files")
+        with atomic_directory(directory) as staging:
+            for key in files:
+                if PurePosixPath(key).is_absolute() or ".." in PurePosixPath(key).parts:
+                    files.refuse(f"{key!r} is not a file of this directory")
+                target = staging / key
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with self._reported("reading from"):
+                    self._fs.get_file(self._path(name, key), str(target))
+                entry = files.fields(key)
+                facts = (entry.integer("num_bytes"), entry.text("sha256"))
+                if (target.stat().st_size, sha256_of(target)) != facts:
+                    raise StoreError(f"{key} of {name} in {self.url} is damaged", _HINT, code="store-damaged")
+        return mark
+
+    def remove(self, name: str) -> None:
+        """Remove a directory, its mark first; nothing happens if it is not there.
+
+        Raises:
+            StoreError: the store can't be reached.
+        """
+        with self._reported("removing from"):
+            for path in (self._path(name, STABLE), self._path(name)):
+                with suppress(FileNotFoundError):
+                    self._fs.rm(path, recursive=True)
+
+
+class Retry:
+    """Calls what needs the store, and reports an outage once instead of ending the process.
+
+    Args:
+        tell: gets the message when an outage begins, and when it ends.
+    """
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell, self._problem = tell, ""
+
+    def __call__(self, action: Callable[..., Any], *arguments: object, default: Any = None) -> Any:
+        """Return what the action returns; ``default`` if the store can't be reached now."""
+        try:
+            result = action(*arguments)
+        except StoreError as error:
+            if error.code != "store-unreachable":
+                raise
+            if not self._problem:
+                self._tell(f"{error.message}; it is tried again")
+            self._problem = error.message
+            return default
+        if self._problem:
+            self._tell("the store can be reached again")
+            self._problem = ""
+        return result

@@ -1,0 +1,118 @@
+"""The collector of a store: numbered attempts of which each is finished once, whatever interrupts it."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from embodrl.config.schema import CollectConfig, Config
+from embodrl.data.demos import POLICY_VERSION
+from embodrl.envs.toy.env import ToyVectorEnv
+from embodrl.fields import Fields
+from embodrl.runs.store_collect import PolicyCollector
+from embodrl.types import PolicyOutput
+
+CHUNK, ENVS = 3, 4
+
+
+class Pool:
+    """A toy environment in this process, with the part of EnvPool that is asked for."""
+
+    def __init__(self) -> None:
+        self.env = ToyVectorEnv(ENVS, max_episode_steps=5, max_chunk=1, auto_reset=False)
+        self.spec = SimpleNamespace(num_envs=ENVS, tasks=("reach-red", "reach-green"))
+        self.faults = SimpleNamespace(restarts=0)
+        self.begun: list[tuple[int, int]] = []
+        self.lose = False
+
+    def reset(self, seeds, tasks, rows):
+        self.begun += zip(seeds.tolist(), tasks.tolist(), strict=True)
+        return self.env.reset(seeds, tasks, rows)
+
+    def step(self, actions):
+        step = self.env.chunk_step(actions, np.ones(ENVS, np.bool_))
+        if self.lose:  # as the pool marks an episode that a fault has ended
+            self.lose = False
+            step.valid[1] = False
+            step.truncated[1] = True
+        return step
+
+
+class Engine:
+    """Actions count up within a chunk; a log-prob is minus the place in it; every chunk has newer weights."""
+
+    def __init__(self) -> None:
+        self.version, self.generators = 0, []
+
+    def make_generators(self, seed):
+        return []
+
+    def act(self, observation, compute_values=True):
+        self.version += 1
+        count = observation.batch_size
+        places = np.arange(CHUNK, dtype=np.float32)[None, :, None] / 10 + np.zeros((count, CHUNK, 7), np.float32)
+        return PolicyOutput(places, torch.from_numpy(-places), None, {}, self.version)
+
+
+class Shards:
+    """Keeps what it is given; raises after ``most`` calls, as a full disk would."""
+
+    def __init__(self, most=10**9, progress=None) -> None:
+        self.progress = None if progress is None else Fields(progress, "progress")
+        self.episodes, self.last, self.most = [], progress, most
+
+    def add(self, episodes, progress):
+        if not self.most:
+            raise OSError
+        self.most -= 1
+        self.episodes += episodes
+        self.last = dict(progress)
+
+
+def collect(shards, num_episodes, pool=None):
+    pool = pool or Pool()
+    config = Config(collect=CollectConfig(seed=7))
+    collector = PolicyCollector(config, pool, Engine(), shards)
+    collector.run(num_episodes, lambda: False, lambda done, note: None)
+    return collector, pool
+
+
+def test_frames_have_what_chose_them():
+    shards = Shards()
+    collect(shards, 8)
+    first = shards.episodes[0]
+    assert first.id == "collector-0-00000000" and len(first.actions) == 5
+    np.testing.assert_allclose(first.actions[:, 0], [0.0, 0.1, 0.2, 0.0, 0.1], atol=1e-6)
+    np.testing.assert_allclose(first.outcomes.log_probs, [0.0, -0.7, -1.4, 0.0, -0.7], atol=1e-6)
+    assert first.acted[POLICY_VERSION].tolist() == [1, 1, 1, 2, 2]
+    assert first.outcomes is not None and (first.outcomes.executed == first.actions).all()
+    assert first.images.shape == (5, 1, 32, 32, 3) and first.instruction and first.task == "reach-red"
+
+
+@pytest.mark.parametrize("kills", [(1, 2), (3, 1, 1)])
+def test_each_number_is_finished_once_whatever_interrupts(kills):
+    episodes, progress, begun = [], None, []
+    for most in kills:
+        shards = Shards(most, progress)
+        pool = Pool()
+        with pytest.raises(OSError):
+            collect(shards, 1000, pool)
+        episodes, progress, begun = episodes + shards.episodes, shards.last, begun + pool.begun
+    shards = Shards(progress=progress)
+    _, pool = collect(shards, 40)
+    episodes, begun = episodes + shards.episodes, begun + pool.begun
+    ids = sorted(int(one.id.rpartition("-")[2]) for one in episodes)
+    assert ids == list(range(len(ids))) and len(ids) >= 40
+    assert len({one.seed for one in episodes}) == len(ids)
+    seeds = {one.seed: ("reach-red", "reach-green").index(one.task) for one in episodes}
+    assert all(seeds.get(seed, task) == task for seed, task in begun)
+
+
+def test_an_episode_that_a_fault_has_ended_is_run_again():
+    shards, pool = Shards(), Pool()
+    pool.lose = True
+    collect(shards, 12, pool)
+    ids = sorted(one.id for one in shards.episodes)
+    assert len(set(ids)) == len(ids) >= 12
+    assert "collector-0-00000001" in ids and pool.begun.count(pool.begun[1]) == 2
