@@ -72,6 +72,20 @@ def test_it_learns_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: 
     assert all(isinstance(rows[-1][f"train/{name}"], float) for name in names)
 
 
+@pytest.mark.parametrize("algorithm", ["dagger", "hg_dagger"])
+def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
+    arguments = settings(algorithm, config, demos, 6, tmp_path / "run")
+    arguments.append("algorithm.off_policy.warm_up=0")
+    outcome = embodrl(*arguments, stop_at="store:3:SIGKILL")
+    assert outcome.code == -signal.SIGKILL
+    assert embodrl("resume", tmp_path / "run").code == 0
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["eval/success_rate"] > 0.8
+    steps = rows[-1]["env_steps"]
+    assert rows[-1]["dagger/labels"] == steps if algorithm == "dagger" else rows[-1]["dagger/labels"] < steps
+    assert rows[-1]["dagger/expert_share"] < 0.5 < rows[0]["dagger/expert_share"]
+
+
 @pytest.mark.parametrize("stop_at", ["act:71:SIGKILL", "store:5:SIGKILL", "learn:400:SIGKILL"])
 def test_a_killed_run_is_resumed_bit_exactly(stop_at: str, config: Path, demos: Path, tmp_path: Path) -> None:
     algorithm = "rlpd" if stop_at.startswith("store") else "sac"

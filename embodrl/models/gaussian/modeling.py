@@ -6,6 +6,7 @@ Shapes: B batch, V cameras, H picture side, S padded state, F features, C action
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,6 +23,10 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 LAST_LAYER_GAIN = 0.01
 """A policy begins with actions around 0, whatever it sees."""
 _QUADRATURE_POINTS = 16
+MIN_STATE_STD = 0.01
+"""In units of the state: what hardly moved in the data is not made large."""
+STATE_LIMIT = 10.0
+"""Standard deviations from the mean beyond which a state counts as this far."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,20 @@ class Cnn(nn.Module):
 
 
 class GaussianModel(nn.Module):
-    """Features of an observation, and the distribution of a chunk given these."""
+    """Features of an observation, and the distribution of a chunk given these.
+
+    Attributes:
+        state_mean, state_std: ``float32[S]``, what the state is normalised with.
+    """
+
+    state_mean: Tensor
+    state_std: Tensor
 
     def __init__(self, spec: GaussianSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.register_buffer("state_mean", torch.zeros(spec.max_state_dim))
+        self.register_buffer("state_std", torch.ones(spec.max_state_dim))
         self.vision = Cnn(spec) if spec.use_images else None
         sizes = (spec.num_features, *spec.hidden_sizes)
         self.policy = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
@@ -117,6 +131,8 @@ class GaussianModel(nn.Module):
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights; the standard deviation begins at ``initial_std`` whatever is seen."""
+        self.state_mean.zero_()
+        self.state_std.fill_(1.0)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 init_matrix(module.weight, generator, math.sqrt(2.0))
@@ -130,9 +146,14 @@ class GaussianModel(nn.Module):
         middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
         last.bias.data[last.out_features // 2 :] = math.atanh((math.log(self.spec.initial_std) - middle) / half)
 
+    def normalise_state(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Normalise states of that many numbers, of which padding is none."""
+        self.state_mean[: len(mean)] = torch.tensor(mean)
+        self.state_std[: len(std)] = torch.tensor(std).clamp_min(MIN_STATE_STD)
+
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the state."""
-        state = inputs["state"].float()
+        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the normalised state."""
+        state = ((inputs["state"].float() - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
         return state if self.vision is None else torch.cat([self.vision(inputs["images"]).float(), state], -1)
 
     def distribution(self, features: Tensor) -> TanhGaussian:

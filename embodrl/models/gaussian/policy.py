@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
-from embodrl.errors import EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint
@@ -23,6 +23,7 @@ from embodrl.models.common.flow import standard_normal
 from embodrl.models.common.heads import build_value_head, save_heads
 from embodrl.models.common.images import resize_area
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_stats
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.spec import GaussianModelConfig
@@ -210,8 +211,29 @@ def build_gaussian(
     with torch.device("meta"):
         model = GaussianModel(spec)
     checkpoint.fill(model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype)
+    _normalise(model, config)
     head = build_value_head(config, spec.num_features, directory, report, device, generator)
     return GaussianPolicy(model, config, head), report
+
+
+def _normalise(model: GaussianModel, config: GaussianModelConfig) -> None:
+    """Take the state's mean and deviation from ``model.stats_path``; the checkpoint has its own otherwise.
+
+    Raises:
+        CheckpointError: they are of more numbers than there is room for.
+    """
+    given = given_stats(config)
+    if given is None or given.state is None:
+        return
+    fields = Fields(given.state, given.source, CheckpointError, "compute them: `embodrl sft sft.stats=data`")
+    size = len(fields.items("mean"))
+    if size > model.spec.max_state_dim:
+        raise CheckpointError(
+            f"{given.source}: a state of {size} numbers, the policy has room for {model.spec.max_state_dim}",
+            "give statistics of the data that the policy is for, or raise model.gaussian.max_state_dim",
+            code="state-size",
+        )
+    model.normalise_state(fields.numbers("mean", size), fields.numbers("std", size))
 
 
 def read_spec(path: Path) -> GaussianSpec:
