@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,7 +31,10 @@ STATE_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class GaussianSpec:
-    """Dimensions of a policy; see ``GaussianArchitectureConfig``."""
+    """Dimensions of a policy; see ``GaussianArchitectureConfig``.
+
+    ``normalise_state`` tells whether the weights have a mean and a deviation of the state.
+    """
 
     num_action_chunks: int
     action_dim: int
@@ -43,6 +46,7 @@ class GaussianSpec:
     max_state_dim: int
     hidden_sizes: tuple[int, ...]
     initial_std: float
+    normalise_state: bool = False
 
     @classmethod
     def of(cls, shape: GaussianArchitectureConfig, num_action_chunks: int, action_dim: int) -> GaussianSpec:
@@ -113,7 +117,7 @@ class GaussianModel(nn.Module):
     """Features of an observation, and the distribution of a chunk given these.
 
     Attributes:
-        state_mean, state_std: ``float32[S]``, what the state is normalised with.
+        state_mean, state_std: ``float32[S]``, what the state is normalised with, if it is.
     """
 
     state_mean: Tensor
@@ -122,8 +126,8 @@ class GaussianModel(nn.Module):
     def __init__(self, spec: GaussianSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.register_buffer("state_mean", torch.zeros(spec.max_state_dim))
-        self.register_buffer("state_std", torch.ones(spec.max_state_dim))
+        if spec.normalise_state:
+            self.normalise_state([], [])
         self.vision = Cnn(spec) if spec.use_images else None
         sizes = (spec.num_features, *spec.hidden_sizes)
         self.policy = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
@@ -131,8 +135,6 @@ class GaussianModel(nn.Module):
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights; the standard deviation begins at ``initial_std`` whatever is seen."""
-        self.state_mean.zero_()
-        self.state_std.fill_(1.0)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Conv2d):
                 init_matrix(module.weight, generator, math.sqrt(2.0))
@@ -148,12 +150,16 @@ class GaussianModel(nn.Module):
 
     def normalise_state(self, mean: Sequence[float], std: Sequence[float]) -> None:
         """Normalise states of that many numbers, of which padding is none."""
-        self.state_mean[: len(mean)] = torch.tensor(mean)
-        self.state_std[: len(std)] = torch.tensor(std).clamp_min(MIN_STATE_STD)
+        padding = self.spec.max_state_dim - len(mean)
+        self.register_buffer("state_mean", torch.tensor([*mean, *[0.0] * padding]))
+        self.register_buffer("state_std", torch.tensor([*std, *[1.0] * padding]).clamp_min(MIN_STATE_STD))
+        self.spec = replace(self.spec, normalise_state=True)
 
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the normalised state."""
-        state = ((inputs["state"].float() - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
+        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the state, which statistics normalise."""
+        state = inputs["state"].float()
+        if self.spec.normalise_state:
+            state = ((state - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
         return state if self.vision is None else torch.cat([self.vision(inputs["images"]).float(), state], -1)
 
     def distribution(self, features: Tensor) -> TanhGaussian:
