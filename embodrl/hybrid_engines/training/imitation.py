@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -75,6 +76,6 @@ class ImitationEngine(NativeTrainEngine):
     def counters(self) -> Counters:
         return super().counters() | {"num_updates": self.num_updates}
 
-    def set_counters(self, state: Counters) -> None:
+    def set_counters(self, state: Mapping[str, int]) -> None:
         super().set_counters(state)
         self.num_updates = int(state["num_updates"])
