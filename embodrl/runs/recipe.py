@@ -2,7 +2,7 @@
 
 All stages have one configuration, of which each reads what concerns it, as the verbs do anyway. The recipe itself adds
 only the paths from stage to stage. ``DIR/recipe.json`` says with which settings a stage was begun and whether it has
-ended; whether an interrupted one can go on is left to the verbs. Imports no torch: the stages need the memory.
+ended; whether an interrupted one can continue is left to the verbs. Imports no torch: the stages need the memory.
 """
 
 from __future__ import annotations
