@@ -239,21 +239,6 @@ RULES = [
         "every-task-has-a-group",
         ("algorithm.group_size=32", "env.tasks=[PushCube-v1,PullCube-v1]", "env.num_processes=1"),
     ),
-    Wrong("unknown axis", "axes", "axes-are-of-the-environment", ("axes=light,ligth",), names="light"),
-    Wrong(
-        "axis of other tasks",
-        "axes",
-        "axes-are-of-the-environment",
-        ("axes=goal", "env.tasks=[StackCube-v1]"),
-        names="PushCube",
-    ),
-    Wrong("axes of data", "axes", "axes-are-of-the-environment", ("axes=all", "env=dataset"), names="maniskill"),
-    Wrong(
-        "axes on a gpu",
-        "axes",
-        "axes-are-of-single-scenes",
-        ("axes=all", "env.sim_backend=physx_cuda", "env.num_processes=1"),
-    ),
     Wrong("protocol of another simulator", "protocol", "protocol-is-of-the-environment", ("protocol=openvla",)),
     Wrong(
         "chunk longer than the episode",
