@@ -21,6 +21,7 @@ class Kind(StrEnum):
     envs = "envs"
     algorithms = "algorithms"
     pipelines = "pipelines"
+    axes = "axes"
     protocols = "protocols"
     presets = "presets"
     experiments = "experiments"
@@ -49,7 +50,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, evaluation protocols, presets and recipes.
+    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, presets and recipes.
 
     \b
     Examples:
