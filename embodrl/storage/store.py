@@ -7,6 +7,7 @@ store needs no locks and no renames, which object stores lack: each name has one
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ from embodrl.storage.atomic import atomic_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
 
 STABLE, SIGN = "STABLE", "embodrl-store"
+OUTAGES = ("store-unreachable", "store-full")
+"""Codes of errors that may pass by themselves."""
 _HINT = "see docs/store.md; what was written before is intact"
 
 
@@ -58,6 +61,9 @@ class Store:
         except EmbodrlError:
             raise
         except Exception as error:  # every kind of store raises errors of its own
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                hint = "make room there; it is tried again while the command runs; " + _HINT
+                raise StoreError(f"{self.url} is full: {error.strerror}", hint, code="store-full") from error
             problem = f"{type(error).__name__}: {str(error)[:300]}"
             hint = "it is tried again while the command runs; " + _HINT
             raise StoreError(f"{what} {self.url} failed: {problem}", hint, code="store-unreachable") from error
@@ -195,7 +201,7 @@ class Store:
 
 
 class Retry:
-    """Calls what needs the store, and reports an outage once instead of ending the process.
+    """Calls what needs the store, and reports an outage (``OUTAGES``) once instead of ending the process.
 
     Args:
         tell: gets the message when an outage begins, and when it ends.
@@ -205,17 +211,17 @@ class Retry:
         self._tell, self._problem = tell, ""
 
     def __call__(self, action: Callable[..., Any], *arguments: object, default: Any = None) -> Any:
-        """Return what the action returns; ``default`` if the store can't be reached now."""
+        """Return what the action returns; ``default`` if the store can't be reached now, or is full."""
         try:
             result = action(*arguments)
         except StoreError as error:
-            if error.code != "store-unreachable":
+            if error.code not in OUTAGES:
                 raise
             if not self._problem:
                 self._tell(f"{error.message}; it is tried again")
             self._problem = error.message
             return default
         if self._problem:
-            self._tell("the store can be reached again")
+            self._tell("the store is available again")
             self._problem = ""
         return result

@@ -1,5 +1,6 @@
 """A store: directories that are complete or absent, in a file system and in one without renames."""
 
+import errno
 import json
 import uuid
 
@@ -111,6 +112,26 @@ def test_an_outage_is_reported_once_and_its_end(tmp_path, monkeypatch):
     assert retry(store.names, "episodes") == [] and len(told) == 2
     with pytest.raises(StoreError):  # what does not pass by itself is raised
         retry(store.get, "episodes/none", tmp_path / "copy")
+
+
+def test_a_full_store_is_named_and_takes_the_rest_later(store, directory, monkeypatch, tmp_path):
+    told: list[str] = []
+    retry = Retry(told.append)
+
+    def put_half(source, target):
+        store._fs.pipe_file(target, b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._fs, "put_file", put_half)
+        for _ in range(2):
+            assert retry(store.put, directory, "episodes/one", default="later") == "later"
+        assert store.names("episodes") == [] and len(told) == 1 and "is full" in told[0]
+        with pytest.raises(StoreError) as raised:
+            store.put(directory, "episodes/one")
+        assert raised.value.code == "store-full"
+    retry(store.put, directory, "episodes/one")
+    assert store.get("episodes/one", tmp_path / "copy").fields("files").content.keys() == {"a.txt", "inner/b.bin"}
 
 
 def test_a_store_that_is_away_is_not_an_empty_one(tmp_path, directory):
