@@ -1,4 +1,7 @@
-"""moto's S3 server behind a door that can be shut: what it holds outlives an outage."""
+"""moto's S3 server behind a door that can be shut: what it holds outlives an outage.
+
+Needs s3fs, moto[s3], flask and flask-cors.
+"""
 
 from __future__ import annotations
 
