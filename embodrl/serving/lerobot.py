@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import pickle
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from embodrl.errors import EmbodrlError, WireError
 from embodrl.serving.core import explain
@@ -21,7 +24,7 @@ from embodrl.serving.listener import CLOSE_S, Listener, Service
 from embodrl.types import Observation
 from embodrl.wire.codec import need
 from embodrl.wire.keys import WireMap
-from embodrl.wire.pickled import Record, read_pickle, write_actions
+from embodrl.wire.pickled import MODULE, Record, read_pickle
 
 BEGIN, MIDDLE, END = 1, 2, 3
 POLL_S = 2.0
@@ -204,7 +207,7 @@ class LerobotListener(Listener):
             await self._fail(error, context)
             raise
         actions = chunk.actions[: robot.num_actions]
-        return self._messages["Actions"](data=write_actions(actions, seen.timestamp, seen.timestep, PERIOD_S))
+        return self._messages["Actions"](data=_pickle_of(actions, seen.timestamp, seen.timestep))
 
     async def _fail(self, error: Exception, context: Any) -> None:
         """End a call with a status and the reason."""
@@ -277,3 +280,17 @@ def _seen(data: bytes, keys: WireMap) -> tuple[_Seen, bool]:
             text = f"'{key[:40]}' is a {type(value).__name__}; a robot sends numbers, pictures and a text"
             raise WireError(text, HINT, code="wire-observation")
     return _Seen(keys.observation(message), time, step), fields.get("must_go") is True
+
+
+def _pickle_of(actions: NDArray[np.float32], timestamp: float, timestep: int) -> bytes:
+    """Return the pickle of ``list[TimedAction]``, one for each row of ``actions`` ``[C,A]``, as torch tensors.
+
+    lerobot is not there to be pickled from, so that the name of its class is written as opcodes; protocol 3 has no
+    frames, which pieces could not be joined across.
+    """
+    pieces = [b"\x80\x03]("]
+    for number, action in enumerate(actions):
+        times = {"timestamp": timestamp + number * PERIOD_S, "timestep": timestep + number}
+        fields = pickle.dumps({**times, "action": torch.from_numpy(action.copy())}, protocol=3)
+        pieces.append(f"c{MODULE}\nTimedAction\n".encode() + b")\x81" + fields[2:-1] + b"b")
+    return b"".join((*pieces, b"e."))

@@ -10,14 +10,10 @@ Source: github.com/huggingface/lerobot 0.6.1, src/lerobot/async_inference/helper
 
 from __future__ import annotations
 
-import pickle
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from embodrl.errors import WireError
 from embodrl.wire.codec import MAX_ITEMS, Array, array_of
@@ -228,19 +224,3 @@ _OPCODES: dict[str, Callable[[_Machine, Any], None]] = {
         for size in (1, 2, 3)
     },
 }
-
-
-def write_actions(actions: NDArray[np.float32], timestamp: float, timestep: int, period_s: float) -> bytes:
-    """Return the pickle of ``list[TimedAction]``, one for each row of ``actions`` ``[C,A]``, as torch tensors.
-
-    lerobot is not there to be pickled from, so that the name of its class is written as opcodes; protocol 3 has no
-    frames, which pieces could not be joined across.
-    """
-    import torch
-
-    pieces = [b"\x80\x03]("]
-    for number, action in enumerate(actions):
-        times = {"timestamp": timestamp + number * period_s, "timestep": timestep + number}
-        fields = pickle.dumps({**times, "action": torch.from_numpy(action.copy())}, protocol=3)
-        pieces.append(f"c{MODULE}\nTimedAction\n".encode() + b")\x81" + fields[2:-1] + b"b")
-    return b"".join((*pieces, b"e."))
