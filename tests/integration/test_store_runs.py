@@ -141,8 +141,11 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path, place):
                 role.restart()
                 waiting.remove(role)
             time.sleep(0.1)
+        trainer, collector, evaluator = roles
+        for role, text in ((trainer, "following"), (collector, "collecting into"), (evaluator, "evaluating the")):
+            while Path(role.log.name).read_text().count(text) < 2:  # begun once more
+                time.sleep(0.1)
         place.go_away()
-        trainer, collector, _ = roles
         is_training = trainer.process.poll() is None
         time.sleep(60)
         place.come_back()

@@ -47,6 +47,23 @@ def test_what_is_put_is_there_for_others(store, directory, tmp_path):
     assert store.names("episodes") == []
 
 
+def test_a_mark_that_was_seen_is_not_asked_for_again(store, directory, monkeypatch):
+    for name in ("one", "two"):
+        store.put(directory, f"episodes/{name}")
+    store._fs.makedirs(store._path("episodes", "begun"))
+    overwrite(store, "episodes/begun/a.txt", b"a")
+    asked, exists = [], store._fs.exists
+    monkeypatch.setattr(store._fs, "exists", lambda path: asked.append(path) or exists(path))
+    for _ in range(3):
+        assert store.names("episodes") == ["episodes/one", "episodes/two"]
+    marks = [path.split("/")[-2] for path in asked if path.endswith("STABLE")]
+    assert sorted(marks) == ["begun", "begun", "begun", "one", "two"]
+    store.remove("episodes/one")
+    assert store.names("episodes") == ["episodes/two"]
+    store.put(directory, "episodes/one")
+    assert store.names("episodes") == ["episodes/one", "episodes/two"]
+
+
 def test_a_name_has_one_writer(store, directory):
     store.put(directory, "episodes/one")
     (directory / "a.txt").write_text("b")
@@ -107,7 +124,7 @@ def test_an_outage_is_reported_once_and_its_end(tmp_path, monkeypatch):
     store, retry = Store(str(tmp_path)), Retry(told.append)
     store.create()
     with monkeypatch.context() as patch:
-        patch.setattr(store._fs, "glob", lambda path: 1 / 0)
+        patch.setattr(store._fs, "ls", lambda path, detail: 1 / 0)
         assert [retry(store.names, "episodes", default="away") for _ in range(3)] == ["away"] * 3
     assert retry(store.names, "episodes") == [] and len(told) == 2
     with pytest.raises(StoreError):  # what does not pass by itself is raised
