@@ -24,6 +24,7 @@ class Kind(StrEnum):
     axes = "axes"
     protocols = "protocols"
     presets = "presets"
+    experiments = "experiments"
 
 
 def list_names(
@@ -49,7 +50,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, and presets.
+    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, presets and recipes.
 
     \b
     Examples:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from pydantic import BaseModel
 
 from embodrl.config import compose
+from embodrl.config.nodes import lookup
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
@@ -156,6 +158,20 @@ def presets() -> list[Entry]:
     ]
 
 
+def experiments() -> list[Entry]:
+    """Return the presets of experiments, with the stages of those that are recipes and what they are known to reach."""
+    found: list[Entry] = []
+    for name in compose.presets("experiment"):
+        recipe = lookup(compose.load_presets({"experiment": name})[0], "recipe")
+        facts: list[tuple[str, str]] = []
+        if recipe is not None:
+            stages = ", ".join(cast(list[str], recipe.children["stages"].plain()))
+            facts = [("stages", stages), ("expected", str(recipe.children["expected"].value))]
+            facts.append(("start", f"embodrl run experiment={name}"))
+        found.append(Entry(name, compose.describe("experiment", name), facts))
+    return found
+
+
 SECTIONS = {
     "models": models,
     "envs": envs,
@@ -164,4 +180,5 @@ SECTIONS = {
     "axes": axes,
     "protocols": protocols,
     "presets": presets,
+    "experiments": experiments,
 }
