@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import BaseModel
 
-from embodrl.config import compose
+from embodrl.config import presets as preset_files
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
@@ -137,13 +138,15 @@ def _assignments(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def presets() -> list[Entry]:
-    """Return the presets of every group with the first line of their comment."""
-    return [
-        Entry(f"{group}={name}", compose.describe(group, name))
-        for group in compose.groups()
-        for name in compose.presets(group)
-    ]
+def presets(own: Sequence[Path] = ()) -> list[Entry]:
+    """Return the presets of every group with the first line of their comment; of those in ``own`` also the file."""
+    found: list[Entry] = []
+    for group in preset_files.groups():
+        for name in preset_files.presets(group, own):
+            path = preset_files.preset_file(group, name, own)
+            facts = [] if preset_files.is_shipped(path) else [("file", str(path))]
+            found.append(Entry(f"{group}={name}", preset_files.describe(group, name, own), facts))
+    return found
 
 
 SECTIONS = {
@@ -152,5 +155,5 @@ SECTIONS = {
     "algorithms": algorithms,
     "pipelines": pipelines,
     "protocols": protocols,
-    "presets": presets,
 }
+"""What is listed beside presets."""
