@@ -82,9 +82,15 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
     Raises:
         ConfigError: another setting is given, a module can't be imported, or a run that another user started names it.
     """
+    from embodrl.config.presets import DIRS, directory_problems, own_directories
+
+    if not settings and config_file is None:  # without what composing imports
+        own = own_directories()
+        if problems := directory_problems(own):
+            raise ConfigError(problems)
+        return own
     from embodrl.config.compose import compose, parse_arguments
     from embodrl.config.load import import_extensions, refuse_foreign_code
-    from embodrl.config.presets import DIRS
 
     problems = [
         ConfigProblem(

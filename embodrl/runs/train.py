@@ -269,7 +269,7 @@ class Runner:
             chunks = config.algorithm.rollout_epoch * steps
         elif role == "evaluation" and local:
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs)
-            chunks = waves * -(-config.env.max_episode_steps // config.model.num_action_chunks)
+            chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
         self.console.phase(name, chunks)
 
     def _publish(self) -> None:

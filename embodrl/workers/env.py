@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installed_python
-from embodrl.config.schema import Config, EnvConfig
+from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
@@ -125,8 +125,7 @@ def env_kwargs(config: Config) -> dict[str, object]:
     }
     for name in spec.reads:
         kwargs |= readable[name]
-    own = set(type(env).model_fields) - set(EnvConfig.model_fields)
-    return kwargs | env.model_dump(mode="json", include=own)
+    return kwargs | env.model_dump(mode="json", include=set(env.own_settings))
 
 
 def _shaping(config: Config) -> dict[str, object]:
@@ -153,6 +152,12 @@ def gpu_variables(place: ProcessPlace) -> dict[str, str]:
     first = place.visible.partition(",")[0]
     egl = {"MUJOCO_EGL_DEVICE_ID": first} if first.isdigit() and "MUJOCO_EGL_DEVICE_ID" not in os.environ else {}
     return {"CUDA_VISIBLE_DEVICES": place.visible, **egl}
+
+
+def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[ProcessPlace] | None) -> EnvPool:
+    """Return a pool for the evaluations of a training run in other environments than its own; see ``make_pool``."""
+    where = None if log_dir is None else log_dir / "evaluation"
+    return make_pool(config, config.env.train.total_num_envs, where, places=places)
 
 
 def make_pool(
