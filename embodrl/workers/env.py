@@ -40,10 +40,11 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
     """Refuse environments that have just started and can't do what the run relies on; warn of odd ones.
 
     Raises:
-        EnvError: a state can't be saved, or a seed has no effect and episodes of one seed are to form groups.
+        EnvError: a state can't be saved and is to be, for offloading; or a seed has no effect and episodes of one seed
+            are to form groups.
     """
     if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, and no simulator
-        pool.call("check_state", restart=True)
+        _check_state(config, pool)
     found = pool.call("check_episodes", restart=True)[0]
     codes = found if isinstance(found, list) else []
     name = config.env.env_type
@@ -55,6 +56,23 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
         logger.warning("%s: evaluations are not comparable, and lost episodes not repeatable; %s", message, hint)
     if "instruction-empty" in codes:
         logger.warning("env %s has an empty instruction, and the policy gets no task; set Simulator.instruction", name)
+
+
+def _check_state(config: Config, pool: EnvPool) -> None:
+    missing = next((str(answer) for answer in pool.call("check_state", restart=True) if answer), "")
+    pool.keeps_state = not missing
+    if not missing:
+        return
+    hint = "give the simulator get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed"
+    if config.env.enable_offload:
+        message = f"{missing}, and env.enable_offload=true takes simulators out of memory"
+        raise EnvError(message, f"{hint}; or set env.enable_offload=false", code="env-state-unsupported")
+    logger.warning(
+        "%s: checkpoints are without simulators, and a resumed run begins with fresh ones; it is the same run only if"
+        " what follows a reset depends on its seed alone. %s",
+        missing,
+        f"To save them, {hint}",
+    )
 
 
 def check_videos(config: Config, here: bool = False) -> None:
