@@ -21,6 +21,7 @@ class Kind(StrEnum):
     envs = "envs"
     algorithms = "algorithms"
     pipelines = "pipelines"
+    axes = "axes"
     protocols = "protocols"
     presets = "presets"
 
@@ -48,7 +49,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, evaluation protocols and presets.
+    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, and presets.
 
     \b
     Examples:

@@ -117,6 +117,16 @@ def pipelines() -> list[Entry]:
     return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
 
 
+def axes() -> list[Entry]:
+    """Return for each environment the axes along which an evaluation can perturb it."""
+    found: list[Entry] = []
+    for spec in ENVS.all():
+        for name, axis in spec.axes.items():
+            facts = [("tasks", ", ".join(axis.tasks))] if axis.tasks is not None else []
+            found.append(Entry(f"{spec.name} axes={name}", f"{axis.group}: {axis.description}", facts))
+    return found
+
+
 def protocols() -> list[Entry]:
     """Return the evaluation protocols, each with what it sets and where that is written down."""
     found: list[Entry] = []
@@ -154,6 +164,7 @@ SECTIONS = {
     "envs": envs,
     "algorithms": algorithms,
     "pipelines": pipelines,
+    "axes": axes,
     "protocols": protocols,
 }
 """What is listed beside presets."""

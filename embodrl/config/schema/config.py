@@ -18,7 +18,7 @@ from embodrl.config.schema.section import Section
 from embodrl.config.schema.serve import ServeConfig
 from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
-from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL
+from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
 
 
 class Config(Section):
@@ -46,9 +46,20 @@ class Config(Section):
         description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"
         " defaults and give way to yours; null for none",
     )
+    axes: str | None = Field(
+        default=None,
+        description="evaluate on perturbed episodes, too: all, or names of `embodrl list axes` separated by commas",
+    )
     extensions: tuple[str, ...] = Field(
         default=(), description="modules imported first, which may register models and environments"
     )
+
+    @property
+    def chosen_axes(self) -> tuple[str, ...]:
+        """The names in ``axes``; those that the tasks have for ``all``."""
+        if self.axes == "all":
+            return tuple(ENVS.entry(self.env.env_type).axes_of(self.env.tasks))
+        return tuple(dict.fromkeys(name.strip() for name in self.axes.split(","))) if self.axes is not None else ()
 
     @property
     def recomputes_logprobs(self) -> bool:
