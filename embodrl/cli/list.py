@@ -24,6 +24,7 @@ class Kind(StrEnum):
     axes = "axes"
     protocols = "protocols"
     presets = "presets"
+    experiments = "experiments"
 
 
 def list_names(
@@ -49,7 +50,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, and presets.
+    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, presets and recipes.
 
     \b
     Examples:
@@ -62,11 +63,13 @@ def list_names(
 
     def action() -> None:
         first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
-        from embodrl.cli.listing import SECTIONS, as_text, presets
+        from embodrl.cli.listing import OF_PRESETS, SECTIONS, as_text
 
         own = load_extensions([*rest, *(settings or [])], config, trust)
         kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
-        found = {one.value: presets(own) if one == Kind.presets else SECTIONS[one.value]() for one in kinds}
+        found = {
+            one.value: OF_PRESETS[one.value](own) if one.value in OF_PRESETS else SECTIONS[one.value]() for one in kinds
+        }
         if json_output:
             print(
                 json.dumps({name: [entry.as_json() for entry in entries] for name, entries in found.items()}, indent=2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel
 
 from embodrl.config import presets as preset_files
+from embodrl.config.nodes import lookup
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
@@ -159,6 +161,20 @@ def presets(own: Sequence[Path] = ()) -> list[Entry]:
     return found
 
 
+def experiments(own: Sequence[Path] = ()) -> list[Entry]:
+    """Return the presets of experiments, with the stages of those that are recipes and what they are known to reach."""
+    found: list[Entry] = []
+    for name in preset_files.presets("experiment", own):
+        recipe = lookup(preset_files.load_presets({"experiment": name}, own)[0], "recipe")
+        facts: list[tuple[str, str]] = []
+        if recipe is not None:
+            stages = ", ".join(cast(list[str], recipe.children["stages"].plain()))
+            facts = [("stages", stages), ("expected", str(recipe.children["expected"].value))]
+            facts.append(("start", f"embodrl run experiment={name}"))
+        found.append(Entry(name, preset_files.describe("experiment", name, own), facts))
+    return found
+
+
 SECTIONS = {
     "models": models,
     "envs": envs,
@@ -167,4 +183,5 @@ SECTIONS = {
     "axes": axes,
     "protocols": protocols,
 }
-"""What is listed beside presets."""
+"""What is listed beside presets and experiments, which may be the user's own."""
+OF_PRESETS = {"presets": presets, "experiments": experiments}

@@ -104,7 +104,9 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *("protocol", "axes", "collect", "sft", "store"),
     ),
 }
-"""Sections and keys that a verb ignores."""
+"""Sections and keys that a verb ignores, beside ``OF_RECIPES``."""
+OF_RECIPES = "recipe"
+"""The section that no verb but `embodrl run` reads, which starts verbs with settings of their own."""
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
     "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
@@ -122,7 +124,7 @@ def _below(key: str, sections: Iterable[str]) -> bool:
 
 def reads(verb: Verb | None, key: str) -> bool:
     """Return whether a verb reads a key or a part of it; without a verb every key counts."""
-    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, UNREAD[verb])
+    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, (*UNREAD[verb], OF_RECIPES))
 
 
 def concerns(verb: Verb | None, finding: Finding) -> bool:

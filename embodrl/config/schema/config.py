@@ -13,7 +13,14 @@ from embodrl.config.schema.cluster import ClusterConfig
 from embodrl.config.schema.engines import ActorConfig, RolloutConfig
 from embodrl.config.schema.env import EnvConfig
 from embodrl.config.schema.model import ModelConfig
-from embodrl.config.schema.run import CollectConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
+from embodrl.config.schema.run import (
+    CollectConfig,
+    PipelineConfig,
+    RecipeConfig,
+    RewardConfig,
+    RunnerConfig,
+    SftConfig,
+)
 from embodrl.config.schema.section import Section
 from embodrl.config.schema.serve import ServeConfig
 from embodrl.config.schema.store import StoreConfig
@@ -39,6 +46,7 @@ class Config(Section):
     runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
     collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
     sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
+    recipe: RecipeConfig = Field(default=RecipeConfig(), description="stages of `embodrl run`")
     serve: ServeConfig = Field(default=ServeConfig(), description="the policy server")
     store: StoreConfig = Field(default=StoreConfig(), description="what collectors, trainer and evaluators share")
     protocol: str | None = Field(
