@@ -109,6 +109,20 @@ def test_a_killed_run_is_resumed_bit_exactly(
 
 
 @pytest.mark.long
+def test_a_run_that_has_solved_its_task_ends_and_can_be_trained_on(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", "runner.stop_at_success=0")
+    assert outcome.code == 0 and (run_dir / "policy" / "model.safetensors").is_file(), outcome.stderr
+    assert metrics(run_dir) == metrics(whole[0])[:3]  # iterations 0, 1 and 2
+    resume(run_dir)
+    assert metrics(run_dir) == metrics(whole[0])[:3]
+    assert embodrl("resume", run_dir, "runner.stop_at_success=null").code == 0
+    assert_same_run(run_dir, whole[0])
+
+
+@pytest.mark.long
 def test_held_out_evaluations_change_nothing_of_what_is_trained(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
