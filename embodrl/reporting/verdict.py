@@ -1,4 +1,4 @@
-"""What the evaluations of a run say about going on: early stopping, and the gate against regressions."""
+"""Early stopping, and the gate against regressions: what follows from the evaluations of a run."""
 
 from __future__ import annotations
 

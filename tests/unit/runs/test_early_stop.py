@@ -61,7 +61,7 @@ def test_a_regression_is_measured_against_the_best(rates: tuple[float | None, ..
 
 
 class Noting(Runner):
-    """A run whose evaluations find what it is told."""
+    """A run whose evaluations find the given success rates."""
 
     def __init__(self, rates: list[float], *settings: str) -> None:
         self.config = load_config(["env=toy", "runner.max_iterations=6", "runner.eval_interval=2", *settings]).config
