@@ -178,7 +178,7 @@ class PolicyCollector:
 
 class Uploads:
     """Copies shards into the store now and then, and asks there whether the trainer has finished; in a thread, since a
-    store that is away may take a minute to say so, and the robot goes on meanwhile.
+    store that is away may take a minute to say so, and the robot continues meanwhile.
 
     Args:
         store, shards: of the collector.

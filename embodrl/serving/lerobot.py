@@ -172,7 +172,7 @@ class LerobotListener(Listener):
         """Return the bytes of a streamed message.
 
         Raises:
-            WireError: it is too large, or breaks off.
+            WireError: it is too large, or its end is missing.
         """
         parts, size = list[bytes](), 0
         async for part in requests:
@@ -186,7 +186,7 @@ class LerobotListener(Listener):
                 raise WireError("the observation is too large (serve.max_message_mb)", HINT, code="wire-message")
             if part.transfer_state == END:
                 return b"".join(parts)
-        raise WireError("the observation breaks off", HINT, code="wire-message")
+        raise WireError("the end of the observation is missing", HINT, code="wire-message")
 
     async def _act(self, request: Any, context: Any) -> Any:
         robot = await self._known(context)

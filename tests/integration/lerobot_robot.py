@@ -130,7 +130,7 @@ def main(address: str, act_url: str, token: str, seeds: range) -> list[bool]:
         robot = play(make(address, token, seed))
         other = replay(ToyRobot(ToyRobotConfig(id="toy", seed=seed)), act_url, token)
         assert robot.solved == other.solved
-        for command, wanted in zip(robot.commands, other.commands, strict=False):  # either goes on past the end
+        for command, wanted in zip(robot.commands, other.commands, strict=False):  # both continue past the end
             assert (command == wanted).all()
         solved.append(robot.solved)
     return solved
