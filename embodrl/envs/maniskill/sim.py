@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.maniskill.controller import EndEffectorController
 from embodrl.envs.maniskill.evaluation import evaluate as evaluate_as_one
+from embodrl.envs.maniskill.evaluation import observe as observe_as_one
 from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
 from embodrl.envs.maniskill.rendering import (
     accept_pci_devices,
@@ -44,7 +45,7 @@ class ManiSkillSim:
         mesh_decimation: fraction of the robot's visual triangles to drop, whatever ``render_detail`` is; auto or None
             leaves it to that.
         human_size: height and width in pixels of ``render_human``.
-        full_state: ``state`` has the task's part, too.
+        full_state: ``observe`` has the task's part, too.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class ManiSkillSim:
             # PullCubeTool gives its table another name.
             table = self.env.scene_builder if hasattr(self.env, "scene_builder") else self.env.table_scene
             simplify_ground(table.ground)
-        self._full_state = full_state
+        self.full_state = full_state
         self._controller: EndEffectorController | None = None
         if sim_backend == "physx_cpu":
             self._controller = EndEffectorController(self.env)
@@ -113,7 +114,7 @@ class ManiSkillSim:
         space = self.env.single_action_space
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
-        self.state_dim = self.state().shape[1]
+        self.state_dim = observe([self]).shape[1]
         self.control_hz = float(self.env.control_freq)
 
     def _place_cameras(self, cameras: Mapping[str, CameraSettings]) -> None:
@@ -198,12 +199,6 @@ class ManiSkillSim:
         """Render the camera for people: ``uint8[N,H,W,3]``."""
         return to_numpy(self.env.render_rgb_array()).astype(np.uint8, copy=False)
 
-    def state(self) -> NDArray[np.float32]:
-        """Joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``."""
-        robot = self.env.agent.robot
-        if self._full_state:
-            return to_numpy(self.env.get_obs(self.env.get_info())).astype(np.float32)
-        return np.concatenate([to_numpy(robot.get_qpos()), to_numpy(robot.get_qvel())], axis=1).astype(np.float32)
 
     def get_state(self) -> dict[str, NDArray[np.float32]]:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
@@ -228,6 +223,21 @@ class ManiSkillSim:
     def close(self) -> None:
         """Free the scene."""
         self.env.close()
+
+
+def observe(sims: Sequence[ManiSkillSim]) -> NDArray[np.float32]:
+    """Return joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``.
+
+    Args:
+        sims: scenes of one task, with N environments together.
+    """
+    if not sims[0].full_state:
+        robots = [sim.env.agent.robot for sim in sims]
+        rows = [[to_numpy(robot.get_qpos()), to_numpy(robot.get_qvel())] for robot in robots]
+        return np.concatenate([np.concatenate(row, axis=1) for row in rows]).astype(np.float32)
+    if sims[0].task.reward_keeps_state and len(sims) > 1:
+        return np.concatenate([observe([sim]) for sim in sims])
+    return to_numpy(observe_as_one([sim.env for sim in sims])).astype(np.float32)
 
 
 def evaluate(
