@@ -422,9 +422,9 @@ def test_the_quick_grasp_check_agrees_with_stock(mixed: Any) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_scenes_evaluated_as_one_batch_give_what_each_gives_alone(task: str) -> None:
-    from embodrl.envs.maniskill.sim import evaluate
+    from embodrl.envs.maniskill.sim import evaluate, observe
 
-    env = make(3, [task], max_episode_steps=200)
+    env = make(3, [task], max_episode_steps=200, include_state=True, full_state=True)
     try:
         start(env, seeds_of(1, 2, 3))
         sims, rng = [env._fleet._sim(row) for row in range(3)], np.random.default_rng(0)
@@ -439,6 +439,9 @@ def test_scenes_evaluated_as_one_batch_give_what_each_gives_alone(task: str) -> 
                 alone = [evaluate([sim], action[None]) for sim, action in zip(sims, actions, strict=True)]
                 for found, expected in zip(evaluate(sims, actions), zip(*alone, strict=True), strict=True):
                     np.testing.assert_array_equal(found, np.concatenate(expected))
+                states = np.concatenate([observe([sim]) for sim in sims])
+                np.testing.assert_array_equal(observe(sims), states)
+                assert len(np.unique(states, axis=0)) == 3
     finally:
         env.close()
 
