@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -123,9 +124,9 @@ class ManiSkillSim:
         from mani_skill.utils.sapien_utils import look_at
 
         env, sensors = self.env, {}
-        stock = env._sensor_configs
+        stock = {"hand_camera": hand_camera(env), **env._sensor_configs}
         for name, camera in cameras.items():
-            default = stock[name] if name in stock else next(iter(stock.values()))
+            default = stock[name] if name in stock else next(iter(env._sensor_configs.values()))
             has_place, fov_rad = camera.get("eye") is not None, camera.get("fov_rad")
             config = CameraConfig(
                 uid=name,
@@ -135,6 +136,7 @@ class ManiSkillSim:
                 fov=default.fov if fov_rad is None else fov_rad,
                 near=default.near,
                 far=default.far,
+                mount=None if has_place else default.mount,
             )
             sensors[name] = Camera(config, env.scene)
         env._sensors = env.scene.sensors = sensors
@@ -223,6 +225,16 @@ class ManiSkillSim:
     def close(self) -> None:
         """Free the scene."""
         self.env.close()
+
+
+def hand_camera(env: BaseEnv) -> Any:
+    """Return the camera of a Panda without one: beside the wrist, looking along the fingers, which it sees."""
+    from mani_skill.sensors.camera import CameraConfig
+    from sapien import Pose
+
+    along_fingers = Pose([0.06, 0.0, 0.0], [math.sqrt(0.5), 0.0, -math.sqrt(0.5), 0.0])
+    hand = env.agent.robot.links_map["panda_hand"]
+    return CameraConfig("hand_camera", along_fingers, 64, 64, fov=math.pi / 2, near=0.01, far=100, mount=hand)
 
 
 def observe(sims: Sequence[ManiSkillSim]) -> NDArray[np.float32]:
