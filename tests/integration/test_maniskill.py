@@ -126,6 +126,35 @@ def test_light_meshes_hardly_change_the_picture_and_leave_collisions_alone() -> 
         stock.close()
 
 
+@pytest.mark.parametrize(("task", "link"), [("PickCube-v1", "panda_hand"), ("PegInsertionSide-v1", "camera_link")])
+def test_the_hand_camera_is_carried_by_the_wrist(task: str, link: str) -> None:
+    made = make(1, [task], cameras=[CAMERA, {**CAMERA, "name": "hand_camera", "fov_rad": None}])
+    try:
+        first, stock = start(made, seeds_of(1)).images[0], made._fleet.any_sim().env
+        carrier = stock.agent.robot.links_map[link]
+        places = [(carrier.pose.p[0].numpy(), pose_of_camera(stock, "hand_camera"))]
+        raised = np.zeros((1, 4, 7), np.float32)
+        raised[..., 2] = 1.0
+        seen = made.chunk_step(raised, np.ones(1, np.bool_)).observation.images[0]
+        places.append((carrier.pose.p[0].numpy(), pose_of_camera(stock, "hand_camera")))
+    finally:
+        made.close()
+    (before, camera_before), (after, camera_after) = places
+    assert np.linalg.norm(after - before) > 0.05  # metres
+    np.testing.assert_allclose(camera_after - camera_before, after - before, atol=0.02)  # the wrist hardly turns
+    np.testing.assert_allclose(
+        *(np.linalg.norm(camera - hand) for hand, camera in places), atol=1e-5, err_msg="not at the wrist"
+    )
+    assert (first[1] != seen[1]).mean() > 0.1
+
+
+def pose_of_camera(env: Any, name: str) -> np.ndarray:
+    """Return where a camera is, in the world, as its next picture shows it."""
+    env.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+    extrinsic = env._sensors[name].camera.get_extrinsic_matrix()[0].numpy()
+    return -extrinsic[:3, :3].T @ extrinsic[:3, 3]
+
+
 def test_the_reflection_table_changes_no_picture(env: Any) -> None:
     import sapien
 

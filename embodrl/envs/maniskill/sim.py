@@ -201,7 +201,6 @@ class ManiSkillSim:
         """Render the camera for people: ``uint8[N,H,W,3]``."""
         return to_numpy(self.env.render_rgb_array()).astype(np.uint8, copy=False)
 
-
     def get_state(self) -> dict[str, NDArray[np.float32]]:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
 
