@@ -140,8 +140,9 @@ class ManiSkillSim:
                 fov=default.fov if fov_rad is None else fov_rad,
                 near=default.near,
                 far=default.far,
-                mount=None if has_place else default.mount,
             )
+            if not has_place:
+                config.mount = default.mount
             sensors[name] = Camera(config, env.scene)
         env._sensors = env.scene.sensors = sensors
 
@@ -237,9 +238,10 @@ class ManiSkillSim:
 def hand_camera(env: BaseEnv) -> Any:
     """Return the camera of a Panda without one: beside the wrist, looking along the fingers, which it sees."""
     from mani_skill.sensors.camera import CameraConfig
-    from sapien import Pose
+    from mani_skill.utils.structs import Pose
+    from sapien import Pose as ScenePose
 
-    along_fingers = Pose([0.06, 0.0, 0.0], [math.sqrt(0.5), 0.0, -math.sqrt(0.5), 0.0])
+    along_fingers = Pose.create(ScenePose([0.06, 0.0, 0.0], [math.sqrt(0.5), 0.0, -math.sqrt(0.5), 0.0]))
     hand = env.agent.robot.links_map["panda_hand"]
     return CameraConfig("hand_camera", along_fingers, 64, 64, fov=math.pi / 2, near=0.01, far=100, mount=hand)
 

@@ -123,7 +123,7 @@ class MetaWorldSimulator(Simulator):
         return picture[::-1, ::-1] if turned else picture
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return the gripper's place in metres, how far it is open, 0 to 1, and what ``full_state`` adds: ``float32[S]``."""
+        """Return the gripper's place in metres, its opening, 0 to 1, and what ``full_state`` adds: ``float32[S]``."""
         return self._obs[: self.state_dim].astype(np.float32)
 
     def signature(self) -> bytes:
@@ -182,7 +182,8 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         self._cameras, self._detail, self._full_state = cameras, render_detail, full_state
         self._film_size = (video_size[0], video_size[1])
         self._renderers: dict[str, SceneRenderer] = {}
-        super().__init__(num_envs, tasks, cameras, EpisodeRules(**rules), include_state, max_chunk, video_fps, include_images)
+        own = EpisodeRules(**rules)
+        super().__init__(num_envs, tasks, cameras, own, include_state, max_chunk, video_fps, include_images)
 
     def make_simulator(self, task: str) -> Simulator:
         shared = (self._cameras, self._film_size, self._renderers, self._detail, self._full_state)
