@@ -30,7 +30,8 @@ INTRODUCTION = """\
 What AReaL, RLinf, verl, siiRL, slime and Prime-RL offer for placement, asynchrony, distribution and running many jobs,
 and what of it embodrl has. `accepted` and `refused` are what the configuration check of the command says (`refused`
 with its [code](errors.md)); it was not run for this page: the tests run it, on CPUs. *works*: nothing is known to be
-missing; where no command is given, the tests show it. *partly*: the last column says what is missing. *missing*: the command is refused, so that nothing is ignored in silence.
+missing; where no command is given, the tests show it. *partly*: the last column says what is missing. *missing*: the
+command is refused, so that nothing is ignored in silence.
 """
 
 
