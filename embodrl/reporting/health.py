@@ -126,7 +126,7 @@ class HealthMonitor:
             f"the critics' mean Q is {q:.3g} and grows; no episode has returned more than {self._largest_return:.3g}"
         )
         hint = "lower actor.optim.value_lr, algorithm.gamma or algorithm.off_policy.tau, and keep layer_norm on"
-        is_bad = q > MAX_Q_RATIO * self._largest_return and q > self._last_q
+        is_bad = q > MAX_Q_RATIO * self._largest_return and not q <= self._last_q
         yield _Sign("critic-divergence", q, is_bad, DIVERGED_ITERATIONS, message, hint)
         self._last_q = self._last_q if math.isnan(q) else q
 

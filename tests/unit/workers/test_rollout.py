@@ -363,7 +363,8 @@ def test_returns_of_solved_and_failed_episodes_are_told_apart():
     stats = EpisodeStats(successes=2, episodes=5, returns=7.0, solved_returns=4.0)
     found = stats.metrics()
     assert (found["rollout/return_solved"], found["rollout/return_failed"]) == (2.0, 1.0)
-    batch, found = worker_of(config_of(), KnownPolicy(0.5))[0].gather(1)
+    settings = ("env.train.total_num_envs=32", "actor.global_batch_size=16")
+    _, found = worker_of(config_of(*settings), KnownPolicy(0.5))[0].gather(1)
     rate = found["rollout/success_rate"]
     mean = rate * found["rollout/return_solved"] + (1 - rate) * found["rollout/return_failed"]
     assert 0 < rate < 1 and mean == pytest.approx(found["rollout/return"])
