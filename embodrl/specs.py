@@ -288,6 +288,7 @@ class FunctionSpec(Entry):
         needs_values: it works with the values of a critic.
         needs_groups: it compares episodes of a group.
         off_policy: it learns from a replay buffer, by critics of its own; of an estimator: there are no advantages.
+        imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for built-in ones.
     """
@@ -295,6 +296,7 @@ class FunctionSpec(Entry):
     needs_values: bool = False
     needs_groups: bool = False
     off_policy: bool = False
+    imitates: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
 
@@ -457,7 +459,7 @@ ADVANTAGES = FunctionRegistry(
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac")},
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac", "dagger")},
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )
 PIPELINES = Registry(
@@ -465,7 +467,7 @@ PIPELINES = Registry(
     PipelineSpec,
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "ppo", "grpo", "rloo", "reinforce_pp")
+        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "dagger", "ppo", "grpo", "rloo", "reinforce_pp")
     },
 )
 

@@ -177,14 +177,10 @@ class Collector:
         if self.policy is not None:
             self.policy.begin(rows)
             return observation
-        size = self.pool.spec.num_envs // len(self.pool.managers)
-        for rank in range(len(self.pool.managers)):
-            mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
-            if len(mine):
-                try:
-                    self.pool.call_one(rank, "expert_reset", {"rows": mine.tolist()})
-                except (EnvWorkerDied, EnvTimeout):
-                    return self.restart()
+        try:
+            self.pool.expert_reset(rows)
+        except (EnvWorkerDied, EnvTimeout):
+            return self.restart()
         return observation
 
     def restart(self) -> Observation:

@@ -239,16 +239,6 @@ RULES = [
         "every-task-has-a-group",
         ("algorithm.group_size=32", "env.tasks=[PushCube-v1,PullCube-v1]", "env.num_processes=1"),
     ),
-    Wrong("unknown axis", "axes", "axes-are-of-the-environment", ("axes=light,ligth",), names="light"),
-    Wrong(
-        "axis of other tasks",
-        "axes",
-        "axes-are-of-the-environment",
-        ("env.tasks=[StackCube-v1]", "axes=goal"),
-        names="PushCube",
-    ),
-    Wrong("axes of a simulator without", "axes", "axes-are-of-the-environment", ("env=dataset", "axes=all")),
-    Wrong("axes on a gpu", "axes", "axes-are-of-single-scenes", ("axes=all", "env.sim_backend=physx_cuda")),
     Wrong("protocol of another simulator", "protocol", "protocol-is-of-the-environment", ("protocol=openvla",)),
     Wrong(
         "chunk longer than the episode",

@@ -48,6 +48,8 @@ def protocol_holds(context: Context) -> Iterator[Finding]:
 def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
     """The simulator has the axes, for all of the tasks."""
     env = context.config.env
+    if env.env_type not in ENVS:
+        return
     spec = ENVS.entry(env.env_type)
     there_are = spec.axes_of(env.tasks)
     if context.config.axes is not None and not there_are:

@@ -5,6 +5,7 @@ Every field's description is its documentation: docs/configuration.md is generat
 
 from embodrl.config.schema.algorithm import (
     AlgorithmConfig,
+    DaggerConfig,
     DecoupledConfig,
     FilterConfig,
     KlConfig,
@@ -47,6 +48,7 @@ __all__ = [
     "ClusterConfig",
     "CollectConfig",
     "Config",
+    "DaggerConfig",
     "DecoupledConfig",
     "EnvConfig",
     "EnvEvalConfig",

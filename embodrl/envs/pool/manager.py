@@ -155,8 +155,7 @@ class EnvManager:
             "cpu": cpu,
             "numa_node": numa_node,
             "extensions": list(extensions),
-            "max_chunk": max_chunk,
-            "axis": axis,
+            **{"max_chunk": max_chunk, "axis": axis},
         }
         self._log_path = None if log_dir is None else log_dir / f"{name.replace('/', '_')}.log"
         self._environ = dict(environ or {})

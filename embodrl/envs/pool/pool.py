@@ -286,6 +286,18 @@ class EnvPool:
         self._send_call(rank, method, arguments)
         return self._wait_call(rank, method, arguments, restart=False)
 
+    def expert_reset(self, rows: NDArray[np.int64]) -> None:
+        """Start scripted experts in ``rows``, whose episodes have just begun.
+
+        Raises:
+            EnvWorkerDied, EnvTimeout: a process was lost; the next step or reset restarts it.
+        """
+        size = self.spec.num_envs // len(self.managers)
+        for rank in range(len(self.managers)):
+            mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
+            if len(mine):
+                self.call_one(rank, "expert_reset", {"rows": mine.tolist()})
+
     def expert_actions(self) -> NDArray[np.float32]:
         """Return what scripted experts would do now, ``float32[B,A]``.
 

@@ -55,7 +55,7 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
-    assert presets("algorithm") == sorted([*PIPELINES, "rlpd"])  # whose graph is that of sac
+    assert presets("algorithm") == sorted([*PIPELINES, "rlpd", "hg_dagger"])  # whose graphs are those of sac and dagger
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,12 @@ def test_an_off_policy_loss_stores_before_it_trains() -> None:
         config_of("algorithm=sac", "pipeline.fn=embodrl.pipelines.builtin:ppo")
     with raises_code("pipeline-role-unused", ConfigError, "store"):
         config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:sac")
+
+
+def test_labels_are_stored_before_they_are_imitated() -> None:
+    graph = build_graph(config_of("pipeline=dagger"))
+    nodes = ["rollout", "store", "train", "sync"]
+    assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in nodes]
 
 
 def with_values(rewards: Any, values: Any) -> None:
