@@ -145,7 +145,7 @@ def _has_gradient(parameter: Tensor) -> bool:
 
 
 def file_problems(subject: Subject) -> Iterator[str]:
-    """A saved policy comes back with the same weights, and acts alike to the bit."""
+    """A saved policy comes back with the same weights, and its actions are bit-identical."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "policy"
         subject.policy.save_pretrained(directory)

@@ -166,7 +166,8 @@ def test_a_model_from_outside_the_package(tmp_path: Path) -> None:
 
 
 def test_the_new_model_keeps_its_promises() -> None:
-    outcome = small_vla("model", "check")
+    folder = EXAMPLES / "new_model"
+    outcome = embodrl("model", "check", "--config", folder / "config.yaml", search_path=folder)
     assert outcome.code == 0 and outcome.stdout.count("ok ") == 7, outcome.stdout + outcome.stderr
 
 
