@@ -15,6 +15,7 @@ COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
+    *("stop_at_success", "stop_evaluations", "max_regression"),
     *("keep_last_n", "keep_best", "logger.tensorboard", "logger.wandb_mode", "logger.wandb_project"),
 )
 _ROLLOUT_LOOP = (
@@ -74,6 +75,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
+        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
         "axes",
     ),
@@ -86,6 +88,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve", "axes"),
+        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
         *("sft.save_interval", "sft.eval_interval"),
         *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),
@@ -104,7 +107,9 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *("protocol", "axes", "collect", "sft", "store"),
     ),
 }
-"""Sections and keys that a verb ignores."""
+"""Sections and keys that a verb ignores, beside ``OF_RECIPES``."""
+OF_RECIPES = "recipe"
+"""The section that no verb but `embodrl run` reads, which starts verbs with settings of their own."""
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
     "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
@@ -122,7 +127,7 @@ def _below(key: str, sections: Iterable[str]) -> bool:
 
 def reads(verb: Verb | None, key: str) -> bool:
     """Return whether a verb reads a key or a part of it; without a verb every key counts."""
-    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, UNREAD[verb])
+    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, (*UNREAD[verb], OF_RECIPES))
 
 
 def concerns(verb: Verb | None, finding: Finding) -> bool:
