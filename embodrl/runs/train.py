@@ -294,8 +294,7 @@ class Runner:
             row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         warnings = self.health.check(row)
-        written = self.metrics.log(row | {f"health/{warning.code}": 1.0 for warning in warnings})
-        self.rows.append(written)
+        self.rows.append(written := self.metrics.log(row | {f"health/{each.code}": 1.0 for each in warnings}))
         self.pending, self.saved = None, False
         self.console.update(written)
         for warning in warnings:
