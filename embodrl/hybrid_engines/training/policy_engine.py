@@ -202,8 +202,7 @@ class PolicyTrainEngine(TrainEngine):
         aged = self._policy_staleness(batch, algorithm)
         columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
-        weights = chunk_weights(batch, trained, algorithm)
-        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, weights)
+        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, chunk_weights(batch, trained, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         first_kl: Tensor | float | None = None
