@@ -390,24 +390,6 @@ def test_experts_succeed_under_perturbation(mixed: Any, task: str) -> None:
     assert success.sum() >= 4
 
 
-WITH_TOOLS = {  # the step limits of the presets
-    "PegInsertionSide-v1": 100,
-    "PokeCube-v1": 50,
-    "PullCubeTool-v1": 100,
-    "RollBall-v1": 80,
-    "PlaceSphere-v1": 50,
-}
-
-
-@pytest.mark.parametrize("task", WITH_TOOLS)
-def test_experts_use_pegs_tools_and_bins(task: str) -> None:
-    limit = WITH_TOOLS[task]
-    env = make(4, [task], include_images=False, auto_reset=False, max_episode_steps=limit)
-    success, _ = play_expert(env, np.arange(300, 304), 0, limit)
-    env.close()
-    assert success.sum() >= 3
-
-
 def test_an_unknown_expert_is_refused_by_name() -> None:
     from embodrl.envs.experts import make_expert
     from embodrl.errors import EnvError
