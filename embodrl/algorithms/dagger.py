@@ -24,7 +24,7 @@ def distance(actions: NDArray[np.float32], labels: NDArray[np.float32]) -> NDArr
 
 
 def dagger(far: NDArray[np.bool_], held: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
-    """Return for how many further steps the expert has control, ``int64[B]``: ``steps`` from where it took over.
+    """Return for how many further steps the expert has control, ``int64[B]``: ``steps`` from where it took control.
 
     Args:
         far: ``bool[B]``, the policy's action is further from the expert's than is tolerated.

@@ -103,7 +103,8 @@ FAMILIES = [
         ("model.warm_start=builtin", "model=gr00t"),
     ),
 ]
-DAGGER = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
+DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
+DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
 FAMILIES += [
     Wrong(
@@ -237,7 +238,7 @@ FAMILIES += [
         "an expert who labels chunks",
         "model.num_action_chunks",
         "expert-labels-what-is-seen",
-        ("model.num_action_chunks=5", *DAGGER),
+        ("model.num_action_chunks=5", *DAGGER_ONLY),
     ),
     Wrong(
         "labels of ended episodes",
@@ -257,7 +258,8 @@ FAMILIES += [
         "DAgger without experts",
         "env.env_type",
         "experts-show-the-tasks",
-        ("env=gymnasium", "model=mlp", "algorithm=dagger"),
+        ("env.env_type=gymnasium", *DAGGER),
+        more=("env.id", "env.instruction", "env.reward_mode"),
     ),
     Wrong(
         "a replay buffer smaller than a rollout",
