@@ -353,12 +353,13 @@ class LockstepRunner:
         """Return the policy's inputs ``[B,...]`` of an observation in ``rows``, zeros elsewhere."""
         assert self._observation is not None
         seen = self._observation if observation is None else observation
-        if len(rows) or not self._blank:  # inputs may cost as much as acting
-            found = self.engine.inputs(seen.select(rows if len(rows) else np.zeros(1, np.int64)))
-            self._blank = {name: torch.zeros_like(tensor[:1]) for name, tensor in found.items()}
+        if not self._blank:
+            one = self.engine.inputs(seen.select(np.zeros(1, np.int64)))
+            self._blank = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
         whole = {name: blank.repeat(seen.batch_size, *[1] * (blank.ndim - 1)) for name, blank in self._blank.items()}
-        for name, tensor in whole.items() if len(rows) else ():
-            tensor[torch.from_numpy(rows)] = found[name]
+        if len(rows):  # of these alone: inputs may cost as much as acting
+            for name, tensor in self.engine.inputs(seen.select(rows)).items():
+                whole[name][torch.from_numpy(rows)] = tensor
         return whole
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:

@@ -252,7 +252,9 @@ def build_on_frozen(
     """
     head = getattr(base, "value_head", None)
     assert isinstance(head, ValueHead), "the configuration was checked"
-    width = (*head.hidden, head.out)[0].in_features
+    first = head.hidden[0] if len(head.hidden) else head.out
+    assert isinstance(first, nn.Linear)
+    width = first.in_features
     base.value_head = FeatureTap()
     for name in [name for name in report.initialized if name.startswith("value_head.")]:
         del report.initialized[name]
