@@ -97,6 +97,21 @@ class TaskSuite:
     tasks: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Axis:
+    """A way in which `embodrl eval axes=...` perturbs the episodes of a simulator.
+
+    Attributes:
+        group: vision, semantics or execution.
+        description: what is changed, and how far.
+        tasks: those that have it; None: all.
+    """
+
+    group: str
+    description: str
+    tasks: tuple[str, ...] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatorSpec(Spec):
     """A simulator, or any other source of environments.
@@ -138,6 +153,7 @@ class SimulatorSpec(Spec):
         expert_tasks: tasks with a scripted expert; None: all tasks.
         demonstrations: where demonstrations come from if there is no expert.
         interface: from the section ``env`` to what actions and observations mean; None: not stated.
+        axes: name -> perturbation that ``VectorEnv.set_axis`` takes.
         camera_list, experts, verified: for ``embodrl list``.
     """
 
@@ -171,6 +187,7 @@ class SimulatorSpec(Spec):
     expert_tasks: tuple[str, ...] | None = None
     demonstrations: str = ""
     interface: Callable[[EnvConfig], Interface] | None = None
+    axes: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
     camera_list: str = ""
     experts: str = ""
     verified: str = ""
@@ -190,6 +207,10 @@ class SimulatorSpec(Spec):
                     f"did you mean '{near}'? Or {own}" if near else own,
                     code="spec-fact-invalid",
                 )
+
+    def axes_of(self, tasks: Sequence[str]) -> dict[str, Axis]:
+        """Return the axes that all of these tasks have."""
+        return {name: axis for name, axis in self.axes.items() if axis.tasks is None or set(tasks) <= set(axis.tasks)}
 
     def instructions(self) -> dict[str, str]:
         """Return the tasks with their instructions ("" if unknown); empty if any name will do."""

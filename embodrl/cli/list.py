@@ -21,8 +21,10 @@ class Kind(StrEnum):
     envs = "envs"
     algorithms = "algorithms"
     pipelines = "pipelines"
+    axes = "axes"
     protocols = "protocols"
     presets = "presets"
+    experiments = "experiments"
 
 
 def list_names(
@@ -48,7 +50,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, evaluation protocols and presets.
+    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, presets and recipes.
 
     \b
     Examples:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from pydantic import BaseModel
 
 from embodrl.config import compose
+from embodrl.config.nodes import lookup
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
@@ -116,6 +118,16 @@ def pipelines() -> list[Entry]:
     return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
 
 
+def axes() -> list[Entry]:
+    """Return for each environment the axes along which an evaluation can perturb it."""
+    found: list[Entry] = []
+    for spec in ENVS.all():
+        for name, axis in spec.axes.items():
+            facts = [("tasks", ", ".join(axis.tasks))] if axis.tasks is not None else []
+            found.append(Entry(f"{spec.name} axes={name}", f"{axis.group}: {axis.description}", facts))
+    return found
+
+
 def protocols() -> list[Entry]:
     """Return the evaluation protocols, each with what it sets and where that is written down."""
     found: list[Entry] = []
@@ -146,11 +158,27 @@ def presets() -> list[Entry]:
     ]
 
 
+def experiments() -> list[Entry]:
+    """Return the presets of experiments, with the stages of those that are recipes and what they are known to reach."""
+    found: list[Entry] = []
+    for name in compose.presets("experiment"):
+        recipe = lookup(compose.load_presets({"experiment": name})[0], "recipe")
+        facts: list[tuple[str, str]] = []
+        if recipe is not None:
+            stages = ", ".join(cast(list[str], recipe.children["stages"].plain()))
+            facts = [("stages", stages), ("expected", str(recipe.children["expected"].value))]
+            facts.append(("start", f"embodrl run experiment={name}"))
+        found.append(Entry(name, compose.describe("experiment", name), facts))
+    return found
+
+
 SECTIONS = {
     "models": models,
     "envs": envs,
     "algorithms": algorithms,
     "pipelines": pipelines,
+    "axes": axes,
     "protocols": protocols,
     "presets": presets,
+    "experiments": experiments,
 }

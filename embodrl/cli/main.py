@@ -23,6 +23,7 @@ from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
+from embodrl.cli.run import run
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
@@ -82,6 +83,7 @@ add(app, serve)
 add(app, collect)
 add(app, convert)
 add(app, sft)
+add(app, run)
 add(app, sweep)
 add(app, resume)
 add(app, fetch)

@@ -95,6 +95,10 @@ def describe(group: str, name: str) -> str:
     return comments[0] if comments else ""
 
 
+AXES_KEY = "axes"
+"""Its value is text with commas, which are no sweep."""
+
+
 def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem]]:
     """Parse Hydra-style arguments.
 
@@ -143,7 +147,9 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             )
             problems.append(ConfigProblem(key, reason, origin, "key=value", hint=hint, code="argument-syntax"))
             continue
-        if parsed.is_sweep_override():
+        if parsed.key_or_group == AXES_KEY:
+            arguments.append(Argument(AXES_KEY, text.partition("=")[2] or None, text, parsed.is_delete()))
+        elif parsed.is_sweep_override():
             hint = f"give one value; a list is written {key}=[...], and several runs are several commands"
             problems.append(
                 ConfigProblem(

@@ -20,6 +20,12 @@ SavedState: TypeAlias = Any
 """Plain values and arrays as a simulator's own ``get_state`` returned them; each simulator knows what they are."""
 
 
+def axis_unknown(simulator: object, axis: str) -> EnvError:
+    """Return the error for an axis that a simulator's spec names and its class does not know."""
+    name = type(simulator).__name__
+    return EnvError(f"{name} has no axis '{axis}'", f"give {name} what its spec declares", code="axis-unknown")
+
+
 class VectorEnv(ABC):
     """B environments of one process.
 
@@ -88,6 +94,10 @@ class VectorEnv(ABC):
     def set_ignore_terminations(self, value: bool) -> None:
         """Say whether only a step limit ends an episode."""
         raise NotImplementedError(f"{type(self).__name__} has no set_ignore_terminations")
+
+    def set_axis(self, axis: str) -> None:
+        """Perturb all episodes along an axis that the simulator's spec names; asked once, before any reset."""
+        raise axis_unknown(self, axis)
 
     def describe(self) -> dict[str, object]:
         """Return versions and graphics driver of this process; see ``describe_simulator``."""

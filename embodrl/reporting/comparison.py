@@ -95,10 +95,10 @@ def _runs_below(directory: Path, depth: int) -> Iterable[Path]:
 
 def read_runs(directories: Sequence[Path]) -> list[RunView]:
     """Return the views of runs, named by what distinguishes their paths."""
-    return [_read(path, name) for path, name in zip(directories, _names(directories), strict=True)]
+    return [_read(path, name) for path, name in zip(directories, run_names(directories), strict=True)]
 
 
-def _names(directories: Sequence[Path]) -> list[str]:
+def run_names(directories: Sequence[Path]) -> list[str]:
     """Return the last part of each path; as many parts as make it unique."""
     paths = [directory.resolve().parts for directory in directories]
     names: list[str] = []

@@ -161,6 +161,7 @@ def make_pool(
     log_dir: Path | None = None,
     env_type: str | None = None,
     places: Sequence[ProcessPlace] | None = None,
+    axis: str | None = None,
     **overrides: object,
 ) -> EnvPool:
     """Return a pool of simulator processes, not yet started.
@@ -171,6 +172,7 @@ def make_pool(
         log_dir: where the processes' output goes.
         env_type: a variant, of the same arguments, that replaces the configured one.
         places: of the processes, with their cores and GPUs; None binds them to the cores of this machine in turn.
+        axis: along which all episodes are perturbed; None for none.
         overrides: keyword arguments of the VectorEnv that differ from the configuration.
     """
     env = config.env
@@ -196,6 +198,7 @@ def make_pool(
         ),
         log_dir=log_dir,
         extensions=config.extensions,
+        axis=axis,
         max_restarts=env.max_restarts,
         restart_window_s=config.cluster.restart_window_s,
         bounds=Bounds(env.max_abs_reward, env.max_abs_state),

@@ -138,7 +138,7 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
     if settings.demo_fraction == 1:
         message = "nothing that the policy does would be learned from"
         yield Finding(fraction, message, "set it to 0.5", "0 to below 1")
-    if settings.demos is not None and path_kind(settings.demos) != "directory":
+    if settings.demos not in (None, *context.made_before) and path_kind(settings.demos) != "directory":
         message = f"there is no directory '{settings.demos}'"
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 

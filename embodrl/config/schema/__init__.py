@@ -25,7 +25,15 @@ from embodrl.config.schema.engines import (
 )
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
 from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
-from embodrl.config.schema.run import CollectConfig, LoggerConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
+from embodrl.config.schema.run import (
+    CollectConfig,
+    LoggerConfig,
+    PipelineConfig,
+    RecipeConfig,
+    RewardConfig,
+    RunnerConfig,
+    SftConfig,
+)
 from embodrl.config.schema.section import (
     Fraction,
     GroupRanks,
@@ -72,6 +80,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "Ranks",
+    "RecipeConfig",
     "RemoteRolloutConfig",
     "RewardConfig",
     "RolloutConfig",

@@ -1,4 +1,4 @@
-"""Sections ``reward``, ``pipeline``, ``runner``, ``collect`` and ``sft``."""
+"""Sections ``reward``, ``pipeline``, ``runner``, ``collect``, ``recipe`` and ``sft``."""
 
 from __future__ import annotations
 
@@ -127,6 +127,20 @@ class CollectConfig(Section):
         description="with policy=PATH: draw actions as rollouts do, and record their log-probs; false: the most"
         " probable ones, as in evaluations",
     )
+
+
+class RecipeConfig(Section):
+    """`embodrl run`."""
+
+    stages: tuple[Literal["collect", "sft", "rl"], ...] = Field(
+        default=(), description="what is done, in this order: collect, sft, rl; each is optional, rl is the last"
+    )
+    collect: tuple[str, ...] = Field(
+        default=(), description="settings of this stage alone, as on a command line: [env.train.total_num_envs=8]"
+    )
+    sft: tuple[str, ...] = Field(default=(), description="settings of this stage alone")
+    rl: tuple[str, ...] = Field(default=(), description="settings of this stage alone")
+    expected: str = Field(default="", description="what is known about its result, and how that was measured")
 
 
 class SftConfig(Section):
