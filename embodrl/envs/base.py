@@ -109,8 +109,9 @@ class VectorEnv(ABC):
         """Return ``bool[B]``: the task was solved after the last step of an environment; None if that is not known."""
         return None
 
-    def check_state(self) -> None:  # noqa: B027
-        """Raise what ``get_state`` will raise whenever it is asked: a run wants to know before it begins."""
+    def check_state(self) -> str:
+        """Return why ``get_state`` can't be asked, which a run wants to know before it begins; "" if it can."""
+        return ""
 
     def check_episodes(self) -> list[str]:
         """Return the codes of what is wrong with episodes: ``seed-ignored``, ``instruction-empty``. Before any reset.

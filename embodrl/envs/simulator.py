@@ -373,9 +373,9 @@ class SimulatorVectorEnv(SteppingEnv):
     def get_sim_state(self) -> list[object]:
         return [self.get_sim_row(row) for row in range(self.spec.num_envs)]
 
-    def check_state(self) -> None:
-        if type(sim := self._sim(0)).get_state is Simulator.get_state:
-            sim.get_state()
+    def check_state(self) -> str:
+        sim = self._sim(0)
+        return f"{type(sim).__name__} has no get_state" if type(sim).get_state is Simulator.get_state else ""
 
     def set_sim_state(self, state: list[SavedState]) -> None:
         for row, content in zip(range(self.spec.num_envs), state, strict=True):

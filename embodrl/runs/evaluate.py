@@ -114,7 +114,7 @@ def evaluate(
         EmbodrlError: the device has less memory than the weights take; raised before anything has started, too.
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
-    config = loaded.config
+    config = loaded.config.evaluated
     for path in filter(None, (json_path, harness_path)):
         check_json_file(path)
     output = EvalOutput(config, output_dir, weights)

@@ -253,7 +253,7 @@ def _refuse_foreign_arguments(settings: RecipeConfig) -> None:
     """Refuse code that the lists of an untrusted file name: for the stages they are on the command line."""
     texts = [text for name in VERBS for text in getattr(settings, name)]
     tree = compose(texts, None).tree
-    if problems := [problem for text in texts for problem in foreign_settings(tree, text)]:
+    if problems := [problem for text in texts for problem in foreign_settings(tree, (text,))]:
         raise ConfigError(problems)
 
 

@@ -466,7 +466,7 @@ class Trainer:
         acting = make_rollout_engine(self.config, self.policy, num_threads(self.config))
         evaluation = self.config.env.eval
         with (
-            make_pool(self.config, evaluation.total_num_envs) as pool,
+            make_pool(self.config.evaluated, evaluation.total_num_envs) as pool,
             self.progress.within("evaluation", evaluation.num_episodes, "episodes") as progress,
         ):
             try:

@@ -12,7 +12,7 @@ from runs import TINY, metrics
 from safetensors.torch import load_file
 
 from embodrl.config import load_config
-from embodrl.config.compose import presets
+from embodrl.config.presets import presets
 from embodrl.runs.train import resume, train
 
 pytestmark = pytest.mark.slow

@@ -15,6 +15,7 @@ COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
+    *("stop_at_success", "stop_evaluations", "max_regression"),
     *("keep_last_n", "keep_best", "logger.tensorboard", "logger.wandb_mode", "logger.wandb_project"),
 )
 _ROLLOUT_LOOP = (
@@ -74,6 +75,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
+        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
         "axes",
     ),
@@ -86,6 +88,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve", "axes"),
+        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
         *("sft.save_interval", "sft.eval_interval"),
         *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),

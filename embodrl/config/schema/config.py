@@ -81,6 +81,12 @@ class Config(Section):
         return self.algorithm.decoupled.needs_proximal or self.recomputes_logprobs
 
     @property
+    def evaluated(self) -> Config:
+        """The configuration that evaluations play, with what ``env.eval`` says otherwise; itself if nothing differs."""
+        env = self.env.evaluated()
+        return self if env is self.env else self.model_copy(update={"env": env})
+
+    @property
     def rollout_chunks(self) -> int:
         """Chunks of an environment in a rollout, its steps rounded up to whole chunks."""
         return -(-self.env.train.max_steps_per_rollout_epoch // self.model.num_action_chunks)

@@ -72,6 +72,18 @@ class RunnerConfig(Section):
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
     eval_at_start: bool = Field(default=True, description="evaluate before the first update")
+    stop_at_success: Fraction | None = Field(
+        default=None,
+        description="success rate of evaluations at which a run ends early, as a finished one; null for never",
+    )
+    stop_evaluations: PositiveInt = Field(
+        default=1, description="consecutive evaluations that have to reach runner.stop_at_success"
+    )
+    max_regression: Fraction | None = Field(
+        default=None,
+        description="a run fails, with exit code 1 and a checkpoint, when an evaluation's success rate is further below"
+        " the best before it; null for never",
+    )
     save_interval: PositiveInt = Field(
         default=10, description="iterations between checkpoints; the last one is always saved"
     )

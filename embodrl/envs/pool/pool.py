@@ -58,6 +58,9 @@ class EnvPool:
         bounds: of rewards and states.
         restart_window_s: seconds.
         budget: of restarts, shared with other pools; None makes one.
+
+    Attributes:
+        keeps_state: its simulators can tell their state; set by who has asked them (``check_state``).
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EnvPool:
         self.max_restarts = max_restarts
         self.faults = faults or FaultCounts()
         self.bounds = bounds or Bounds()
+        self.keeps_state = True
         self.budget = budget or RestartBudget(max_restarts, restart_window_s)
         self._spec: EnvSpec | None = None
         self._offsets: list[int] = []

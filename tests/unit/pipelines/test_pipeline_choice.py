@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from embodrl.cli import listing
 from embodrl.cli.main import app
-from embodrl.config.compose import presets
+from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
 from embodrl.names import import_object

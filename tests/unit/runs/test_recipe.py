@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from embodrl.config.compose import presets
+from embodrl.config.presets import presets
 from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
 from embodrl.runs import recipe as module
 from embodrl.runs.recipe import Recipe, plan_recipe
@@ -235,6 +235,6 @@ def test_recipes_that_ship_are_valid_and_say_what_is_known_of_them(name: str, tm
     text = module.compose([f"experiment={name}"], None).tree.plain()
     assert recipe.expected and text["recipe"]["stages"][-1] == "rl"
     if "%" not in recipe.expected:  # no figure
-        from embodrl.config.compose import describe
+        from embodrl.config.presets import describe
 
         assert "not measured" in recipe.expected and "not measured" in describe("experiment", name)
