@@ -111,7 +111,22 @@ env:
   cameras: [{height: 16, width: 16}]
   train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
   eval: {num_episodes: 64}
-model: {num_action_chunks: 1, warm_start: null, small_actor: {hidden_sizes: [64, 64], scale: 1.0}}
+model:
+  num_action_chunks: 1
+  warm_start: null
+  pi:
+    image_size: 16
+    siglip: {width: 16, depth: 1, num_heads: 2, mlp_dim: 32}
+    depth: 2
+    num_heads: 2
+    head_dim: 16
+    vlm_width: 32
+    vlm_mlp_dim: 64
+    expert_width: 32
+    expert_mlp_dim: 64
+    max_action_dim: 8
+    action_horizon: 1
+  small_actor: {hidden_sizes: [64, 64], scale: 1.0}
 algorithm: {off_policy: {critic_hidden_sizes: [64, 64], warm_up: 300, num_q: 4}}
 actor: {global_batch_size: 64, micro_batch_size: 64}
 cluster: {num_threads: 1}
@@ -125,7 +140,7 @@ runner:
 def test_chosen_noise_makes_a_frozen_flow_policy_better(demos: Path, tmp_path: Path) -> None:
     config, base, run_dir = tmp_path / "flow.yaml", tmp_path / "sft", tmp_path / "run"
     config.write_text(FLOW)
-    few = [f"sft.data_dir={demos}", "sft.max_steps=150", f"sft.output_dir={base}"]
+    few = [f"sft.data_dir={demos}", "sft.max_steps=300", "sft.lr=1.0e-3", "sft.batch_size=32", f"sft.output_dir={base}"]
     assert embodrl("sft", "--config", config, *few).code == 0
     given = ["algorithm=dsrl", f"model.warm_start={base / 'policy'}", f"runner.output_dir={run_dir}"]
     outcome = embodrl("train", "--config", config, *given)
