@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 
 from embodrl.envs.axes import generator
 from embodrl.envs.libero.controller import ArmModel, OscController
+from embodrl.envs.libero.experts import PickAndPlace
 from embodrl.envs.libero.init_states import read_init_states
 from embodrl.envs.libero.suites import AXES, SUITES, TaskFacts, init_state_of
 from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, named_camera
 from embodrl.envs.mujoco.types import MjModel
 from embodrl.envs.simulator import SimStep, Simulator
-from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.errors import EnvError, EnvOrderError, MissingDependencyError
 
 if TYPE_CHECKING:
     from typing import NotRequired  # not in Python 3.10, which simulators may run in
@@ -292,6 +293,7 @@ class LiberoSim(Simulator):
         self._axis: str | None = None
         self._controller = OscController(scene.arm, scene.rest)
         self._divergence = Divergence()
+        self._expert: PickAndPlace | None = None
 
     def perturb(self, axis: str) -> None:
         if axis not in AXES:
@@ -379,6 +381,17 @@ class LiberoSim(Simulator):
         quaternion = data.xquat[arm.hand][[1, 2, 3, 0]]
         rotation = arm.transform.quat2axisangle(quaternion.copy())
         return np.concatenate([data.site_xpos[arm.site], rotation, data.qpos[arm.gripper_qpos]]).astype(np.float32)
+
+    def expert_reset(self) -> None:
+        self.scene.activate(self)
+        (_, target, place), *_ = self.scene.env.parsed_problem["goal_state"]
+        self._expert = PickAndPlace(self, target, place)
+
+    def expert_action(self) -> NDArray[np.float32]:
+        if self._expert is None:
+            raise EnvOrderError("the expert has not begun", "call expert_reset first")
+        self.scene.activate(self)
+        return self._expert.act(self.data._data)
 
     def get_state(self) -> _State:
         mujoco, model = self.scene.mujoco, self.scene.model
