@@ -307,25 +307,6 @@ RULES = [
         ("env.eval.num_episodes=1", "env.tasks=[PushCube-v1,PullCube-v1]"),
     ),
     Wrong(
-        "a setting of evaluations that the simulator does not have",
-        "env.eval.settings.suite",
-        "evaluations-can-be-played",
-        ("env.eval.settings={suite: libero_10}",),
-    ),
-    Wrong(
-        "a protocol, and evaluations of another length",
-        "env.eval.max_episode_steps",
-        "evaluations-follow-what-is-given",
-        ("env.eval.max_episode_steps=300", "env=libero_spatial", "model=openvla_oft", "protocol=openvla_oft"),
-        more=("env.tasks",),
-    ),
-    Wrong(
-        "an early stop after more evaluations than there are",
-        "runner.stop_evaluations",
-        "early-stop-can-happen",
-        ("runner.stop_evaluations=50000", "runner.stop_at_success=0.9"),
-    ),
-    Wrong(
         "demonstration seeds in the evaluation",
         "collect.seed",
         "seeds-are-apart",  # 10 attempts for each of 1000 episodes
