@@ -189,6 +189,8 @@ class LerobotListener(Listener):
         raise WireError("the end of the observation is missing", HINT, code="wire-message")
 
     async def _act(self, request: Any, context: Any) -> Any:
+        if context.peer() not in self._robots:  # lerobot's client polls again at once, whatever the answer
+            await asyncio.sleep(POLL_S)
         robot = await self._known(context)
         try:
             async with asyncio.timeout(POLL_S):

@@ -21,7 +21,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
-from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.types import CHOSEN, EnvStep, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector
 from embodrl.workers.reward import Episode
 
@@ -38,6 +38,7 @@ class EpisodeStats:
         lost: how many a fault ended.
         cut: how many had begun and were cut off by the end of the rollout, before an outcome.
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
+        solved_returns: sum of rewards over ``successes``.
         by_task: task -> [successes, episodes], of all tasks that could have been run.
     """
 
@@ -46,6 +47,7 @@ class EpisodeStats:
     lost: int = 0
     cut: int = 0
     returns: float = 0.0
+    solved_returns: float = 0.0
     lengths: int = 0
     by_task: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
@@ -70,6 +72,7 @@ class EpisodeStats:
         self.successes += int(step.success[ended].sum())
         # In float64 no order of adding up gives another sum: rollout processes add their parts.
         self.returns += float(step.episode_return[ended].sum(dtype=np.float64))
+        self.solved_returns += float(step.episode_return[ended & step.success].sum(dtype=np.float64))
         self.lengths += int(step.episode_length[ended].sum())
         for row in np.flatnonzero(ended).tolist():
             self.add_to_task(tasks[row], bool(step.success[row]))
@@ -93,10 +96,12 @@ class EpisodeStats:
 
     def metrics(self) -> dict[str, float | None]:
         """Return means over the episodes, with several tasks of each as well; None where none has ended."""
-        count, started = self.episodes, self.episodes + self.cut
+        count, started, failed = self.episodes, self.episodes + self.cut, self.episodes - self.successes
         result = {
             "rollout/success_rate": self.successes / count if count else None,
             "rollout/return": self.returns / count if count else None,
+            "rollout/return_solved": self.solved_returns / self.successes if self.successes else None,
+            "rollout/return_failed": (self.returns - self.solved_returns) / failed if failed else None,
             "rollout/episode_length": self.lengths / count if count else None,
             "rollout/episodes": float(count),
             "rollout/lost_episodes": float(self.lost),
@@ -245,6 +250,7 @@ class LockstepRunner:
         self._inputs: list[dict[str, Tensor]] = []
         self._final_inputs: list[dict[str, Tensor]] = []
         self._labels: list[dict[str, Tensor]] = []
+        self._blank: dict[str, Tensor] = {}  # inputs of one row, zeros
         self._seen: list[_Seen] = []
         self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
 
@@ -342,7 +348,8 @@ class LockstepRunner:
 
     def _keep_transition(self, output: PolicyOutput, step: EnvStep) -> None:
         """Keep the actions, who chose them, and what was seen last where the step limit ended an episode."""
-        self._steps[-1]["actions"] = torch.from_numpy(output.actions.copy())
+        chosen = output.forward_inputs.get(CHOSEN)
+        self._steps[-1]["actions"] = torch.from_numpy(output.actions.copy()) if chosen is None else chosen.cpu()
         self._steps[-1]["source"] = torch.zeros(len(output.actions), dtype=torch.int8)
         rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
         self._final_inputs.append(self._final(step.final_observation, rows))
@@ -350,11 +357,14 @@ class LockstepRunner:
     def _final(self, observation: Observation | None, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the policy's inputs ``[B,...]`` of an observation in ``rows``, zeros elsewhere."""
         assert self._observation is not None
-        whole = self.engine.inputs(self._observation if observation is None else observation)
-        others = torch.ones(self._observation.batch_size, dtype=torch.bool)
-        others[torch.from_numpy(rows)] = False
-        for tensor in whole.values():
-            tensor[others] = 0
+        seen = self._observation if observation is None else observation
+        if not self._blank:
+            one = self.engine.inputs(seen.select(np.zeros(1, np.int64)))
+            self._blank = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
+        whole = {name: blank.repeat(seen.batch_size, *[1] * (blank.ndim - 1)) for name, blank in self._blank.items()}
+        if len(rows):  # of these alone: inputs may cost as much as acting
+            for name, tensor in self.engine.inputs(seen.select(rows)).items():
+                whole[name][torch.from_numpy(rows)] = tensor
         return whole
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:

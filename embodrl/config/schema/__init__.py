@@ -24,7 +24,7 @@ from embodrl.config.schema.engines import (
     VllmConfig,
 )
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
-from embodrl.config.schema.model import LoraConfig, ModelConfig, ValueHeadConfig
+from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
 from embodrl.config.schema.run import (
     CollectConfig,
     LoggerConfig,
@@ -91,6 +91,7 @@ __all__ = [
     "ServeConfig",
     "ServeProtocol",
     "SftConfig",
+    "SmallActorConfig",
     "SrpoConfig",
     "StoreConfig",
     "ValueHeadConfig",

@@ -56,6 +56,7 @@ def _lerobot(monkeypatch):
     for name in ("lerobot", "lerobot.async_inference"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, MODULE, module)
+    monkeypatch.setattr(service, "POLL_S", 0.05)
 
 
 def seen(pixel: int, timestep: int = 0, must_go: bool = True, text: str = "push", **more) -> bytes:
@@ -97,8 +98,8 @@ class Robot:
         requests = [bytes([1 << 3, state]) + field(2, data) for state, data in parts]
         assert await self._observe(iter(requests), timeout=10) == b""
 
-    async def act(self) -> list[TimedAction]:
-        answer = await self._act(b"", timeout=10)
+    async def act(self, timeout: float = 10) -> list[TimedAction]:
+        answer = await self._act(b"", timeout=timeout)
         data = answer[1 + len(field(1, answer)) - len(answer) - 1 :] if answer else b""
         return pickle.loads(data) if data else []  # noqa: S301 - of our own server
 
@@ -160,13 +161,12 @@ def test_the_state_has_the_order_of_the_robot_or_of_the_settings():
     assert with_robot(test, setup(number=2), lerobot={"state": ("a.pos", "b.pos")}) == [[[1.0, 2.0]]]
 
 
-def test_the_newest_observation_counts_and_none_is_answered_twice(monkeypatch):
+def test_the_newest_observation_counts_and_none_is_answered_twice():
     async def test(client, server):
         await client.observe((END, seen(1, 3)))
         await client.observe((END, seen(2, 4)))
         assert (await client.act())[0].action[0] == wanted(2 + 3, "push")[0, 0]
         await client.observe((END, seen(3, 4, must_go=False)))
-        monkeypatch.setattr(service, "POLL_S", 0.01)
         assert await client.act() == []
         await client.observe((END, seen(3, 4, must_go=True)))
         assert (await client.act())[0].action[0] == wanted(3 + 3, "push")[0, 0]
@@ -187,6 +187,15 @@ def test_a_token_is_needed_and_stands_in_the_policys_name():
         await client.instruct(setup())
         async with robot(server) as stranger:
             assert (await status(stranger.act()))[0] == "FAILED_PRECONDITION"
+
+    with_robot(test, None)
+
+
+def test_a_client_without_instructions_can_not_poll_in_a_tight_loop(monkeypatch):
+    monkeypatch.setattr(service, "POLL_S", 3600.0)
+
+    async def test(client, server):
+        assert (await status(client.act(timeout=0.2)))[0] == "DEADLINE_EXCEEDED"
 
     with_robot(test, None)
 
