@@ -172,8 +172,7 @@ FAMILIES += [
         "a state that the simulator does not tell",
         "env.state",
         "full-state-is-offered",
-        ("env.state=full", "env=metaworld", "model=mlp"),
-        more=("env.tasks",),
+        ("env.state=full", "env=gymnasium_reacher", "model=mlp"),
     ),
     Wrong(
         "a state that is not observed",
