@@ -160,7 +160,8 @@ def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tm
     assert rows[-1]["eval/success_rate"] > 0.8
     steps = rows[-1]["env_steps"]
     assert rows[-1]["dagger/labels"] == steps if algorithm == "dagger" else rows[-1]["dagger/labels"] < steps
-    assert rows[-1]["dagger/expert_share"] < 0.5 < rows[1]["dagger/expert_share"]
+    first, last = (row["dagger/expert_share"] for row in (rows[1], rows[-1]))
+    assert last < (0.5 if algorithm == "dagger" else first)  # episodes are as short as an intervention
 
 
 KILLED = [
