@@ -267,6 +267,7 @@ class FunctionSpec(Entry):
         needs_values: it works with the values of a critic.
         needs_groups: it compares episodes of a group.
         off_policy: it learns from a replay buffer, by critics of its own; of an estimator: there are no advantages.
+        offline: it learns from a dataset, without rollouts.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for built-in ones.
     """
@@ -274,8 +275,14 @@ class FunctionSpec(Entry):
     needs_values: bool = False
     needs_groups: bool = False
     off_policy: bool = False
+    offline: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
+
+    @property
+    def learns_from_records(self) -> bool:
+        """It needs no advantages of a rollout."""
+        return self.off_policy or self.offline
 
 
 @dataclass(frozen=True)
@@ -436,7 +443,7 @@ ADVANTAGES = FunctionRegistry(
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac")},
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac", "iql")},
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )
 PIPELINES = Registry(
@@ -444,7 +451,7 @@ PIPELINES = Registry(
     PipelineSpec,
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "ppo", "grpo", "rloo", "reinforce_pp")
+        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "iql", "ppo", "grpo", "rloo", "reinforce_pp")
     },
 )
 

@@ -70,6 +70,12 @@ NONE = FunctionSpec(
     off_policy=True,
     ignores=("gae_lambda",),
 )
+IQL = FunctionSpec(
+    name="iql",
+    target="embodrl.algorithms.offline:advantage_weights",
+    description="implicit Q-learning on a dataset: imitation weighted by advantages",
+    offline=True,
+)
 SAC = FunctionSpec(
     name="sac",
     target="embodrl.algorithms.off_policy:sac",

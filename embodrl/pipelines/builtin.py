@@ -57,6 +57,11 @@ def sac(config: Config) -> Pipeline:
     return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
+def iql(config: Config) -> Pipeline:
+    """Implicit Q-learning."""
+    return _offline(Pipeline("iql"))
+
+
 def srpo(config: Config) -> Pipeline:
     """Self-referential policy optimisation: its rewards are those of the reward node, its groups may be sampled."""
     pipeline = _gather(Pipeline("srpo"))
@@ -67,6 +72,12 @@ def srpo(config: Config) -> Pipeline:
 
 def _gather(pipeline: Pipeline) -> Pipeline:
     return pipeline.add_node("rollout", f"{NODES}:rollout", role="rollout")
+
+
+def _offline(pipeline: Pipeline) -> Pipeline:
+    pipeline.add_node("dataset", f"{NODES}:dataset", role="dataset")
+    pipeline.add_node("train", f"{NODES}:train_offline", ("dataset",), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
 def _sample(pipeline: Pipeline) -> Pipeline:
@@ -122,6 +133,12 @@ SAC = PipelineSpec(
     target=sac,
     description="a replay buffer and critics of its own",
     setting=("algorithm.loss_type", "sac"),
+)
+IQL = PipelineSpec(
+    name="iql",
+    target=iql,
+    description="a dataset and critics; no rollouts",
+    setting=("algorithm.loss_type", "iql"),
 )
 PPO = PipelineSpec(name="ppo", target=ppo, description="a critic and GAE", setting=("algorithm.adv_type", "gae"))
 GRPO = PipelineSpec(

@@ -11,6 +11,7 @@ from embodrl.errors import PipelineError
 if TYPE_CHECKING:
     import torch
 
+    from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
     from embodrl.hybrid_engines.base import TrainEngine
     from embodrl.workers.collector import Collector
@@ -29,6 +30,7 @@ class Context:
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
         replay: of off-policy runs; see ``stores``.
+        recorded: of offline runs; see ``dataset``.
     """
 
     config: Config
@@ -38,6 +40,7 @@ class Context:
     rewards: RewardWorker
     shuffle: torch.Generator
     replay: ReplayStores | None = None
+    recorded: OfflineData | None = None
 
     @property
     def stores(self) -> ReplayStores:
@@ -51,3 +54,16 @@ class Context:
                 "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="replay-missing"
             )
         return self.replay
+
+    @property
+    def dataset(self) -> OfflineData:
+        """What an offline run learns from.
+
+        Raises:
+            PipelineError: ``algorithm.loss_type`` is not offline.
+        """
+        if self.recorded is None:
+            raise PipelineError(
+                "the run has no dataset", "set algorithm.loss_type to an offline loss", code="dataset-missing"
+            )
+        return self.recorded

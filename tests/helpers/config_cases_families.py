@@ -103,6 +103,7 @@ FAMILIES = [
         ("model.warm_start=builtin", "model=gr00t"),
     ),
 ]
+IQL = ("model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
 FAMILIES += [
     Wrong(
@@ -237,5 +238,19 @@ FAMILIES += [
         "algorithm.off_policy.capacity",
         "replay-holds-a-rollout",
         ("algorithm.off_policy.capacity=100", *SAC),
+    ),
+    Wrong("IQL without data", "algorithm.off_policy.demos", "offline-has-a-dataset", IQL),
+    Wrong(
+        "IQL on data that are not there",
+        "algorithm.off_policy.demos",
+        "offline-has-a-dataset",
+        ("algorithm.off_policy.demos={tmp}/none", *IQL),
+    ),
+    Wrong(
+        "IQL with rewards of its own",
+        "reward.fn",
+        "offline-has-what-it-needs",
+        ("algorithm.off_policy.demos={tmp}", "reward.fn=math:sqrt", *IQL),
+        more=("pipeline.name",),
     ),
 ]

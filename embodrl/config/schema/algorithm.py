@@ -136,6 +136,22 @@ class OffPolicyConfig(Section):
     demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
 
 
+class OfflineConfig(Section):
+    """IQL: how much is learned from a dataset, and what its actions weigh."""
+
+    updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
+    expectile: float = Field(
+        default=0.7, gt=0, lt=1, description="of the Q values that V becomes; 0.5 their mean, towards 1 their largest"
+    )
+    temperature: NonNegativeFloat = Field(
+        default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
+    )
+    max_weight: PositiveFloat = Field(default=100.0, description="largest weight of an action")
+    label_smoothing_bins: NonNegativeFloat = Field(
+        default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
+    )
+
+
 class AlgorithmConfig(Section):
     """PPO and related algorithms, and their parts."""
 
@@ -221,4 +237,5 @@ class AlgorithmConfig(Section):
         description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
+    offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -44,6 +44,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "megatron": [TWO_TRAINERS],
         "lerobot": lerobot,
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
+        "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "sac": ["env=toy", "model=mlp", *(["algorithm=sac"] if group == "pipeline" else [])],
     }.get(name, [])
