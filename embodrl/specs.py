@@ -443,7 +443,7 @@ ADVANTAGES = FunctionRegistry(
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac", "iql")},
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac", "iql", "recap")},
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )
 PIPELINES = Registry(
@@ -451,7 +451,7 @@ PIPELINES = Registry(
     PipelineSpec,
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "iql", "ppo", "grpo", "rloo", "reinforce_pp")
+        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "iql", "recap", "ppo", "grpo", "rloo", "reinforce_pp")
     },
 )
 

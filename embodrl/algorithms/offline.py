@@ -31,3 +31,52 @@ def advantage_weights(advantages: Tensor, temperature: float, largest: float) ->
         largest: no weight is above it.
     """
     return (temperature * advantages).exp().clamp(max=largest)
+
+
+def steps_to_go_rewards(length: int, success: bool, failure_penalty: float) -> Tensor:
+    """Return RECAP's rewards of an episode ``float32[length]``: -1 a step; at its end 0, or ``-failure_penalty``."""
+    rewards = torch.full((length,), -1.0)
+    rewards[-1] = 0.0 if success else -failure_penalty
+    return rewards
+
+
+def rewards_to_go(rewards: Tensor) -> Tensor:
+    """Return ``G_t = r_t + G_{t+1}`` of an episode, ``float32[n]``: undiscounted, as in RECAP."""
+    return rewards.flip(0).cumsum(0).flip(0)
+
+
+def n_step_advantages(rewards: Tensor, values: Tensor, n: int) -> Tensor:
+    """Return ``A_t = sum_{k<n} r_{t+k} + V(s_{t+n}) - V(s_t)`` of an episode, ``float32[length]``.
+
+    Beyond its end there are no rewards, and values are 0.
+
+    Args:
+        rewards: ``float32[length]``.
+        values: ``float32[length]``, on the scale of the rewards.
+        n: steps looked ahead.
+    """
+    ahead = torch.cat([values, values.new_zeros(n)])[n:]
+    sums = torch.cat([rewards_to_go(rewards), rewards.new_zeros(n)])
+    return sums[: len(rewards)] - sums[n:] + ahead - values
+
+
+def advantage_indicator(advantages: Tensor, fraction: float) -> Tensor:
+    """Return which advantages ``bool[N]`` are of the best ``fraction``: at or above that percentile."""
+    return advantages >= torch.quantile(advantages.double(), 1.0 - fraction).to(advantages.dtype)
+
+
+def two_hot(targets: Tensor, centers: Tensor) -> Tensor:
+    """Return ``float32[N,K]``: each target shared between its two neighbours among evenly spaced centers.
+
+    Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", arXiv 1707.06887, algorithm 1.
+
+    Args:
+        targets: ``float32[N]``, within the centers.
+        centers: ``float32[K]``, ascending.
+    """
+    place = (targets - centers[0]) / (centers[1] - centers[0])
+    below = place.floor().clamp(0, len(centers) - 2)
+    share = (place - below).clamp(0, 1)[:, None]
+    index = below.long()[:, None]
+    result = targets.new_zeros(len(targets), len(centers))
+    return result.scatter(1, index, 1 - share).scatter(1, index + 1, share)

@@ -76,6 +76,12 @@ IQL = FunctionSpec(
     description="implicit Q-learning on a dataset: imitation weighted by advantages",
     offline=True,
 )
+RECAP = FunctionSpec(
+    name="recap",
+    target="embodrl.algorithms.offline:advantage_indicator",
+    description="imitation of a dataset whose instructions say whether the advantage is positive",
+    offline=True,
+)
 SAC = FunctionSpec(
     name="sac",
     target="embodrl.algorithms.off_policy:sac",

@@ -62,6 +62,11 @@ def iql(config: Config) -> Pipeline:
     return _offline(Pipeline("iql"))
 
 
+def recap(config: Config) -> Pipeline:
+    """Advantage-conditioned imitation."""
+    return _offline(Pipeline("recap"))
+
+
 def srpo(config: Config) -> Pipeline:
     """Self-referential policy optimisation: its rewards are those of the reward node, its groups may be sampled."""
     pipeline = _gather(Pipeline("srpo"))
@@ -139,6 +144,12 @@ IQL = PipelineSpec(
     target=iql,
     description="a dataset and critics; no rollouts",
     setting=("algorithm.loss_type", "iql"),
+)
+RECAP = PipelineSpec(
+    name="recap",
+    target=recap,
+    description="a dataset labelled by `embodrl label`; no rollouts",
+    setting=("algorithm.loss_type", "recap"),
 )
 PPO = PipelineSpec(name="ppo", target=ppo, description="a critic and GAE", setting=("algorithm.adv_type", "gae"))
 GRPO = PipelineSpec(

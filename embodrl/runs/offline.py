@@ -16,18 +16,19 @@ from torch import Tensor
 
 from embodrl.algorithms.off_policy import chunk_return, n_step_return
 from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
+from embodrl.data.advantages import read_indicator
 from embodrl.data.demos import Demos, Outcomes
 from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
 from embodrl.data.offline import Led, OfflineData
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.images import resize_area
-from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationSpec
+from embodrl.models.common.observation_model import network_inputs
+from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
 from embodrl.runs.replay import check_rewards, no_rewards
 
 logger = logging.getLogger(__name__)
 
-FRAMES_AT_ONCE = 256
+RECAP = "recap"
 
 
 def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, ObservationSpec | None]:
@@ -38,19 +39,28 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
         policy: whose chunks are made.
 
     Raises:
-        EmbodrlError: the dataset is not of this environment, or has no rewards or others.
+        EmbodrlError: the dataset is not of this environment, has no rewards or others, or lacks its labels.
+        FileDamagedError: the labels are of other data.
     """
     source = config.algorithm.off_policy.demos
     assert source is not None, "the configuration was checked"
     config = config.model_copy(update={"sft": SftConfig(data_dir=source)})
     check_robot(config)
-    check_rewards(Path(source).expanduser(), config)
+    directory, conditions = Path(source).expanduser(), config.algorithm.loss_type == RECAP
+    if not conditions:
+        check_rewards(directory, config)
     demos = load_configured_demos(config)
     check_demos(demos, config)
     if demos.outcomes is None:
         raise no_rewards(source)
-    chunk, outcomes = policy.num_action_chunks, demos.outcomes
-    led = what_chunks_led_to(demos, outcomes, chunk, config.algorithm)
+    known = [success for success in demos.success if success is not None]
+    rate = f", {sum(known)} of {len(known)} successful" if known else ""
+    logger.info("%d episodes, %d frames%s from %s", len(demos.tasks), len(demos.actions), rate, source)
+    chunk, executed = policy.num_action_chunks, replace(demos, actions=demos.outcomes.executed)
+    if conditions:
+        positive = read_indicator(directory, config.algorithm.offline.tag, demos)
+        return OfflineData(executed, chunk, {}, positive=positive), None
+    led = what_chunks_led_to(demos, demos.outcomes, chunk, config.algorithm)
     if not bool(led.known.any()):
         raise EmbodrlError(
             f"{source} has no chunk of {chunk} actions whose outcome is recorded",
@@ -59,18 +69,15 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
         )
     spec = observation_spec(config, demos)
     seen = small_inputs(demos, sorted(set(demos.instructions)), spec)
-    data = OfflineData(replace(demos, actions=outcomes.executed), chunk, seen, led)
-    known = [success for success in demos.success if success is not None]
-    rate = f", {sum(known)} of {len(known)} successful" if known else ""
-    logger.info("%d episodes, %d frames%s from %s", len(demos.tasks), len(demos.actions), rate, source)
-    return data, spec
+    return OfflineData(executed, chunk, seen, led), spec
 
 
 def observation_spec(config: Config, demos: Demos) -> ObservationSpec:
     """Return what critics look at: pictures and state as far as the environment shows them, and the instruction."""
     cameras = demos.images.shape[1] if config.env.include_images else 0
     state = demos.state.shape[1] if config.env.include_state else 0
-    return ObservationSpec(cameras, state, len(set(demos.instructions)))
+    side = min(LARGEST_IMAGE, demos.images.shape[2]) if cameras else LARGEST_IMAGE
+    return ObservationSpec(cameras, state, len(set(demos.instructions)), side)
 
 
 def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpec) -> dict[str, Tensor]:
@@ -82,13 +89,7 @@ def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpe
         spec: what the network looks at.
     """
     numbers = np.array([instructions.index(text) for text in demos.instructions], np.int64)
-    inputs = {STATE: torch.from_numpy(demos.state[:, : spec.state_dim]), TASK: torch.from_numpy(numbers[demos.episode])}
-    if spec.num_cameras:
-        side = spec.image_size
-        images = torch.from_numpy(demos.images)
-        parts = [resize_area(part.flatten(0, 1), side, side) for part in images.split(FRAMES_AT_ONCE)]
-        inputs[IMAGES] = torch.cat(parts).view(len(images), -1, side, side, 3)
-    return inputs
+    return network_inputs(spec, demos.images, demos.state, torch.from_numpy(numbers[demos.episode]))
 
 
 def what_chunks_led_to(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: AlgorithmConfig) -> Led:

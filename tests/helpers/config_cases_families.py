@@ -103,7 +103,7 @@ FAMILIES = [
         ("model.warm_start=builtin", "model=gr00t"),
     ),
 ]
-IQL = ("model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
+IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
 FAMILIES += [
     Wrong(
@@ -239,18 +239,24 @@ FAMILIES += [
         "replay-holds-a-rollout",
         ("algorithm.off_policy.capacity=100", *SAC),
     ),
-    Wrong("IQL without data", "algorithm.off_policy.demos", "offline-has-a-dataset", IQL),
+    Wrong("IQL without data", "algorithm.off_policy.demos", "offline-has-data", IQL),
     Wrong(
         "IQL on data that are not there",
         "algorithm.off_policy.demos",
-        "offline-has-a-dataset",
+        "offline-has-data",
         ("algorithm.off_policy.demos={tmp}/none", *IQL),
+    ),
+    Wrong(
+        "RECAP without labels",
+        "algorithm.offline.tag",
+        "labels-are-there",
+        ("algorithm.offline.tag=mine", "algorithm.off_policy.demos={tmp}", "algorithm=recap", "model=mlp"),
     ),
     Wrong(
         "IQL with rewards of its own",
         "reward.fn",
         "offline-has-what-it-needs",
-        ("algorithm.off_policy.demos={tmp}", "reward.fn=math:sqrt", *IQL),
+        ("reward.fn=math:sqrt", "algorithm.off_policy.demos={tmp}", *IQL),
         more=("pipeline.name",),
     ),
 ]

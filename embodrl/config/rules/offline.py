@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.schema import OffPolicyConfig
 
-DATASET = "algorithm.off_policy.demos"
+DATA = "algorithm.off_policy.demos"
 # What such an algorithm needs of other sections, and why.
 NEEDS: tuple[tuple[str, object, str], ...] = (
     ("actor.training_backend", "native", "trains in one process"),
@@ -18,13 +20,15 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("runner.max_staleness", 0, "has no rollouts"),
     ("algorithm.kl.coef", 0, "keeps no reference policy"),
     ("algorithm.filter.enabled", False, "has no groups to drop"),
-    ("algorithm.srpo.enabled", False, "takes its rewards from the dataset"),
-    ("reward.fn", None, "takes its rewards from the dataset"),
+    ("algorithm.srpo.enabled", False, "takes its rewards from the data"),
+    ("reward.fn", None, "takes its rewards from the data"),
     ("algorithm.decoupled.enabled", False, "has no ratios"),
     ("algorithm.recompute_logprobs", "auto", "has no ratios"),
 )
-READ = ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n_step")
-"""Settings of ``algorithm.off_policy`` that IQL reads."""
+READ = {"iql": ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n_step"), "recap": ("demos",)}
+"""Settings of ``algorithm.off_policy`` that each loss reads."""
+ONLY = {"iql": ("expectile", "temperature", "max_weight"), "recap": ("tag", "condition_dropout")}
+"""Settings of ``algorithm.offline`` that one loss reads."""
 
 
 @rule("algorithm", "actor", "rollout", "reward.fn", "runner.max_staleness", "cluster")
@@ -43,28 +47,41 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.component_placement", "offline algorithms run in one process", hint, others=others)
 
 
-@rule(DATASET, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
-def offline_has_a_dataset(context: Context) -> Iterator[Finding]:
+@rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
+def offline_has_data(context: Context) -> Iterator[Finding]:
     """What is learned from is named, and there."""
     settings = context.config.algorithm.off_policy
     if not context.loss.offline:
         return
     others = ("algorithm.loss_type",)
     if settings.demos is None:
-        hint = f"set {DATASET} to a directory of `embodrl collect`"
-        yield Finding(DATASET, "there is no dataset to learn from", hint, "a directory", others=others)
+        hint = f"set {DATA} to a directory of `embodrl collect`"
+        yield Finding(DATA, "there are no data to learn from", hint, "a directory", others=others)
     elif path_kind(settings.demos) != "directory":
         message = f"there is no directory '{settings.demos}'"
-        yield Finding(DATASET, message, "make it: embodrl collect collect.output_dir=...", "a directory")
+        yield Finding(DATA, message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
-@note("algorithm.off_policy", "algorithm.loss_type")
+@rule("algorithm.offline.tag", DATA, "algorithm.loss_type")
+def labels_are_there(context: Context) -> Iterator[Finding]:
+    """RECAP reads labels, which `embodrl label` writes."""
+    algorithm = context.config.algorithm
+    data, tag = algorithm.off_policy.demos, algorithm.offline.tag
+    if algorithm.loss_type != "recap" or data is None or path_kind(data) != "directory":
+        return
+    if path_kind(str(Path(data) / "meta" / f"advantages_{tag}.parquet")) != "file":
+        message = f"{data} has no labels '{tag}'"
+        yield Finding("algorithm.offline.tag", message, f"embodrl label {data} --tag {tag}", others=(DATA,))
+
+
+@note("algorithm.off_policy", "algorithm.offline", "algorithm.loss_type")
 def offline_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings of replay buffers and temperatures, which there are none of."""
     if not context.loss.offline:
         return
-    for name in type(context.config.algorithm.off_policy).model_fields:
-        key = f"algorithm.off_policy.{name}"
-        if name not in READ and context.by_user(key):
-            message = f"has no effect: loss_type '{context.config.algorithm.loss_type}' learns from a dataset alone"
-            yield Finding(key, message, "leave it out")
+    loss = context.config.algorithm.loss_type
+    unread = [f"off_policy.{name}" for name in OffPolicyConfig.model_fields if name not in READ.get(loss, ("demos",))]
+    unread += [f"offline.{name}" for other, names in ONLY.items() if other != loss for name in names]
+    for key in (f"algorithm.{name}" for name in unread):
+        if context.by_user(key):
+            yield Finding(key, f"has no effect: loss_type '{loss}' does not read it", "leave it out")

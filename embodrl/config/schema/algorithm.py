@@ -137,7 +137,7 @@ class OffPolicyConfig(Section):
 
 
 class OfflineConfig(Section):
-    """IQL: how much is learned from a dataset, and what its actions weigh."""
+    """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
 
     updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
     expectile: float = Field(
@@ -147,6 +147,12 @@ class OfflineConfig(Section):
         default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
     )
     max_weight: PositiveFloat = Field(default=100.0, description="largest weight of an action")
+    tag: str = Field(
+        default="recap", description="RECAP: of the labels that `embodrl label` has written beside the data"
+    )
+    condition_dropout: Fraction = Field(
+        default=0.3, description="RECAP: share of the frames whose instruction does not say the advantage"
+    )
     label_smoothing_bins: NonNegativeFloat = Field(
         default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
     )
@@ -237,5 +243,5 @@ class AlgorithmConfig(Section):
         description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
-    offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL")
+    offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL and RECAP")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

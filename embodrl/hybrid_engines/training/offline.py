@@ -26,6 +26,7 @@ from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.schedule import learning_rates
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.condition import Condition, conditioned
 from embodrl.models.common.observation_net import ObservationNet, ObservationSpec
 from embodrl.models.common.q_head import QEnsemble
 
@@ -205,7 +206,10 @@ class OfflineEngine(NativeTrainEngine):
                 weights = advantage_weights(found[0], settings.temperature, settings.max_weight).cpu()
                 at_bound = float((weights >= settings.max_weight).float().mean())
                 metrics = {**found[1], "weight_mean": float(weights.mean()), "weights_clipped": at_bound}
-            metrics |= self._imitate(data, frames, weights, settings.label_smoothing_bins)
+            words = (
+                None if data.positive is None else told_advantages(data, frames, settings.condition_dropout, generator)
+            )
+            metrics |= self._imitate(data, frames, weights, settings.label_smoothing_bins, words)
             for name, value in metrics.items():
                 totals[name] += value
         self.version += 1
@@ -214,10 +218,12 @@ class OfflineEngine(NativeTrainEngine):
         counts = {"train/num_updates": float(settings.updates), "train/lr": rates.policy}
         return result | counts | ({} if self.critics is None else {"train/value_lr": rates.value})
 
-    def _imitate(self, data: OfflineData, frames: Tensor, weights: Tensor, smoothing: float) -> dict[str, float]:
+    def _imitate(
+        self, data: OfflineData, frames: Tensor, weights: Tensor, smoothing: float, words: list[str] | None = None
+    ) -> dict[str, float]:
         """Take one step on ``sum_i w_i loss_i / (number of actions)``; return metrics."""
         actions, inside = data.actions(frames, self.policy.action_horizon)
-        inputs = self.policy.sft_inputs(data.observation(frames), actions)
+        inputs = self.policy.sft_inputs(data.observation(frames, words), actions)
         batch = Batch(
             {name: tensor.cpu() for name, tensor in inputs.items()} | {"action_mask": inside * weights[:, None]}
         )
@@ -254,6 +260,15 @@ class OfflineEngine(NativeTrainEngine):
         yield from super().offloadable()
         if self.critics is not None:
             yield from (tensor for tensor in self.critics.tensors().values() if tensor.ndim)
+
+
+def told_advantages(data: OfflineData, frames: Tensor, dropout: float, generator: torch.Generator) -> list[str]:
+    """Return the instructions of frames, which say whether the advantage is positive but for a share of them."""
+    index, dropped = frames.numpy(), (torch.rand(len(frames), generator=generator) < dropout).tolist()
+    assert data.positive is not None, "the data are labelled"
+    signs: list[Condition] = ["positive" if flag else "negative" for flag in data.positive[index]]
+    texts = (data.demos.instructions[number] for number in data.demos.episode[index])
+    return [conditioned(text, None if drop else sign) for text, sign, drop in zip(texts, signs, dropped, strict=True)]
 
 
 def normalized(weights: Tensor) -> tuple[Tensor, Tensor]:

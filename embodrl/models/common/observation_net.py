@@ -39,6 +39,10 @@ class Cnn(nn.Module):
         return torch.tanh(self.norm(self.proj(x.flatten(1))))
 
 
+LARGEST_IMAGE = 64
+"""H of larger pictures."""
+
+
 @dataclass(frozen=True)
 class ObservationSpec:
     """What an ``ObservationNet`` looks at.
@@ -53,7 +57,7 @@ class ObservationSpec:
     num_cameras: int
     state_dim: int
     num_tasks: int
-    image_size: int = 64
+    image_size: int = LARGEST_IMAGE
 
 
 class ObservationNet(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ from tiny_training import training_config
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.offline import Led, OfflineData
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.offline import SECTION, IqlCritics, OfflineEngine, normalized
+from embodrl.hybrid_engines.training.offline import SECTION, IqlCritics, OfflineEngine, normalized, told_advantages
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationSpec
 
@@ -173,6 +174,34 @@ def test_a_checkpoint_continues_to_the_bit() -> None:
     wrong = {name: tensor.flatten()[:1] for name, tensor in saved.tensors[SECTION].items()}
     with raises_code("checkpoint-mismatch", CheckpointError):
         second.load_state_dict(EngineState({**saved.tensors, SECTION: wrong}, saved.state))
+
+
+def test_instructions_say_the_advantage_but_for_a_share() -> None:
+    data = replace(data_of(2), positive=np.arange(24) % 2 == 0)
+    words = told_advantages(data, torch.arange(24), 0.0, generator())
+    assert words[:2] == ["push the cube, advantage: positive", "push the cube, advantage: negative"]
+    assert told_advantages(data, torch.arange(24), 1.0, generator()) == ["push the cube"] * 24
+    dropped = told_advantages(data, torch.arange(24).repeat(100), 0.3, generator()).count("push the cube")
+    assert 0.27 < dropped / 2400 < 0.33
+
+
+def test_a_conditioned_policy_acts_as_it_is_told() -> None:
+    """Actions of 0.5 are positive, those of -0.5 negative: what the policy does follows from the condition."""
+    config = config_of(updates=150)
+    data = data_of(2)
+    good = np.arange(24) % 12 < 6
+    data.demos.actions[:] = np.where(good[:, None], 0.5, -0.5)
+    data.demos.state[:], data.demos.images[:] = 0, 0
+    demos = replace(data.demos, state=data.demos.state[:, : S - 1])  # the last place is the condition's
+    engine = engine_of(config, with_critics=False)
+    engine.learn_offline(OfflineData(demos, 2, {}, positive=good), config.algorithm, generator())
+    chosen = {}
+    for engine.policy.condition in ("positive", "negative"):
+        pictures, state = np.zeros((1, 32, 32, 3), np.uint8), np.zeros(S - 1, np.float32)
+        chosen[engine.policy.condition] = engine.policy.predict(pictures, "", state)
+    assert chosen["positive"].min() > 0.35 and chosen["negative"].max() < -0.35
+    with raises_code("condition-no-room", EmbodrlError):
+        engine.policy.predict(pictures, "", np.zeros(S, np.float32))
 
 
 def test_frames_without_an_outcome_are_never_drawn() -> None:

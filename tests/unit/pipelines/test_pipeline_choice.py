@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,28 @@ from embodrl.specs import PIPELINES
 
 TOY = ("env=toy", "model.warm_start=null")
 PLAIN = ["rollout", "reward", "advantage", "train", "sync"]
-OFFLINE = ("iql",)
+OFFLINE = ("iql", "recap")
 SAMPLED = ["rollout", "dynamic_sampling", *PLAIN[1:]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A place where offline runs find data and labels."""
+    directory = tmp_path_factory.mktemp("labelled")
+    (directory / "meta").mkdir()
+    (directory / "meta" / "advantages_recap.parquet").touch()
+    DATA.append(str(directory))
+    yield
+    DATA.clear()
+
+
+DATA: list[str] = []
 
 
 def config_of(*overrides: str) -> Config:
     recorded = {f"{group}={name}" for group in ("pipeline", "algorithm") for name in ("sac", *OFFLINE)} & {*overrides}
     offline = any(name in choice for choice in recorded for name in OFFLINE)
-    data = ("algorithm.off_policy.demos=.",) if offline else ()
+    data = (f"algorithm.off_policy.demos={DATA[0]}",) if offline else ()
     return load_config([*TOY, *(("model=mlp",) if recorded else ()), *data, *overrides]).config
 
 

@@ -50,7 +50,7 @@ def test_what_a_run_learns_from(tmp_path: Path) -> None:
     actions, inside = data.actions(torch.tensor([4]), 2)
     assert np.allclose(actions, 4 / 100) and inside.tolist() == [[True, False]]  # as executed, not as labelled
     data, spec = load_offline(config(tmp_path / "data", "model=cnn"), policy)
-    assert data.seen["images"].shape == (9, 1, 64, 64, 3) and spec is not None and spec.num_cameras == 1
+    assert data.seen["images"].shape == (9, 1, 16, 16, 3) and spec is not None and spec.num_cameras == 1
 
 
 def test_data_without_rewards_or_whole_chunks_are_refused(tmp_path: Path) -> None:
