@@ -282,7 +282,7 @@ def follow_weights(
         engine = NativeRolloutEngine(policy, config.rollout, config.algorithm.sampling, 0, num_threads(config))
         receiver = DiskReceiver(engine, run_dir / "weights", layout_of(policy))
         try:
-            with make_pool(config, config.env.eval.total_num_envs, run_dir / "follow_logs") as pool:
+            with make_pool(config.evaluated, config.env.eval.total_num_envs, run_dir / "follow_logs") as pool:
                 evaluator = Evaluator(config, pool, engine)
                 done = 0
                 while versions is None or done < versions:

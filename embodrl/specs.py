@@ -97,6 +97,21 @@ class TaskSuite:
     tasks: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Axis:
+    """A way in which `embodrl eval axes=...` perturbs the episodes of a simulator.
+
+    Attributes:
+        group: vision, semantics or execution.
+        description: what is changed, and how far.
+        tasks: those that have it; None: all.
+    """
+
+    group: str
+    description: str
+    tasks: tuple[str, ...] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulatorSpec(Spec):
     """A simulator, or any other source of environments.
@@ -138,6 +153,7 @@ class SimulatorSpec(Spec):
         expert_tasks: tasks with a scripted expert; None: all tasks.
         demonstrations: where demonstrations come from if there is no expert.
         interface: from the section ``env`` to what actions and observations mean; None: not stated.
+        axes: name -> perturbation that ``VectorEnv.set_axis`` takes.
         camera_list, experts, verified: for ``embodrl list``.
     """
 
@@ -171,6 +187,7 @@ class SimulatorSpec(Spec):
     expert_tasks: tuple[str, ...] | None = None
     demonstrations: str = ""
     interface: Callable[[EnvConfig], Interface] | None = None
+    axes: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
     camera_list: str = ""
     experts: str = ""
     verified: str = ""
@@ -190,6 +207,10 @@ class SimulatorSpec(Spec):
                     f"did you mean '{near}'? Or {own}" if near else own,
                     code="spec-fact-invalid",
                 )
+
+    def axes_of(self, tasks: Sequence[str]) -> dict[str, Axis]:
+        """Return the axes that all of these tasks have."""
+        return {name: axis for name, axis in self.axes.items() if axis.tasks is None or set(tasks) <= set(axis.tasks)}
 
     def instructions(self) -> dict[str, str]:
         """Return the tasks with their instructions ("" if unknown); empty if any name will do."""
@@ -268,6 +289,7 @@ class FunctionSpec(Entry):
         needs_groups: it compares episodes of a group.
         off_policy: it learns from a replay buffer, by critics of its own; of an estimator: there are no advantages.
         offline: it learns from a dataset, without rollouts.
+        imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for built-in ones.
     """
@@ -276,6 +298,7 @@ class FunctionSpec(Entry):
     needs_groups: bool = False
     off_policy: bool = False
     offline: bool = False
+    imitates: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
 
@@ -443,7 +466,10 @@ ADVANTAGES = FunctionRegistry(
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac", "iql", "recap")},
+    {
+        name: f"embodrl.algorithms.spec:{name.upper()}"
+        for name in ("actor_critic", "actor", "sac", "iql", "recap", "dagger")
+    },
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )
 PIPELINES = Registry(
@@ -451,7 +477,20 @@ PIPELINES = Registry(
     PipelineSpec,
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "iql", "recap", "ppo", "grpo", "rloo", "reinforce_pp")
+        for name in (
+            "srpo",
+            "dapo",
+            "cpgd",
+            "gspo",
+            "sac",
+            "iql",
+            "recap",
+            "dagger",
+            "ppo",
+            "grpo",
+            "rloo",
+            "reinforce_pp",
+        )
     },
 )
 

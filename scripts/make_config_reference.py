@@ -15,8 +15,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from embodrl.config.check import allowed_values, model_of
-from embodrl.config.compose import describe, groups, presets
 from embodrl.config.explain import flow
+from embodrl.config.presets import describe, groups, presets
 from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
 from embodrl.pipelines.select import PipelineCheck
@@ -55,6 +55,23 @@ runner:
 env:
   train: {total_num_envs: 64}
 ```
+
+Presets of your own are found by name beside those of embodrl: files `GROUP/NAME.yaml` in `~/.config/embodrl`
+(`$XDG_CONFIG_HOME/embodrl`), in directories given with `--presets DIR`, or named in your file, relative to it:
+`presets: {dirs: [my_presets], env: my_env}`. `embodrl list presets` shows where each comes from. A name that is taken
+is refused, whether or not it is chosen.
+
+```yaml
+# The first comment is what `embodrl list presets` shows. This is my_presets/env/my_env.yaml
+defaults:
+  - toy     # another preset of the group, to begin with
+  - _self_
+max_episode_steps: 12
+```
+
+An experiment begins with `# @package _global_` and chooses presets with `defaults: [{override /env: my_env}]`; its
+settings have their sections (`runner: {seed: 3}`). A run keeps its whole configuration, so that it is resumed without
+the presets. Settings that run code are taken from your own files only ([security.md](security.md)).
 
 - **Arguments** follow Hydra's grammar: `key=value`, lists `[a,b]`, mappings `{a: 1}`, `null`, `true`, quoted text.
   `+key=value` is the same as `key=value`: a plus makes no unknown key known. `~key` goes back to the default of the

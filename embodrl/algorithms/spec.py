@@ -88,3 +88,10 @@ SAC = FunctionSpec(
     description="soft actor-critic on a replay buffer, with demonstrations (RLPD) or without",
     off_policy=True,
 )
+DAGGER = FunctionSpec(
+    name="dagger",
+    target="embodrl.algorithms.dagger:dagger",
+    description="imitation of an expert's labels of what the policy sees (DAgger, HG-DAgger)",
+    off_policy=True,
+    imitates=True,
+)

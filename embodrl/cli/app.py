@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -66,9 +68,48 @@ def make_app(name: str | None = None, completion: bool = False) -> typer.Typer:
     )
 
 
+PresetDirectories = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--presets",
+        metavar="DIR",
+        help="directory with presets of your own, GROUP/NAME.yaml; may be repeated",
+        show_default=False,
+    ),
+]
+
+
 def add(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
-    """Add a command; the list of commands shows the whole first line of its docstring."""
-    app.command(name, cls=Command, short_help=summary(function), context_settings=CONTEXT)(function)
+    """Add a command; the list of commands shows the whole first line of its docstring.
+
+    One that has --config gets --presets, too.
+    """
+    shown = with_preset_directories(function) if "config" in inspect.signature(function).parameters else function
+    app.command(name, cls=Command, short_help=summary(function), context_settings=CONTEXT)(shown)
+
+
+def with_preset_directories(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a verb with --presets, which stands for the setting ``presets.dirs`` among its list of settings."""
+    parameters = list(inspect.signature(function, eval_str=True).parameters.values())
+    settings = next(each.name for each in parameters if each.name in ("overrides", "settings"))
+
+    @functools.wraps(function)
+    def verb(presets: list[Path] | None = None, **values: Any) -> None:
+        if presets:
+            from embodrl.config.compose import assignment
+            from embodrl.config.presets import DIRS
+
+            given = [assignment(DIRS, path.expanduser().absolute()) for path in presets]
+            values[settings] = [*(values[settings] or []), *given]
+        function(**values)
+
+    option = inspect.Parameter("presets", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PresetDirectories)
+    place = 1 + next(index for index, each in enumerate(parameters) if each.name == "config")
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    parameters.insert(place, option)
+    vars(verb)["__signature__"] = inspect.Signature(parameters)
+    verb.__annotations__ = {each.name: each.annotation for each in parameters}
+    return verb
 
 
 def summary(function: Callable[..., None]) -> str:
@@ -118,17 +159,18 @@ def complete_settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, st
 
 def _values(key: str) -> list[tuple[str, str]]:
     from embodrl.config.check import allowed_values, shipped_schemas
-    from embodrl.config.compose import describe, groups, presets
+    from embodrl.config.presets import describe, groups, own_directories, presets
 
     if key in groups():
-        return [(name, describe(key, name)) for name in presets(key)]
+        own = own_directories()
+        return [(name, describe(key, name, own)) for name in presets(key, own)]
     allowed, options = next((found for one in shipped_schemas() if any(found := allowed_values(key, one))), ("", []))
     return [(option, "") for option in options or (["true", "false"] if allowed == "true or false" else [])]
 
 
 def _keys() -> list[tuple[str, str]]:
     from embodrl.config.check import model_of, schema_keys, section_model, shipped_schemas
-    from embodrl.config.compose import groups
+    from embodrl.config.presets import groups
 
     keys: dict[str, str] = {}
     for schema in shipped_schemas():

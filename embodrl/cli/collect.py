@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured, show_notes
 
@@ -12,7 +14,20 @@ if TYPE_CHECKING:
     from embodrl.runs.collect import ActingPolicy
 
 
-def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
+def collect(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    resumable: Annotated[
+        bool,
+        typer.Option(
+            "--resumable",
+            help="when stopped, keep the episodes for the same command to continue, in place of a smaller dataset",
+            show_default=False,
+        ),
+    ] = False,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
     """Gather demonstrations by scripted experts, or by a policy.
 
     policy=PATH may be a run (its final policy, or its newest checkpoint), one of its checkpoints, a policy directory,
@@ -39,7 +54,7 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust
         from embodrl.workers.env import places_here
 
         with removed_if_empty(Path(loaded.config.collect.output_dir)):
-            return worker.collect(loaded.config, places_here(loaded.deployment), acting).exit_code
+            return worker.collect(loaded.config, places_here(loaded.deployment), acting, resumable).exit_code
 
     execute(action, debug)
 

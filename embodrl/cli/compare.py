@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embodrl.cli.common import Debug, JsonOutput, execute
+from embodrl.errors import OutputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def compare(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, or directories above runs")
+        list[Path], typer.Argument(metavar="RUN...", help="directories of runs, directories above runs, or evaluations")
     ],
     html: Annotated[
         Path | None,
@@ -27,17 +28,32 @@ def compare(
     json_output: JsonOutput = False,
     debug: Debug = False,
 ) -> None:
-    """Compare runs: success, time, environment steps, and the settings that differ.
+    """Compare runs: success, time, environment steps, and the settings that differ; or evaluations, pair by pair.
 
-    A run may still be training. The page holds the curves of all runs and needs no network.
+    A run may still be training. The page holds the curves of all runs and needs no network. Directories that
+    `embodrl eval` has written are compared episode by episode with the first of them: the difference with its
+    interval, and McNemar's exact test, of all episodes, each task and each axis.
 
     \b
     Examples:
       embodrl compare outputs/seed0 outputs/seed1
       embodrl compare outputs --html comparison.html
+      embodrl compare outputs/eval-a outputs/eval-b
     """
 
     def action() -> None:
+        from embodrl.reporting.paired_evals import comparison_of, is_evaluation, rows_of
+
+        if all(map(is_evaluation, runs)):
+            if html is not None:
+                raise OutputError("evaluations are compared without a page", "leave out --html", code="no-run")
+            compared = comparison_of(runs)
+            if json_output:
+                print(json.dumps(compared, indent=2))
+            else:
+                for one in compared:
+                    show_table(*rows_of(one), f"{one['second']} - {one['first']}")
+            return
         from embodrl.reporting.comparison import comparison_json, comparison_page, find_runs, read_runs
         from embodrl.storage.json_file import check_json_file, write_text_file
 
@@ -57,12 +73,8 @@ def compare(
 
 def show_runs(runs: Sequence[RunView]) -> None:
     """Print the figures of runs and the settings that differ."""
-    from rich.console import Console
-    from rich.table import Table
-
     from embodrl.reporting.comparison import differing_settings, figure_rows
 
-    console = Console(highlight=False, soft_wrap=False)
     titles, cells = figure_rows(runs)
     differing = differing_settings(runs)
     tables = [("", titles, cells)]
@@ -70,11 +82,19 @@ def show_runs(runs: Sequence[RunView]) -> None:
         heads = ["setting", *(run.name for run in runs)]
         tables.append(("Settings that differ", heads, [[key, *texts] for key, texts in differing]))
     for title, heads, rows in tables:
-        drawn = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        for head in heads:
-            drawn.add_column(head, overflow="fold")
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(drawn)
+        show_table(heads, rows, title)
     if len(runs) > 1 and not differing:
-        console.print("The runs have the same settings.")
+        print("The runs have the same settings.")
+
+
+def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
+    """Print a table without lines."""
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        drawn.add_column(head, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    Console(highlight=False, soft_wrap=False).print(drawn)

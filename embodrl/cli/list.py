@@ -21,8 +21,10 @@ class Kind(StrEnum):
     envs = "envs"
     algorithms = "algorithms"
     pipelines = "pipelines"
+    axes = "axes"
     protocols = "protocols"
     presets = "presets"
+    experiments = "experiments"
 
 
 def list_names(
@@ -48,7 +50,7 @@ def list_names(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """List models, environments, algorithms, pipelines, evaluation protocols and presets.
+    """List models, environments, algorithms, pipelines, axes and protocols of evaluations, presets and recipes.
 
     \b
     Examples:
@@ -56,15 +58,18 @@ def list_names(
       embodrl list envs --json
       embodrl list envs 'extensions=[my_package.my_env]'
       embodrl list models --config outputs/my-run
+      embodrl list presets --presets ~/my_presets
     """
 
     def action() -> None:
         first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
-        from embodrl.cli.listing import SECTIONS, as_text
+        from embodrl.cli.listing import OF_PRESETS, SECTIONS, as_text
 
-        load_extensions([*rest, *(settings or [])], config, trust)
+        own = load_extensions([*rest, *(settings or [])], config, trust)
         kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
-        found = {one.value: SECTIONS[one.value]() for one in kinds}
+        found = {
+            one.value: OF_PRESETS[one.value](own) if one.value in OF_PRESETS else SECTIONS[one.value]() for one in kinds
+        }
         if json_output:
             print(
                 json.dumps({name: [entry.as_json() for entry in entries] for name, entries in found.items()}, indent=2)
@@ -75,14 +80,19 @@ def list_names(
     execute(action, debug)
 
 
-def load_extensions(settings: list[str], config_file: Path | None = None, trust: bool = False) -> None:
-    """Import the modules of ``extensions``, on the command line or in a file or run.
+def load_extensions(settings: list[str], config_file: Path | None = None, trust: bool = False) -> tuple[Path, ...]:
+    """Import the modules of ``extensions``, on the command line or in a file or run; return directories of presets.
 
     Raises:
         ConfigError: another setting is given, a module can't be imported, or a run that another user started names it.
     """
-    if not settings and config_file is None:
-        return
+    from embodrl.config.presets import DIRS, directory_problems, own_directories
+
+    if not settings and config_file is None:  # without what composing imports
+        own = own_directories()
+        if problems := directory_problems(own):
+            raise ConfigError(problems)
+        return own
     from embodrl.config.compose import compose, parse_arguments
     from embodrl.config.load import import_extensions, refuse_foreign_code
 
@@ -96,11 +106,13 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
             code="config-unknown-key",
         )
         for argument in parse_arguments(settings)[0]
-        if argument.key != "extensions"
+        if argument.key not in ("extensions", DIRS)
     ]
-    if not problems:
-        composition = compose(settings, config_file)
-        refuse_foreign_code(composition, trust)
-        problems = composition.problems + import_extensions(composition.tree)[0]
     if problems:
         raise ConfigError(problems)
+    composition = compose(settings, config_file)
+    refuse_foreign_code(composition, trust)
+    problems = composition.problems + import_extensions(composition.tree)[0]
+    if problems:
+        raise ConfigError(problems)
+    return composition.own_presets

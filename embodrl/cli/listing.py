@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
 
 from pydantic import BaseModel
 
-from embodrl.config import compose
+from embodrl.config import presets as preset_files
+from embodrl.config.nodes import lookup
 from embodrl.config.schema import EnvConfig, ModelConfig, env_settings, model_settings
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SimulatorSpec, Spec
 
@@ -116,6 +119,16 @@ def pipelines() -> list[Entry]:
     return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
 
 
+def axes() -> list[Entry]:
+    """Return for each environment the axes along which an evaluation can perturb it."""
+    found: list[Entry] = []
+    for spec in ENVS.all():
+        for name, axis in spec.axes.items():
+            facts = [("tasks", ", ".join(axis.tasks))] if axis.tasks is not None else []
+            found.append(Entry(f"{spec.name} axes={name}", f"{axis.group}: {axis.description}", facts))
+    return found
+
+
 def protocols() -> list[Entry]:
     """Return the evaluation protocols, each with what it sets and where that is written down."""
     found: list[Entry] = []
@@ -137,13 +150,29 @@ def _assignments(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def presets() -> list[Entry]:
-    """Return the presets of every group with the first line of their comment."""
-    return [
-        Entry(f"{group}={name}", compose.describe(group, name))
-        for group in compose.groups()
-        for name in compose.presets(group)
-    ]
+def presets(own: Sequence[Path] = ()) -> list[Entry]:
+    """Return the presets of every group with the first line of their comment; of those in ``own`` also the file."""
+    found: list[Entry] = []
+    for group in preset_files.groups():
+        for name in preset_files.presets(group, own):
+            path = preset_files.preset_file(group, name, own)
+            facts = [] if preset_files.is_shipped(path) else [("file", str(path))]
+            found.append(Entry(f"{group}={name}", preset_files.describe(group, name, own), facts))
+    return found
+
+
+def experiments(own: Sequence[Path] = ()) -> list[Entry]:
+    """Return the presets of experiments, with the stages of those that are recipes and what they are known to reach."""
+    found: list[Entry] = []
+    for name in preset_files.presets("experiment", own):
+        recipe = lookup(preset_files.load_presets({"experiment": name}, own)[0], "recipe")
+        facts: list[tuple[str, str]] = []
+        if recipe is not None:
+            stages = ", ".join(cast(list[str], recipe.children["stages"].plain()))
+            facts = [("stages", stages), ("expected", str(recipe.children["expected"].value))]
+            facts.append(("start", f"embodrl run experiment={name}"))
+        found.append(Entry(name, preset_files.describe("experiment", name, own), facts))
+    return found
 
 
 SECTIONS = {
@@ -151,6 +180,8 @@ SECTIONS = {
     "envs": envs,
     "algorithms": algorithms,
     "pipelines": pipelines,
+    "axes": axes,
     "protocols": protocols,
-    "presets": presets,
 }
+"""What is listed beside presets and experiments, which may be the user's own."""
+OF_PRESETS = {"presets": presets, "experiments": experiments}

@@ -24,6 +24,7 @@ from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
+from embodrl.cli.run import run
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.sweep import sweep
@@ -84,6 +85,7 @@ add(app, collect)
 add(app, convert)
 add(app, sft)
 add(app, label)
+add(app, run)
 add(app, sweep)
 add(app, resume)
 add(app, fetch)

@@ -69,7 +69,7 @@ def profile(
 
 def _briefly_evaluated(config: Config) -> Config:
     """Return the configuration with one episode per task at the end."""
-    brief = config.env.eval.model_copy(update={"num_episodes": len(config.env.tasks)})
+    brief = config.env.eval.model_copy(update={"num_episodes": len(config.evaluated.env.tasks)})
     return config.model_copy(update={"env": config.env.model_copy(update={"eval": brief})})
 
 

@@ -7,11 +7,10 @@ merged here rather than by Hydra, because a value must keep its file and line an
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key
 from embodrl.config.foreign import advice
@@ -27,22 +26,25 @@ from embodrl.config.nodes import (
     put,
     read_yaml,
 )
+from embodrl.config.presets import (
+    DIRS,
+    defaults_problems,
+    directory_problems,
+    groups,
+    is_shipped,
+    load,
+    load_presets,
+    own_directories,
+    parts_of,
+    preset_file,
+    presets,
+)
 from embodrl.config.trust import is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
 
 OPTIONAL = ("experiment", "pipeline", "serve")
 """Groups of which none may be chosen."""
-
-
-def _find_configs() -> Path:
-    """Return the directory of the presets: in the package where it is installed, else at the top of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parent / "configs"
-
-
-CONFIGS = _find_configs()
 
 
 @dataclass
@@ -64,35 +66,24 @@ class Composition:
     """What the user asked for: a tree of values, and what was wrong before types were looked at.
 
     Attributes:
-        untrusted: name of the file whose settings must not run code; "" if there is none.
+        untrusted: names of the files whose settings must not run code.
+        own_presets: directories of the user's presets.
     """
 
     tree: Node
     choices: dict[str, str] = field(default_factory=dict[str, str])
     problems: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
     notes: list[ConfigProblem] = field(default_factory=list[ConfigProblem])
-    untrusted: str = ""
+    untrusted: tuple[str, ...] = ()
+    own_presets: tuple[Path, ...] = ()
 
 
 MAX_ARGUMENT = 10_000
 """Characters of an argument: parsing takes more than linear time."""
 
 
-def groups() -> list[str]:
-    """Return the preset groups: env, model, ..."""
-    return sorted(path.name for path in CONFIGS.iterdir() if path.is_dir())
-
-
-def presets(group: str) -> list[str]:
-    """Return the presets of a group."""
-    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
-
-
-def describe(group: str, name: str) -> str:
-    """Return what the first comment of a preset says."""
-    lines = (CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-    comments = [line.lstrip("# ") for line in lines if line.startswith("#") and "@package" not in line]
-    return comments[0] if comments else ""
+AXES_KEY = "axes"
+"""Its value is text with commas, which are no sweep."""
 
 
 def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem]]:
@@ -143,7 +134,9 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             )
             problems.append(ConfigProblem(key, reason, origin, "key=value", hint=hint, code="argument-syntax"))
             continue
-        if parsed.is_sweep_override():
+        if parsed.key_or_group == AXES_KEY:
+            arguments.append(Argument(AXES_KEY, text.partition("=")[2] or None, text, parsed.is_delete()))
+        elif parsed.is_sweep_override():
             hint = f"give one value; a list is written {key}=[...], and several runs are several commands"
             problems.append(
                 ConfigProblem(
@@ -222,8 +215,8 @@ def _renamed(key: str, former: str, present: str, origin: str) -> ConfigProblem:
     return ConfigProblem(key, message, origin, hint=f"write {key}={present}", code="renamed")
 
 
-def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:
-    """Return what is wrong with the choice of a preset, or None."""
+def check_choice(group: str, name: object, origin: str, own: Sequence[Path] = ()) -> ConfigProblem | None:
+    """Return what is wrong with the choice of a preset, shipped or in a directory of the user's own, or None."""
     known = groups()
     if group not in known:
         top = group.split("/")[0].split(".")[0]
@@ -237,7 +230,7 @@ def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:
             hint,
             "preset-group-unknown",
         )
-    names = presets(group)
+    names = presets(group, own)
     if name in names or (name is None and group in OPTIONAL):
         return None
     shown = "null" if name is None else str(name)
@@ -247,10 +240,33 @@ def check_choice(group: str, name: object, origin: str) -> ConfigProblem | None:
     near, hint = advice(group, shown) or (near, hint)
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
-        hint = "write the name of a preset; a YAML file of your own is given with --config FILE"
+        hint = "write the name of a preset; a YAML file is given with --config FILE, a directory with --presets DIR"
     if group == "pipeline" and isinstance(name, str) and ":" in name:
         hint = f"a custom function is given as pipeline.fn={name}"
     return ConfigProblem(group, message, origin, ", ".join(names), near, hint, "preset-unknown")
+
+
+def check_own_preset(
+    group: str, name: str, own: Sequence[Path], inside: tuple[tuple[str, str], ...] = ()
+) -> list[ConfigProblem]:
+    """Return what is wrong with a preset of the user's, and with those that its ``defaults`` name."""
+    path = preset_file(group, name, own)
+    if is_shipped(path):
+        return []
+    tree, problems = load(path)
+    wrong = defaults_problems(path, tree)
+    if problems or wrong:
+        return problems + wrong
+    for part_group, part, origin in parts_of(tree, group):
+        problem = check_choice(part_group, part, str(origin), own)
+        if problem is None and (part_group, part) in (*inside, (group, name)):
+            message = f"{part_group}={part} is made of itself"
+            problem = ConfigProblem("defaults", message, str(origin), code="preset-defaults")
+        if problem is not None:
+            problems.append(problem)
+        elif isinstance(part, str):
+            problems += check_own_preset(part_group, part, own, (*inside, (group, name)))
+    return problems
 
 
 def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem]:
@@ -280,50 +296,6 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
             hint = "write an item as KEY.0.NAME=VALUE, or give the whole list, here or in a file for --config"
             problems.append(ConfigProblem(argument.key, wrong, str(argument.origin), hint=hint, code="argument-target"))
     return problems
-
-
-@lru_cache(maxsize=64)
-def preset_order(choices: tuple[tuple[str, str | None], ...]) -> list[tuple[Path, str]]:
-    """Return the preset files that Hydra would load for these choices, in order, each with the section it fills."""
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.types import RunMode
-
-    overrides = [f"{group}={name}" for group, name in choices if name is not None]  # null is the default where allowed
-    with initialize_config_dir(config_dir=str(CONFIGS), version_base="1.3"):
-        hydra = GlobalHydra.instance()
-        loader = hydra.config_loader()
-        defaults = loader.compute_defaults_list("train", overrides, RunMode.RUN).defaults
-    order: list[tuple[Path, str]] = []
-    for default in defaults:
-        path: str | None = default.config_path
-        if path is not None and path != "_dummy_empty_config_" and not path.startswith("hydra"):
-            order.append((CONFIGS / f"{path}.yaml", default.package or ""))
-    return order
-
-
-def load_presets(choices: dict[str, str | None]) -> tuple[Node, list[ConfigProblem]]:
-    """Return the merged presets; the choices must be valid.
-
-    What a preset has under ``last`` is for any section and merged after all presets: a model that wants certain cameras
-    says so there.
-    """
-    tree = Node({}, Origin("preset", "configs"))
-    problems: list[ConfigProblem] = []
-    last: list[Node] = []
-    for path, package in preset_order(tuple(choices.items())):
-        preset, wrong = read_yaml(path, f"configs/{path.relative_to(CONFIGS)}", "preset")
-        problems += wrong
-        preset.children.pop("defaults", None)
-        last += filter(None, [preset.children.pop("last", None)])
-        if package:
-            section = tree.children.setdefault(package, Node({}, preset.origin))
-            merge(section, preset, package)
-        else:
-            merge(tree, preset)
-    for preset in last:
-        merge(tree, preset)
-    return tree, problems
 
 
 def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigProblem]]:
@@ -361,21 +333,14 @@ def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigPro
 
 
 def _experiment_overridden(
-    choices: dict[str, str | None], wanted: dict[str, tuple[object, str]]
+    choices: dict[str, str | None], wanted: dict[str, tuple[object, str]], own_dirs: Sequence[Path]
 ) -> list[ConfigProblem]:
     """Return the presets that are chosen beside an experiment that consists of others of these groups."""
     name = choices.get("experiment")
     if name is None:
         return []
-    path = CONFIGS / "experiment" / f"{name}.yaml"
-    tree, _ = read_yaml(path, f"configs/experiment/{name}.yaml", "preset")
-    defaults = tree.children.get("defaults")
-    own = {
-        key.removeprefix("override /"): node.plain()
-        for item in (defaults.items if defaults is not None else [])
-        for key, node in item.children.items()
-        if key.startswith("override /")
-    }
+    tree, _ = load(preset_file("experiment", name, own_dirs))
+    own = {group: part for group, part, _ in parts_of(tree, "experiment") if group != "experiment"}
     return [
         ConfigProblem(
             group,
@@ -405,39 +370,62 @@ def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]
     return tree, problems
 
 
+def take_directories(wanted: dict[str, tuple[Any, str]], problems: list[ConfigProblem]) -> list[str]:
+    """Take the user's directories out of a file's ``presets``."""
+    given, origin = wanted.pop("dirs", ([], ""))
+    paths = [given] if isinstance(given, str) else given
+    if isinstance(paths, list) and all(isinstance(path, str) and path for path in cast(list[object], paths)):
+        return cast(list[str], paths)
+    problems.append(ConfigProblem(DIRS, "is not a list of directories", origin, "[DIR, ...]", code="preset-directory"))
+    return []
+
+
 def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) -> Composition:
     """Compose presets, then the file or mapping, then the arguments; the later wins."""
     arguments, problems = parse_arguments(overrides)
     user = Node({}, Origin("file", "mapping"))
-    wanted: dict[str, tuple[Any, str]] = {}
-    untrusted = ""
-    if config_file is not None:
-        if isinstance(config_file, Path):
-            of_run = (config_file / "config.yaml").is_file()
-            if of_run:
-                config_file = config_file / "config.yaml"
-            user, wrong = read_yaml(config_file, str(config_file))
-            untrusted = "" if not user.children or is_trusted(config_file, user, of_run=of_run) else str(config_file)
-        else:
-            user, wrong = read_mapping(config_file)
-        wanted, wrong_choices = file_choices(user)
-        problems += wrong + wrong_choices
+    untrusted: tuple[str, ...] = ()
+    base = Path()
+    if isinstance(config_file, Path):
+        of_run = (config_file / "config.yaml").is_file()
+        if of_run:
+            config_file = config_file / "config.yaml"
+        user, wrong = read_yaml(config_file, str(config_file))
+        trusted = not user.children or is_trusted(config_file, user, of_run=of_run)
+        untrusted, base = (() if trusted else (str(config_file),)), config_file.absolute().parent
+        problems += wrong
+    elif config_file is not None:
+        user, wrong = read_mapping(config_file)
+        problems += wrong
+    wanted, wrong = file_choices(user)
+    problems += wrong
+    own = own_directories(take_directories(wanted, problems), base)
+    for argument in [a for a in arguments if a.key == DIRS]:
+        dirs = {"dirs": (argument.value, str(argument.origin))}
+        own = tuple(dict.fromkeys((*own, *own_directories(take_directories(dirs, problems)))))
+    problems += directory_problems(own)
+    own = tuple(path for path in own if path.is_dir())
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
     choices: dict[str, str | None] = {}
     renamed: list[ConfigProblem] = []
     wanted = {group: (present_preset(group, name, at, renamed), at) for group, (name, at) in wanted.items()}
     for group, (name, origin) in wanted.items():
-        problem = check_choice(group, name, origin)
-        if problem is None:
-            choices[group] = name
-        else:
+        problem = check_choice(group, name, origin, own)
+        if problem is not None:
             problems.append(problem)
-    tree, wrong = load_presets(choices)
+        elif not isinstance(name, str):
+            choices[group] = None
+        elif wrong := check_own_preset(group, name, own):
+            problems += wrong
+        else:
+            choices[group] = name
+    tree, wrong, foreign = load_presets(choices, own)
     problems += wrong
     merge(tree, user)
-    problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
+    problems += apply_arguments(tree, [a for a in arguments if not is_choice(a) and a.key != DIRS])
     chosen = {group: name for group, name in choices.items() if name}
-    return Composition(tree, chosen, problems, renamed + _experiment_overridden(choices, wanted), untrusted)
+    notes = renamed + _experiment_overridden(choices, wanted, own)
+    return Composition(tree, chosen, problems, notes, (*untrusted, *foreign), own)
 
 
 def compose_resolved(path: Path, overrides: list[str], text: str | None = None) -> Composition:
@@ -449,7 +437,7 @@ def compose_resolved(path: Path, overrides: list[str], text: str | None = None) 
         text: the content to use in place of the file's, e.g. from a checkpoint.
     """
     tree, problems = read_yaml(path, str(path), "run") if text is None else parse_yaml(text, str(path), "run")
-    untrusted = "" if not tree.children or is_trusted(path, tree, text, of_run=True) else str(path)
+    untrusted = () if not tree.children or is_trusted(path, tree, text, of_run=True) else (str(path),)
     arguments, wrong = parse_arguments(overrides)
     problems += wrong
     for argument in arguments:

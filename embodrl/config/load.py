@@ -98,6 +98,7 @@ def load_config(
     verb: Verb | None = None,
     further_rules: Sequence[Rule] = (),
     trust: bool = False,
+    made_before: tuple[str, ...] = (),
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
@@ -109,13 +110,14 @@ def load_config(
             on the command line. With ``plan`` machines may be described that are not there. None checks everything.
         further_rules: of packages above this one, reported together with its own.
         trust: the settings of a run that another user started may run code.
+        made_before: paths that need not exist yet, since earlier stages of a recipe make them.
 
     Raises:
         ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
     refuse_foreign_code(composition, trust)
-    return finish(composition, verb, further_rules=further_rules)
+    return finish(composition, verb, further_rules=further_rules, made_before=made_before)
 
 
 def load_run(
@@ -183,6 +185,7 @@ def finish(
     verb: Verb | None = None,
     resuming: bool = False,
     further_rules: Sequence[Rule] = (),
+    made_before: tuple[str, ...] = (),
 ) -> LoadedConfig:
     """Check a composed tree; raise everything that is wrong with it."""
     tree = composition.tree
@@ -200,7 +203,7 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
-    context = Context(config, tree, solution, resuming, verb)
+    context = Context(config, tree, solution, resuming, verb, made_before)
     report = run_rules(context, invalid, verb, further_rules)
     problems += report.errors
     if not_imported:

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from embodrl.config.nodes import Node, lookup
@@ -60,26 +60,26 @@ def _runs_code(key: str, value: object) -> bool:
     return key in _ALWAYS or not isinstance(value, str) or ":" in value or "${" in value
 
 
-def foreign_settings(tree: Node, origins: str) -> list[ConfigProblem]:
+def foreign_settings(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
     """Return a problem per setting of an untrusted file that would run code; those of the command line are not meant.
 
     Args:
         tree: of the configuration, with the command line applied.
-        origins: name of the file, as in the origins of its values.
+        origins: names of the files, as in the origins of their values.
     """
     problems: list[ConfigProblem] = []
     for key, value in code_settings(tree).items():
         node = lookup(tree, key)
         assert node is not None
         foreign = next(
-            (n for n in (*node.items, node) if n.origin.source == origins and n.origin.kind != "preset"), None
+            (n for n in (*node.items, node) if n.origin.source in origins and n.origin.kind != "preset"), None
         )
         if foreign is not None:
             problems.append(
                 ConfigProblem(
                     key,
                     f"names code to run, {json.dumps(value)}: {CODE_SETTINGS[key]}; this is the file of a run that"
-                    " this user has not started, or everybody can write it",
+                    " this user has not started, or of another user, or everybody can write it",
                     str(foreign.origin),
                     hint=f"look at the file and what it names; then repeat the command with --trust (or"
                     f" {TRUST_VARIABLE}=1), or give the setting on the command line",

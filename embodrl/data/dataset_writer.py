@@ -103,6 +103,8 @@ class DatasetWriter(ABC):
         Args:
             progress: what the collection needs to continue; JSON.
         """
+        if self._lock is None:  # after an error that ``add`` has raised
+            return
         with self.output_errors():
             state = self._flush()
             sync_tree(self.staging)

@@ -10,11 +10,13 @@ Shapes: T policy steps, B environments, N frames, C actions in a chunk, A action
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.data.trajectory import TrajectoryBatch
@@ -217,6 +219,45 @@ class ReplayStores:
                 code="replay-other-demos",
             )
         self.online.load_state(left)
+
+
+def labelled_frames(batch: TrajectoryBatch) -> dict[str, Tensor]:
+    """Return what an expert has labelled in a rollout, as ``ReplayBuffer.add_frames`` takes it: no transitions.
+
+    Columns ``[N,...]``: ``inputs.images``, ``inputs.state``, ``inputs.words``, ``labels``, ``source``, ``acted``.
+    """
+    seen = batch["expert"]
+    chosen = seen["chosen"] & batch.valid.any(-1)
+    frames = {INPUT + name: seen[name][chosen] for name in ("images", "state", "words")}
+    return frames | {"labels": seen["labels"][chosen], "source": seen["source"][chosen], "acted": chosen[chosen]}
+
+
+MAX_WORDS = 512
+"""Bytes of an instruction in a replay buffer."""
+
+
+def encode_words(instructions: Sequence[str]) -> NDArray[np.uint8]:
+    """Return instructions as UTF-8, ``uint8[B,MAX_WORDS]``, zeros behind.
+
+    Raises:
+        EmbodrlError: one is longer.
+    """
+    result = np.zeros((len(instructions), MAX_WORDS), np.uint8)
+    for row, text in zip(result, instructions, strict=True):
+        data = text.encode()
+        if len(data) > MAX_WORDS:
+            raise EmbodrlError(
+                f"an instruction of {len(data)} bytes, and the replay buffer keeps {MAX_WORDS}",
+                "shorten the task's instruction",
+                code="instruction-too-long",
+            )
+        row[: len(data)] = np.frombuffer(data, np.uint8)
+    return result
+
+
+def decode_words(words: NDArray[np.uint8]) -> list[str]:
+    """Return what ``encode_words`` was given."""
+    return [row.tobytes().rstrip(b"\0").decode() for row in words]
 
 
 def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:

@@ -20,6 +20,12 @@ SavedState: TypeAlias = Any
 """Plain values and arrays as a simulator's own ``get_state`` returned them; each simulator knows what they are."""
 
 
+def axis_unknown(simulator: object, axis: str) -> EnvError:
+    """Return the error for an axis that a simulator's spec names and its class does not know."""
+    name = type(simulator).__name__
+    return EnvError(f"{name} has no axis '{axis}'", f"give {name} what its spec declares", code="axis-unknown")
+
+
 class VectorEnv(ABC):
     """B environments of one process.
 
@@ -89,6 +95,10 @@ class VectorEnv(ABC):
         """Say whether only a step limit ends an episode."""
         raise NotImplementedError(f"{type(self).__name__} has no set_ignore_terminations")
 
+    def set_axis(self, axis: str) -> None:
+        """Perturb all episodes along an axis that the simulator's spec names; asked once, before any reset."""
+        raise axis_unknown(self, axis)
+
     def describe(self) -> dict[str, object]:
         """Return versions and graphics driver of this process; see ``describe_simulator``."""
         return describe_simulator()
@@ -99,8 +109,9 @@ class VectorEnv(ABC):
         """Return ``bool[B]``: the task was solved after the last step of an environment; None if that is not known."""
         return None
 
-    def check_state(self) -> None:  # noqa: B027
-        """Raise what ``get_state`` will raise whenever it is asked: a run wants to know before it begins."""
+    def check_state(self) -> str:
+        """Return why ``get_state`` can't be asked, which a run wants to know before it begins; "" if it can."""
+        return ""
 
     def check_episodes(self) -> list[str]:
         """Return the codes of what is wrong with episodes: ``seed-ignored``, ``instruction-empty``. Before any reset.

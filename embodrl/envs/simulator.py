@@ -14,7 +14,7 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.base import SavedState
+from embodrl.envs.base import SavedState, axis_unknown
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
 from embodrl.errors import EnvError
 from embodrl.types import EnvSpec
@@ -83,6 +83,10 @@ class Simulator(ABC):
     def film(self) -> NDArray[np.uint8]:
         """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
         return self.images()[0]
+
+    def perturb(self, axis: str) -> None:
+        """Perturb all episodes from now on along an axis of the spec; see ``SteppingEnv.perturb``."""
+        raise axis_unknown(self, axis)
 
     def get_state(self) -> object:
         """Return the state as plain values and arrays; by default it can't be saved (see ``Replayed``)."""
@@ -196,6 +200,9 @@ class Replayed(Simulator):
         self._catch_up()
         return self.simulator.film()
 
+    def perturb(self, axis: str) -> None:
+        self.simulator.perturb(axis)
+
     def expert_reset(self) -> None:
         self._catch_up()
         self.simulator.expert_reset()
@@ -248,6 +255,7 @@ class SimulatorVectorEnv(SteppingEnv):
         self._sim_tasks = np.zeros(num_envs, np.int32)
         self._with_expert = np.zeros(num_envs, np.bool_)
         self._instructions: dict[int, str] = {}
+        self._perturbed: str | None = None
         first = self._sim(0)
         if len(self._tasks) == 1:  # building may take long, and a start has more time than a reset
             for row in range(1, num_envs):
@@ -272,9 +280,21 @@ class SimulatorVectorEnv(SteppingEnv):
         sim = self._sims[row]
         if sim is None:
             task = int(self._sim_tasks[row])
-            sim = self._idle[task].pop() if self._idle[task] else self.make_simulator(self._tasks[task])
+            sim = self._idle[task].pop() if self._idle[task] else self._new_simulator(task)
             self._sims[row], self._instructions[task] = sim, sim.instruction
         return sim
+
+    def _new_simulator(self, task: int) -> Simulator:
+        sim = self.make_simulator(self._tasks[task])
+        if self._perturbed is not None:
+            sim.perturb(self._perturbed)
+        return sim
+
+    def perturb(self, axis: str) -> None:
+        self._perturbed = axis
+        for sim in [*self._sims, *(sim for idle in self._idle for sim in idle)]:
+            if sim is not None:
+                sim.perturb(axis)
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
         self._with_expert[rows] = False  # the expert was one of another episode, maybe of another task
@@ -353,9 +373,9 @@ class SimulatorVectorEnv(SteppingEnv):
     def get_sim_state(self) -> list[object]:
         return [self.get_sim_row(row) for row in range(self.spec.num_envs)]
 
-    def check_state(self) -> None:
-        if type(sim := self._sim(0)).get_state is Simulator.get_state:
-            sim.get_state()
+    def check_state(self) -> str:
+        sim = self._sim(0)
+        return f"{type(sim).__name__} has no get_state" if type(sim).get_state is Simulator.get_state else ""
 
     def set_sim_state(self, state: list[SavedState]) -> None:
         for row, content in zip(range(self.spec.num_envs), state, strict=True):

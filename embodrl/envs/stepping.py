@@ -16,7 +16,8 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.base import SavedState, VectorEnv
+from embodrl.envs.axes import COMMON, noisy, recoloured, reworded
+from embodrl.envs.base import SavedState, VectorEnv, axis_unknown
 from embodrl.envs.pool.video import VideoWriter
 from embodrl.errors import EnvError
 from embodrl.processes.codec import decode, encode
@@ -131,6 +132,7 @@ class SteppingEnv(VectorEnv):
         self.episode_seed = np.full(batch, -1, np.int64)
         self._potential = np.zeros(batch, np.float32)
         self._video = VideoWriter(spec.control_hz if video_fps is None else video_fps)
+        self.axis: str | None = None
 
     # -- the simulator's own ------------------------------------------------------------------------------------------
 
@@ -169,6 +171,10 @@ class SteppingEnv(VectorEnv):
     @abstractmethod
     def set_sim_row(self, row: int, state: SavedState) -> None:
         """Continue in ``row`` from a state of ``get_sim_row``, maybe of another row, bit-exactly; its task is known."""
+
+    def perturb(self, axis: str) -> None:
+        """Perturb all episodes from now on; ``axis`` is one of the spec's that is not in ``axes.COMMON``."""
+        raise axis_unknown(self, axis)
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return ``float32[len(rows)]``: what the dense reward of the initial states is, for ``dense_delta``."""
@@ -287,12 +293,22 @@ class SteppingEnv(VectorEnv):
             self._potential[rows] = self.first_reward(rows)
 
     def _draw(self, rows: NDArray[np.int64]) -> None:
-        if len(rows):
-            self.draw(rows, self._images, self._state)
+        if not len(rows):
+            return
+        self.draw(rows, self._images, self._state)
+        if self.axis == "noise":
+            for row in rows.tolist():
+                self._images[row] = noisy(self._images[row], int(self.episode_seed[row]), int(self._elapsed[row]))
 
     def _observation(self) -> Observation:
-        instructions = [self.instruction(task) for task in self.task_id.tolist()]
+        instructions = [self._instruction(row) for row in range(self.spec.num_envs)]
         return Observation(self._images.copy(), self._state.copy(), instructions, self.task_id.copy())
+
+    def _instruction(self, row: int) -> str:
+        text, seed = self.instruction(int(self.task_id[row])), int(self.episode_seed[row])
+        if seed < 0:  # no episode yet
+            return text
+        return {"instruction": reworded, "colours": recoloured}.get(self.axis or "", lambda same, _: same)(text, seed)
 
     # -- state and requests -------------------------------------------------------------------------------------------
 
@@ -322,6 +338,11 @@ class SteppingEnv(VectorEnv):
             getattr(self, name)[row] = state[name]
         self.assign(np.array([row]), self.task_id[[row]])
         self.set_sim_row(row, state["sim"])
+
+    def set_axis(self, axis: str) -> None:
+        self.axis = axis
+        if axis not in COMMON:
+            self.perturb(axis)
 
     def set_auto_reset(self, value: bool) -> None:
         self.rules = replace(self.rules, auto_reset=value)

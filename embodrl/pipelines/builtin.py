@@ -67,6 +67,13 @@ def recap(config: Config) -> Pipeline:
     return _offline(Pipeline("recap"))
 
 
+def dagger(config: Config) -> Pipeline:
+    """Dataset aggregation: an expert labels what the policy sees, and the update imitates all labels so far."""
+    pipeline = _gather(Pipeline("dagger")).add_node("store", f"{NODES}:store_labels", ("rollout",), "store")
+    pipeline.add_node("train", f"{NODES}:train_off_policy", ("store",), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
+
+
 def srpo(config: Config) -> Pipeline:
     """Self-referential policy optimisation: its rewards are those of the reward node, its groups may be sampled."""
     pipeline = _gather(Pipeline("srpo"))
@@ -150,6 +157,12 @@ RECAP = PipelineSpec(
     target=recap,
     description="a dataset labelled by `embodrl label`; no rollouts",
     setting=("algorithm.loss_type", "recap"),
+)
+DAGGER = PipelineSpec(
+    name="dagger",
+    target=dagger,
+    description="an expert labels what the policy sees",
+    setting=("algorithm.loss_type", "dagger"),
 )
 PPO = PipelineSpec(name="ppo", target=ppo, description="a critic and GAE", setting=("algorithm.adv_type", "gae"))
 GRPO = PipelineSpec(

@@ -69,8 +69,24 @@ def store(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
     return None, {"replay/added": added, "replay/size": len(online), "replay/mb": online.num_bytes / 2**20}
 
 
+def store_labels(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
+    """Add what the experts labelled in a rollout to the replay buffer."""
+    from embodrl.data.replay import EXPERT, labelled_frames
+
+    online, frames = context.stores.online, labelled_frames(batch)
+    online.add_frames(frames)
+    acts = batch["expert"]["source"] == EXPERT
+    valid = batch.valid.any(-1)
+    return None, {
+        "dagger/labels": online.stored,
+        "dagger/expert_share": float(acts[valid].float().mean()),
+        "replay/size": len(online),
+        "replay/mb": online.num_bytes / 2**20,
+    }
+
+
 def train_off_policy(context: Context, stored: None) -> tuple[None, Metrics]:
-    """Update actor and critics on batches drawn from the replay buffer."""
+    """Update the policy, and its critics if it has some, on batches drawn from the replay buffer."""
     return None, {**context.engine.learn(context.stores, context.config.algorithm, context.shuffle)}
 
 

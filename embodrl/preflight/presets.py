@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from embodrl.config import Config, load_config
-from embodrl.config.compose import presets
+from embodrl.config.presets import presets
 from embodrl.errors import ConfigError
 from embodrl.specs import ENVS, MODELS
 

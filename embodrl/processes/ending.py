@@ -8,6 +8,7 @@ import ctypes
 import gc
 import io
 import os
+import signal
 import threading
 from typing import NoReturn
 
@@ -29,6 +30,15 @@ def own_process() -> None:
 def owns_process() -> bool:
     """Return whether this process may be ended: it is the command line's."""
     return _Process.is_ours
+
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def stop_with_parent() -> None:
+    """Let this new process get SIGTERM, on which a run saves, once its parent is gone, were it killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 _WITH_BUFFERS = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)

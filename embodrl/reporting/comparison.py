@@ -19,6 +19,7 @@ from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
 from embodrl.reporting.page import Html, page, table
 from embodrl.reporting.rows import elapsed_s, is_number, lookup, points, setting_text, task_names
+from embodrl.reporting.verdict import is_solved
 
 MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 4
@@ -95,10 +96,10 @@ def _runs_below(directory: Path, depth: int) -> Iterable[Path]:
 
 def read_runs(directories: Sequence[Path]) -> list[RunView]:
     """Return the views of runs, named by what distinguishes their paths."""
-    return [_read(path, name) for path, name in zip(directories, _names(directories), strict=True)]
+    return [_read(path, name) for path, name in zip(directories, run_names(directories), strict=True)]
 
 
-def _names(directories: Sequence[Path]) -> list[str]:
+def run_names(directories: Sequence[Path]) -> list[str]:
     """Return the last part of each path; as many parts as make it unique."""
     paths = [directory.resolve().parts for directory in directories]
     names: list[str] = []
@@ -122,7 +123,11 @@ def _read(directory: Path, name: str) -> RunView:
 
 
 def _is_finished(rows: list[Row], config: Mapping[str, object]) -> bool:
-    last = lookup(config, "runner.max_iterations")
+    last, rate, count = (
+        lookup(config, f"runner.{name}") for name in ("max_iterations", "stop_at_success", "stop_evaluations")
+    )
+    if is_number(rate) and isinstance(count, int) and count > 0 and is_solved(rows, float(rate), count):
+        return True
     return bool(rows) and isinstance(last, int) and rows[-1]["iteration"] >= last
 
 

@@ -11,16 +11,23 @@ from embodrl.config.protocol import ProtocolReport
 from embodrl.reporting.charts import histogram
 from embodrl.reporting.intervals import CONFIDENCE_TEXT
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
+from embodrl.reporting.paired import PairedFigures, change_text
 
 ROW_PX, BAR_PX = 44, 330
 MAX_FAILURES = 200
+UNPERTURBED = "unperturbed"
 
 
-class TaskFigures(TypedDict):
-    """The result of a task."""
+class Rate(TypedDict):
+    """A success rate."""
 
     success_rate: float
     interval: tuple[float, float]
+
+
+class TaskFigures(Rate):
+    """The result of a task."""
+
     successes: int
     episodes: int
     instruction: str
@@ -37,6 +44,20 @@ class EpisodeFigures(TypedDict):
     success_at_end: bool | None
     episode_return: float
     length: int
+
+
+class AxisFigures(TypedDict):
+    """The result of the same episodes perturbed along an axis; ``change`` is from the unperturbed ones to these."""
+
+    group: str
+    description: str
+    success_rate: float | None
+    interval: tuple[float, float]
+    successes: int
+    episodes: int
+    lost_episodes: int
+    change: PairedFigures
+    per_episode: list[EpisodeFigures]
 
 
 class EvalContent(TypedDict):
@@ -59,6 +80,7 @@ class EvalContent(TypedDict):
     versions: dict[str, str]
     simulator: dict[str, object]
     first_pictures: dict[str, str]
+    axes: dict[str, AxisFigures]
     per_episode: list[EpisodeFigures]
 
 
@@ -82,6 +104,9 @@ def eval_page(content: EvalContent, title: str, directory: Path, grid: Path | No
     if rows:
         parts += ["<h2>Success by task</h2>", f'<div class="chart">{bars(rows)}</div>', _table(rows)]
     embedder = Embedder(directory)
+    if content["axes"]:
+        parts += ["<h2>Generalisation</h2>", f'<div class="chart">{bars(axis_rows(content))}</div>']
+        parts += [_axes(content), _axis_videos(list(content["axes"]), embedder)]
     if grid is not None:
         parts += ["<h2>Episodes</h2>", _grid(grid, embedder)]
     parts += [_failures(content["per_episode"], embedder, videos), _histograms(content["per_episode"])]
@@ -109,8 +134,8 @@ def _rate(value: float | None) -> str:
     return "not known" if value is None else f"{100 * value:.1f} %"
 
 
-def bars(rows: Sequence[tuple[str, TaskFigures]]) -> str:
-    """Return an inline SVG: for each task its name, a bar from 0 to 100 %, and a whisker over its interval."""
+def bars(rows: Sequence[tuple[str, Rate]]) -> str:
+    """Return an inline SVG: for each task or axis its name, a bar from 0 to 100 %, and a whisker over its interval."""
     height = ROW_PX * len(rows) + 20
     parts: list[str] = []
     for tick in (0, 25, 50, 75, 100):
@@ -134,11 +159,45 @@ def bars(rows: Sequence[tuple[str, TaskFigures]]) -> str:
     width = BAR_PX + 10
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:480px"'
-        f' aria-label="success by task">{"".join(parts)}</svg>'
+        f' aria-label="success rates">{"".join(parts)}</svg>'
     )
 
 
-def _percent(row: TaskFigures) -> str:
+def axis_rows(content: EvalContent) -> list[tuple[str, Rate]]:
+    """Return name and figures of the unperturbed episodes and of each axis with an episode."""
+    plain: Rate = {"success_rate": content["success_rate"] or 0.0, "interval": content["interval"]}
+    found = [(UNPERTURBED, plain)] if content["episodes"] else []
+    for name, row in content["axes"].items():
+        if row["success_rate"] is not None:
+            found.append((name, {"success_rate": row["success_rate"], "interval": row["interval"]}))
+    return found
+
+
+def _axes(content: EvalContent) -> str:
+    head = ("axis", "group", "what is changed", "successes", "episodes", "change on the same seeds", "p")
+    lines = [
+        (
+            *(name, row["group"], row["description"], row["successes"], row["episodes"]),
+            *(change_text(row["change"]), f"{row['change']['p_value']:.3f}"),
+        )
+        for name, row in content["axes"].items()
+    ]
+    note = f"Change in points from the unperturbed episodes, {CONFIDENCE_TEXT} interval of the paired difference; p of"
+    return table(head, lines) + f'<p class="sub">{note} McNemar\'s exact test.</p>'
+
+
+def _axis_videos(names: Sequence[str], embedder: Embedder) -> str:
+    """Return the first video of each axis, which `embodrl eval` writes into ``videos/AXIS``."""
+    figures = [
+        f'<figure><video muted loop autoplay playsinline src="{embedder.source(path)}"></video>'
+        f"<figcaption>{html.escape(name)}</figcaption></figure>"
+        for name in names
+        for path in sorted((embedder.directory / "videos" / name).glob("[!.]*.mp4"))[:1]
+    ]
+    return f'<div class="videos">{"".join(figures)}</div>' if figures else ""
+
+
+def _percent(row: Rate) -> str:
     low, high = row["interval"]
     return f"{100 * row['success_rate']:.1f} % ({100 * low:.0f} to {100 * high:.0f})"
 

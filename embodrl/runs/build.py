@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
 from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
-from embodrl.workers.env import check_environments, check_simulator, check_videos, make_pool
+from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.offline import OfflineBackend
 from embodrl.workers.policy import build_policy, check_memory, resolve_device
@@ -161,7 +162,9 @@ def build(
         )
         rewards = RewardWorker(config, tuple(pool.spec.tasks))
         collector = make_collector(config, pool, acting, should_stop, keep_frames, rewards.judge)
-        rollouts = LocalBackend(pool, acting, collector, Evaluator(config, pool, acting, should_stop=should_stop))
+        make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
+        evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
+        rollouts = LocalBackend(pool, acting, collector, evaluator)
     else:
         assert launcher is not None
         group = launch_rollouts(weights_from, deployment, launcher, channels, keep_frames, log_dir)
@@ -212,5 +215,7 @@ def check_machine(config: Config, deployment: Deployment) -> None:
     """Refuse what can't work before anything is started."""
     resolve_device(config)
     check_simulator(config)
+    if config.evaluated is not config:
+        check_simulator(config.evaluated)
     check_videos(config)
     check_memory(config, deployment)

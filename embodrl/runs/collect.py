@@ -153,7 +153,8 @@ class Collector:
             getattr(self, name)[:] = progress.numbers(name, len(self.tasks))
         self.rng = np.random.default_rng([self.settings.seed, self.attempts])
 
-    def _commit(self) -> None:
+    def commit(self) -> None:
+        """Make the episodes so far survive the end of this process, for another one to continue."""
         counts = {name: getattr(self, name).tolist() for name in ("kept", "tried", "solved", "lost")}
         self.writer.commit({"settings": self._settings, "attempts": self.attempts, **counts})
 
@@ -177,14 +178,10 @@ class Collector:
         if self.policy is not None:
             self.policy.begin(rows)
             return observation
-        size = self.pool.spec.num_envs // len(self.pool.managers)
-        for rank in range(len(self.pool.managers)):
-            mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
-            if len(mine):
-                try:
-                    self.pool.call_one(rank, "expert_reset", {"rows": mine.tolist()})
-                except (EnvWorkerDied, EnvTimeout):
-                    return self.restart()
+        try:
+            self.pool.expert_reset(rows)
+        except (EnvWorkerDied, EnvTimeout):
+            return self.restart()
         return observation
 
     def restart(self) -> Observation:
@@ -255,7 +252,7 @@ class Collector:
         seed = int(self.seeds[row])
         self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], seed, success, outcomes))
         if self.kept.sum() % COMMIT_EPISODES == 0:
-            self._commit()
+            self.commit()
 
     def _refuse_failing_experts(self) -> None:
         if self.settings.keep_failures:
@@ -356,16 +353,20 @@ class CollectResult:
 
 
 def collect(
-    config: Config, places: Sequence[ProcessPlace] | None = None, policy: ActingPolicy | None = None
+    config: Config,
+    places: Sequence[ProcessPlace] | None = None,
+    policy: ActingPolicy | None = None,
+    resumable: bool = False,
 ) -> CollectResult:
     """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
 
-    SIGINT and SIGTERM end it early: the dataset is complete with the episodes so far.
+    SIGINT and SIGTERM end it early: the dataset is complete with the episodes so far, unless it is ``resumable``.
 
     Args:
         config: the run; sections ``collect`` and ``env``.
         places: of the simulators; None binds them to the cores of this machine in turn.
         policy: acts instead of the experts.
+        resumable: what ends early is kept for the next call to continue, in place of a smaller dataset.
 
     Raises:
         EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.
@@ -401,7 +402,7 @@ def collect(
             # After a second signal or an error, too, the episodes so far are complete.
             if collector.kept.any():
                 with stop.saving():
-                    collector.close()
+                    collector.close() if collector.finished or not resumable else collector.commit()
         kept = int(collector.kept.sum())
         if not collector.finished:
             progress.message(f"stopped by a signal: {kept} of {settings.num_episodes} episodes were kept")

@@ -16,10 +16,12 @@ from embodrl.config.protocol import protocol_of
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
-from embodrl.reporting.eval_report import EpisodeFigures, EvalContent, TaskFigures, eval_page
+from embodrl.reporting.eval_report import AxisFigures, EpisodeFigures, EvalContent, TaskFigures, eval_page
 from embodrl.reporting.harness import harness_result
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
+from embodrl.reporting.paired import change_text, compare_pairs
 from embodrl.runs.provenance import describe_process, versions
+from embodrl.specs import ENVS
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
 from embodrl.workers.env import check_videos
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
@@ -41,6 +43,7 @@ class EvalOutput:
         directory: where everything goes.
         simulator: versions and driver that a simulator process has reported.
         video_dir: where simulators put their videos; None without.
+        axes: results of the same episodes perturbed, by axis.
 
     Raises:
         OutputError: the directory holds something or can't be written.
@@ -66,6 +69,7 @@ class EvalOutput:
             )
         check_json_file(self.directory / JSON_FILE, make_directory=True)
         self.video_dir = self.directory / VIDEO_DIR if config.env.video.enabled else None
+        self.axes: dict[str, EvalResult] = {}
 
     def _new_directory(self) -> Path:
         parent = self.config.runner.output_dir
@@ -76,6 +80,10 @@ class EvalOutput:
                 break
             path = path.with_name(f"{stamp}-{number}")
         return path
+
+    def videos_of(self, axis: str | None) -> Path | None:
+        """Return where the videos of an axis go, or those of the unperturbed episodes; None without videos."""
+        return self.video_dir if axis is None or self.video_dir is None else self.video_dir / axis
 
     def identify(self, policy: nn.Module) -> None:
         """Record which weights are evaluated."""
@@ -105,7 +113,22 @@ class EvalOutput:
             "versions": {"embodrl": embodrl.__version__, "python": platform.python_version(), **versions()},
             "simulator": self.simulator,
             "first_pictures": result.first_pictures,
+            "axes": {name: self._axis(name, result, perturbed) for name, perturbed in self.axes.items()},
             "per_episode": [EpisodeFigures(**vars(record)) for record in result.records],
+        }
+
+    def _axis(self, name: str, plain: EvalResult, perturbed: EvalResult) -> AxisFigures:
+        axis, solved = ENVS.entry(self.config.env.env_type).axes[name], sum(perturbed.successes)
+        return {
+            "group": axis.group,
+            "description": axis.description,
+            "success_rate": perturbed.success_rate if perturbed.episodes else None,
+            "interval": wilson_interval(solved, perturbed.episodes),
+            "successes": solved,
+            "episodes": perturbed.episodes,
+            "lost_episodes": perturbed.lost_episodes,
+            "change": compare_pairs(_outcomes(plain), _outcomes(perturbed)),
+            "per_episode": [EpisodeFigures(**vars(record)) for record in perturbed.records],
         }
 
     def harness_content(self, result: EvalResult) -> dict[str, object]:
@@ -164,6 +187,12 @@ class EvalOutput:
                 f"  {_line(task, row['interval'], row['episodes'], row['success_rate'])}"
                 for task, row in content["tasks"].items()
             ]
+        lines += [
+            f"  {_line(name, row['interval'], row['episodes'], row['success_rate'])}, {change_text(row['change'])}"
+            if row["success_rate"] is not None
+            else f"  {name}: no episode was completed"
+            for name, row in content["axes"].items()
+        ]
         if self.video_dir is not None:
             wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
             lines += [f"videos: only {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
@@ -196,6 +225,10 @@ def _task(records: list[EpisodeRecord]) -> TaskFigures:
         "episodes": len(records),
         "instruction": records[0].instruction,
     }
+
+
+def _outcomes(result: EvalResult) -> dict[int, bool]:
+    return {record.number: record.success for record in result.records}
 
 
 def _line(name: str, interval: tuple[float, float], episodes: int, rate: float) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import cast
 
@@ -36,6 +37,7 @@ class EvaluationResult:
         episodes: one record per episode that was completed, ordered by seed.
         lost_episodes: number of episodes that simulator faults ended in every attempt; not counted above.
         output_dir: directory with eval.json, eval.html and videos; None if nothing was written.
+        axes: what was measured on the same episodes perturbed, by axis.
     """
 
     success_rate: float
@@ -45,11 +47,12 @@ class EvaluationResult:
     lost_episodes: int
     output_dir: Path | None = None
     success_at_end: float = float("nan")
+    axes: Mapping[str, EvaluationResult] = field(default_factory=dict[str, "EvaluationResult"])
 
     @property
     def exit_code(self) -> int:
         """0, or 1 if episodes were lost: the rate is not that of all of them then."""
-        return 1 if self.lost_episodes else 0
+        return 1 if self.lost_episodes or any(result.lost_episodes for result in self.axes.values()) else 0
 
     @property
     def report(self) -> Path | None:
@@ -62,7 +65,9 @@ class EvaluationResult:
         return sorted(self.output_dir.glob("videos/[!.]*.mp4")) if self.output_dir is not None else []
 
 
-def evaluation_of(result: EvalResult, output_dir: Path | None = None) -> EvaluationResult:
+def evaluation_of(
+    result: EvalResult, output_dir: Path | None = None, axes: Mapping[str, EvalResult] | None = None
+) -> EvaluationResult:
     """Return the public form of what an ``Evaluator`` measured."""
     return EvaluationResult(
         result.success_rate,
@@ -72,6 +77,7 @@ def evaluation_of(result: EvalResult, output_dir: Path | None = None) -> Evaluat
         result.lost_episodes,
         output_dir,
         result.success_at_end,
+        {name: evaluation_of(perturbed) for name, perturbed in (axes or {}).items()},
     )
 
 
@@ -108,7 +114,7 @@ def evaluate(
         EmbodrlError: the device has less memory than the weights take; raised before anything has started, too.
         MissingDependencyError: videos are to be written, and what writes them is not installed.
     """
-    config = loaded.config
+    config = loaded.config.evaluated
     for path in filter(None, (json_path, harness_path)):
         check_json_file(path)
     output = EvalOutput(config, output_dir, weights)
@@ -116,18 +122,34 @@ def evaluate(
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
         check_memory(config, loaded.deployment, training=False, device=device)
         check_simulator(config)
-        pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment))
-        with pool, Progress("eval", config.env.eval.num_episodes, "episodes", config.runner.logger.console) as progress:
-            check_environments(config, pool, training=False)
-            policy = make_policy(config)
-            output.identify(policy)
-            engine = make_rollout_engine(config, policy, num_threads(config))
-            result = Evaluator(config, pool, engine, progress.update).run(output.video_dir)
-            output.simulator = described(pool)
-            for line in output.write(result):
-                progress.message(line)
+
+        @cache
+        def policy() -> VLAPolicy:
+            made = make_policy(config)
+            output.identify(made)
+            return made
+
+        result = _measure(loaded, output, None, policy)
+        output.axes |= {axis: _measure(loaded, output, axis, policy) for axis in config.chosen_axes}
+        lines = output.write(result)
+    with Progress("eval", 0, "episodes", config.runner.logger.console) as progress:
+        for line in lines:
+            progress.message(line)
     if json_path is not None:
         write_json_file(json_path, output.content(result))
     if harness_path is not None:
         write_json_file(harness_path, output.harness_content(result))
-    return evaluation_of(result, output.directory)
+    return evaluation_of(result, output.directory, output.axes)
+
+
+def _measure(loaded: LoadedConfig, output: EvalOutput, axis: str | None, policy: Callable[[], VLAPolicy]) -> EvalResult:
+    """Run all episodes, perturbed along an axis or not."""
+    config, episodes = loaded.config, loaded.config.env.eval.num_episodes
+    pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
+    with pool, Progress(axis or "eval", episodes, "episodes", config.runner.logger.console) as progress:
+        check_environments(config, pool, training=False)
+        engine = make_rollout_engine(config, policy(), num_threads(config))
+        result = Evaluator(config, pool, engine, progress.update).run(output.videos_of(axis))
+        if axis is None:
+            output.simulator = described(pool)
+    return result

@@ -48,6 +48,7 @@ def load_config(
     config_file: Path | Mapping[str, object] | None = None,
     verb: Verb | None = None,
     trust: bool = False,
+    made_before: tuple[str, ...] = (),
 ) -> LoadedRun:
     """As ``embodrl.config.load_config``, and build the pipeline; imports no torch.
 
@@ -57,7 +58,8 @@ def load_config(
     """
     _check_address_space(verb)
     check = PipelineCheck()
-    return _with_graph(config_load.load_config(overrides, config_file, verb, (check.rule,), trust), check)
+    loaded = config_load.load_config(overrides, config_file, verb, (check.rule,), trust, made_before)
+    return _with_graph(loaded, check)
 
 
 def load_run(

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from embodrl.errors import OutputError
-from embodrl.storage.checkpoint import BEST
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-# Made by the run, and never written through; the second is left by a process that is killed between two steps.
-_OWN_LINKS = (f"checkpoints/{BEST}", f"checkpoints/.{BEST}.partial")
+# ``BEST`` of storage/checkpoint, which imports torch. Never written through; the second is left by a process that is
+# killed between two steps.
+_OWN_LINKS = ("checkpoints/best", "checkpoints/.best.partial")
 _LINKS_OF_OTHERS = ("wandb",)
 _DIRECTORIES = ("checkpoints", "logs", "policy", "policy_best", "tensorboard", "videos", "weights")
 

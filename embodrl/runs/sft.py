@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodrl.config import LoadedConfig
-from embodrl.config.schema import Config, SftConfig
+from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
@@ -85,11 +85,14 @@ def engine_config(config: Config, device: torch.device) -> Config:
     actor = config.actor.model_copy(
         update={"optim": optim, "micro_batch_size": micro, "global_batch_size": settings.batch_size}
     )
+    # Those of an off-policy algorithm would bring critics, which imitation has no use for.
+    algorithm = AlgorithmConfig()
+    on_policy = {"adv_type": algorithm.adv_type, "loss_type": algorithm.loss_type}
     kl = config.algorithm.kl.model_copy(update={"coef": 0.0})
     return config.model_copy(
         update={
             "actor": actor,
-            "algorithm": config.algorithm.model_copy(update={"kl": kl}),
+            "algorithm": config.algorithm.model_copy(update={"kl": kl, **on_policy}),
             "runner": config.runner.model_copy(update={"max_iterations": settings.max_steps, "max_staleness": 0}),
         }
     )
@@ -463,7 +466,7 @@ class Trainer:
         acting = make_rollout_engine(self.config, self.policy, num_threads(self.config))
         evaluation = self.config.env.eval
         with (
-            make_pool(self.config, evaluation.total_num_envs) as pool,
+            make_pool(self.config.evaluated, evaluation.total_num_envs) as pool,
             self.progress.within("evaluation", evaluation.num_episodes, "episodes") as progress,
         ):
             try:

@@ -95,7 +95,7 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     check_memory(config, loaded.deployment, training=False, device=device)
     check_simulator(config)
     with ExitStack() as closing:
-        pool = make_pool(config, config.env.eval.total_num_envs)
+        pool = make_pool(config.evaluated, config.env.eval.total_num_envs)
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start()

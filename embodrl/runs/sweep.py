@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import shlex
@@ -22,6 +21,7 @@ from embodrl.config.sweep import SweptRun, expand_sweep
 from embodrl.deployment.topology import read_machine
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError
 from embodrl.fields import read_fields
+from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.comparison import RunView, comparison_page, read_runs
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.progress import Progress
@@ -38,8 +38,6 @@ BACKENDS = ("local", "slurm")
 LOGS = "logs"
 STOP_S = 30.0
 POLL_S = 1.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -289,7 +287,7 @@ class _Queue:
 
         def bind() -> None:
             os.sched_setaffinity(0, slot.cores)
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # it saves, should this process be killed
+            stop_with_parent()
 
         with _log_of(sweep, index).open("ab") as log:
             process = subprocess.Popen(

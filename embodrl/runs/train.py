@@ -36,6 +36,7 @@ from embodrl.reporting.health import HealthMonitor
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
 from embodrl.reporting.sinks import MetricsLogger
+from embodrl.reporting.verdict import is_solved, regression
 from embodrl.runs.build import Parts, build, check_machine
 from embodrl.runs.files import (
     BEST_POLICY_DIR,
@@ -129,14 +130,16 @@ class Runner:
         self._settings = ""
         self._before: _Before | None = None  # within an iteration, until its update begins
         self._updating = False
-        rows = read_metrics(metrics.path)
-        self.health = HealthMonitor(rows)
-        self.best = max((row.get("eval/success_rate") or 0.0 for row in rows if row["iteration"]), default=-1.0)
+        self.rows = read_metrics(metrics.path)
+        self.health = HealthMonitor(list(self.rows))
+        self.best = max((row.get("eval/success_rate") or 0.0 for row in self.rows if row["iteration"]), default=-1.0)
 
     @property
     def finished(self) -> bool:
-        """All iterations are done and logged."""
-        return self.iteration >= self.config.runner.max_iterations and self.pending is None
+        """All iterations are done and logged, or as many as it took to solve the task (``stop_at_success``)."""
+        runner = self.config.runner
+        solved = is_solved(self.rows, runner.stop_at_success, runner.stop_evaluations)
+        return (solved or self.iteration >= runner.max_iterations) and self.pending is None
 
     def run(self, settings: str) -> int:
         """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved.
@@ -273,7 +276,7 @@ class Runner:
             chunks = config.algorithm.rollout_epoch * steps
         elif role == "evaluation" and local:
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs)
-            chunks = waves * -(-config.env.max_episode_steps // config.model.num_action_chunks)
+            chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
         self.console.phase(name, chunks)
 
     def _publish(self) -> None:
@@ -295,18 +298,25 @@ class Runner:
             row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
         written = self.metrics.log(row)
+        self.rows.append(written)
         self.pending, self.saved = None, False
         self.console.update(written)
         for warning in self.health.check(written):
             logger.warning("%s", warning)
         if runner.keep_best and self.iteration:
             self._keep_best(written.get("eval/success_rate"))
-        if last or (self.iteration and self._divides(runner.save_interval)):
+        regressed = regression(self.rows, runner.max_regression) if due else None
+        if self.finished or regressed or (self.iteration and self._divides(runner.save_interval)):
             self.console.phase("saving")
             self.collector.reset_history()
             with self.stop.saving():
                 self._save()
             self._rest()
+        if regressed:
+            raise regressed
+        if self.finished and not last:
+            text = f"solved: evaluations reach a success rate of {runner.stop_at_success:g}"
+            self.console.message(f"{text}; stopping after iteration {self.iteration}")
 
     def _rest(self) -> None:
         """Offload what saving brought back; its figures belong to no iteration."""

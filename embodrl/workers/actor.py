@@ -22,6 +22,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
+from embodrl.hybrid_engines.training.imitation import ImitationEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.offline import IqlCritics, OfflineEngine
@@ -91,7 +92,11 @@ def launch_trainers(
 def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy) -> NativeTrainEngine:
     """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
-    if LOSSES.entry(config.algorithm.loss_type).off_policy:
+    loss = LOSSES.entry(config.algorithm.loss_type)
+    if loss.imitates:
+        bins = config.sft.label_smoothing_bins
+        return ImitationEngine(policy, EngineOptions.of(config), policy.device, cores, bins)
+    if loss.off_policy:
         settings, seed = config.algorithm.off_policy, config.runner.seed
         return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)

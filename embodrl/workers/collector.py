@@ -5,6 +5,7 @@ Shapes: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, Shar
 from embodrl.workers.reward import Episode
 
 Metrics = dict[str, float | None]
+logger = logging.getLogger(__name__)
+
 LOST = "lost"
 """Key of the state of a rollout process that died as the run was to end: its successor has fresh simulators."""
 
@@ -229,7 +232,8 @@ class SyncCollector:
         self.pool.call("rebuild", restart=True)
 
     def state(self) -> RolloutState:
-        blobs = {f"env_{rank}": blob for rank, blob in enumerate(self.pool.get_state(restart=True))}
+        states = self.pool.get_state(restart=True) if self.pool.keeps_state else []
+        blobs = {f"env_{rank}": blob for rank, blob in enumerate(states)}
         return RolloutState({"random": self.engine.random_state()}, blobs=blobs)
 
     def load_state(self, saved: RolloutState, version: int) -> None:
@@ -254,6 +258,9 @@ class SyncCollector:
 
     def _load_simulators(self, saved: RolloutState) -> None:
         processes = len(self.pool.managers)
+        if not saved.blobs:  # of simulators that can't tell their state
+            logger.warning("the checkpoint has no simulators: the next rollout begins with fresh ones")
+            return
         if len(saved.blobs) != processes:
             raise CheckpointError(
                 f"the checkpoint was made with {len(saved.blobs)} simulator processes, not with {processes}",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installed_python
-from embodrl.config.schema import Config, EnvConfig
+from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
@@ -40,10 +40,11 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
     """Refuse environments that have just started and can't do what the run relies on; warn of odd ones.
 
     Raises:
-        EnvError: a state can't be saved, or a seed has no effect and episodes of one seed are to form groups.
+        EnvError: a state can't be saved and is to be, for offloading; or a seed has no effect and episodes of one seed
+            are to form groups.
     """
     if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, and no simulator
-        pool.call("check_state", restart=True)
+        _check_state(config, pool)
     found = pool.call("check_episodes", restart=True)[0]
     codes = found if isinstance(found, list) else []
     name = config.env.env_type
@@ -55,6 +56,23 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
         logger.warning("%s: evaluations are not comparable, and lost episodes not repeatable; %s", message, hint)
     if "instruction-empty" in codes:
         logger.warning("env %s has an empty instruction, and the policy gets no task; set Simulator.instruction", name)
+
+
+def _check_state(config: Config, pool: EnvPool) -> None:
+    missing = next((str(answer) for answer in pool.call("check_state", restart=True) if answer), "")
+    pool.keeps_state = not missing
+    if not missing:
+        return
+    hint = "give the simulator get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed"
+    if config.env.enable_offload:
+        message = f"{missing}, and env.enable_offload=true takes simulators out of memory"
+        raise EnvError(message, f"{hint}; or set env.enable_offload=false", code="env-state-unsupported")
+    logger.warning(
+        "%s: checkpoints are without simulators, and a resumed run begins with fresh ones; it is the same run only if"
+        " what follows a reset depends on its seed alone. %s",
+        missing,
+        f"To save them, {hint}",
+    )
 
 
 def check_videos(config: Config, here: bool = False) -> None:
@@ -125,8 +143,7 @@ def env_kwargs(config: Config) -> dict[str, object]:
     }
     for name in spec.reads:
         kwargs |= readable[name]
-    own = set(type(env).model_fields) - set(EnvConfig.model_fields)
-    return kwargs | env.model_dump(mode="json", include=own)
+    return kwargs | env.model_dump(mode="json", include=set(env.own_settings))
 
 
 def _shaping(config: Config) -> dict[str, object]:
@@ -155,12 +172,19 @@ def gpu_variables(place: ProcessPlace) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": place.visible, **egl}
 
 
+def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[ProcessPlace] | None) -> EnvPool:
+    """Return a pool for the evaluations of a training run in other environments than its own; see ``make_pool``."""
+    where = None if log_dir is None else log_dir / "evaluation"
+    return make_pool(config, config.env.train.total_num_envs, where, places=places)
+
+
 def make_pool(
     config: Config,
     total_num_envs: int,
     log_dir: Path | None = None,
     env_type: str | None = None,
     places: Sequence[ProcessPlace] | None = None,
+    axis: str | None = None,
     **overrides: object,
 ) -> EnvPool:
     """Return a pool of simulator processes, not yet started.
@@ -171,6 +195,7 @@ def make_pool(
         log_dir: where the processes' output goes.
         env_type: a variant, of the same arguments, that replaces the configured one.
         places: of the processes, with their cores and GPUs; None binds them to the cores of this machine in turn.
+        axis: along which all episodes are perturbed; None for none.
         overrides: keyword arguments of the VectorEnv that differ from the configuration.
     """
     env = config.env
@@ -196,6 +221,7 @@ def make_pool(
         ),
         log_dir=log_dir,
         extensions=config.extensions,
+        axis=axis,
         max_restarts=env.max_restarts,
         restart_window_s=config.cluster.restart_window_s,
         bounds=Bounds(env.max_abs_reward, env.max_abs_state),

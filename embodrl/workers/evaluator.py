@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config
 from embodrl.envs.pool.faults import forget_refused
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EnvTimeout, EnvWorkerDied
+from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.types import EnvStep
+from embodrl.types import EnvSpec, EnvStep
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,8 @@ class Evaluator:
         engine: the policy.
         progress: called with the episodes done, now and then.
         should_stop: asked before every chunk; if it answers True, ``run`` raises InterruptedError.
+        make_own: returns a pool, not started, for evaluations whose environments differ from those of ``pool``
+            (``env.eval.tasks`` and the like): each starts one and closes it.
     """
 
     def __init__(
@@ -142,8 +144,10 @@ class Evaluator:
         engine: RolloutEngine,
         progress: Callable[[int, str], None] | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        make_own: Callable[[Config], EnvPool] | None = None,
     ) -> None:
-        self.config = config
+        self.config = config.evaluated
+        self._make_own = None if self.config is config else make_own
         self.pool = pool
         self.engine = engine
         self.progress = progress
@@ -156,14 +160,27 @@ class Evaluator:
             InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
         """
         episodes = np.arange(self.config.env.eval.num_episodes)
-        return evaluation_result(self.config, self.pool.spec.tasks, self.run_episodes(episodes, video_dir))
+        return evaluation_result(self.config, self.run_episodes(episodes, video_dir))
 
     def run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> EpisodeResults:
         """Run the episodes ``int64[n]``; as ``run``.
 
         Raises:
             InterruptedError: as ``run``.
+            EnvError: a pool of its own has other actions or observations than ``pool``.
         """
+        if self._make_own is None:
+            return self._run_episodes(episodes, video_dir)
+        training = self.pool
+        with self._make_own(self.config) as self.pool:
+            try:
+                self.pool.faults = training.faults
+                _check_same(training.spec, self.pool.spec)
+                return self._run_episodes(episodes, video_dir)
+            finally:
+                self.pool = training
+
+    def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> EpisodeResults:
         spec = self.pool.spec
         self._results = results = EpisodeResults(
             np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes)
@@ -264,14 +281,23 @@ class Evaluator:
         return now
 
 
-def evaluation_result(config: Config, tasks: Sequence[str], results: EpisodeResults) -> EvalResult:
+def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:
+    if replace(held_out, num_envs=training.num_envs, tasks=training.tasks) != training:
+        raise EnvError(
+            "the environments of env.eval have other cameras, actions or states than those that the policy trains in",
+            "leave out the setting of env.eval.settings that changes them",
+            code="evaluation-differs",
+        )
+
+
+def evaluation_result(config: Config, results: EpisodeResults) -> EvalResult:
     """Return the figures of all episodes of an evaluation.
 
     Args:
-        config: the run.
-        tasks: names; episode i has the one with number ``i mod n``.
+        config: the run as it is evaluated; episode i has its task with number ``i mod n``.
         results: in the order of the episodes.
     """
+    tasks = config.env.tasks
     outcome, task_of = results.outcome, np.arange(len(results.outcome)) % len(tasks)
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
     if num_lost := len(outcome) - len(numbers):

@@ -22,6 +22,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
 from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.workers.corrector import Corrector
 from embodrl.workers.reward import Episode
 
 NO_VERSION = -1
@@ -229,7 +230,8 @@ class LockstepRunner:
         self.num_steps = config.rollout_chunks
         self.auto_reset = config.env.train.auto_reset
         loss = LOSSES.entry(config.algorithm.loss_type)
-        self.needs_values, self.off_policy = loss.needs_values, loss.off_policy
+        self.needs_values, self.off_policy = loss.needs_values, loss.off_policy and not loss.imitates
+        self.corrector = Corrector(config.algorithm.dagger, pool) if loss.imitates else None
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self.generators: list[torch.Generator] | None = None
@@ -242,6 +244,7 @@ class LockstepRunner:
         self._steps: list[dict[str, Tensor]] = []
         self._inputs: list[dict[str, Tensor]] = []
         self._final_inputs: list[dict[str, Tensor]] = []
+        self._labels: list[dict[str, Tensor]] = []
         self._seen: list[_Seen] = []
         self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
 
@@ -262,15 +265,21 @@ class LockstepRunner:
         self.seconds, self.stats, self.generators = Seconds(), EpisodeStats.of(self.pool.spec.tasks), generators
         self._observation = self.pool.reset(seeds, tasks)
         self._active = np.ones(len(seeds), np.bool_)
-        self._steps, self._inputs, self._final_inputs = [], [], []
+        self._steps, self._inputs, self._final_inputs, self._labels = [], [], [], []
         self._seen, self._since = [], np.zeros(len(seeds), np.int64)
+        if self.corrector is not None:
+            self.corrector.begin(seeds)
         self._lap("env", clock)
 
     def act(self) -> None:
         """Choose actions and send them; the policy sees only the environments whose episodes are in progress."""
         clock = time.perf_counter()
         assert self._observation is not None
-        output = self._output = self._predict(self._observation)
+        output = self._predict(self._observation)
+        if self.corrector is not None:
+            output, labels = self.corrector.correct(self._observation, output)
+            self._labels.append(labels)
+        self._output = output
         self._sent = {
             "task_id": torch.from_numpy(self._observation.task_id.astype(np.int64)),
             "policy_version": torch.full((len(output.actions),), output.version, dtype=torch.int64),
@@ -317,6 +326,8 @@ class LockstepRunner:
         self._steps[-1]["value_version"] = self._value_version
         if self.off_policy:
             self._keep_transition(output, step)
+        if self.corrector is not None:
+            self.corrector.after(step)
         if self.keep_frames:
             self._steps[-1]["frames"] = torch.from_numpy(self._after(step)[0][:, 0])
         if self.judge is not None and self._observation is not None:
@@ -463,7 +474,10 @@ class LockstepRunner:
             columns["final_inputs"] = {name: torch.stack([step[name] for step in finals]) for name in finals[0]}
         columns["group_id"] = group_id.expand(columns["task_id"].shape)
         self._lap("policy", clock)
-        return TrajectoryBatch.from_rollout(forward_inputs=inputs, **columns)
+        batch = TrajectoryBatch.from_rollout(forward_inputs=inputs, **columns)
+        if self.corrector is not None:
+            batch["expert"] = {name: torch.stack([step[name] for step in self._labels]) for name in self._labels[0]}
+        return batch
 
     def _lap(self, name: str, clock: float) -> float:
         now = time.perf_counter()

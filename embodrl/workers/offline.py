@@ -93,7 +93,7 @@ class OfflineBackend(RolloutBackend):
         return Evaluator(self.config, pool, self.engine, should_stop=self.should_stop).run(video_dir)
 
     def _start(self) -> EnvPool:
-        config = self.config
+        config = self.config.evaluated
         pool = make_pool(config, config.env.train.total_num_envs, self._log_dir, places=self._places)
         self._pool = pool
         pool.start()

@@ -475,7 +475,7 @@ class RemoteBackend(RolloutBackend):
             max(part["env_s"] for part in parts),
             max(part["policy_s"] for part in parts),
         )
-        return evaluation_result(self.config, self.tasks, results)
+        return evaluation_result(self.config.evaluated, results)
 
 
 def _no_update(random: list[str]) -> Snapshot:

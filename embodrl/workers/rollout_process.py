@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
-from embodrl.workers.env import check_environments, make_pool
+from embodrl.workers.env import check_environments, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.policy import build_policy, configure_torch
@@ -53,12 +54,9 @@ class RolloutProcess(Worker):
         configure_torch(config, threads=threads)
         share = Share(self.rank, self.world_size)
         mine = share_config(config, share)
-        self.pool = make_pool(
-            mine,
-            mine.env.train.total_num_envs,
-            None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}",
-            places=deployment.of("env")[share.rows(config.env.num_processes)],
-        )
+        logs = None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}"
+        places = deployment.of("env")[share.rows(config.env.num_processes)]
+        self.pool = make_pool(mine, mine.env.train.total_num_envs, logs, places=places)
         self.pool.start_async()
         try:
             self.policy = build_policy(config)
@@ -71,7 +69,8 @@ class RolloutProcess(Worker):
         memory = policy_memory(self.policy) if config.rollout.enable_offload else None
         self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count), memory)
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
-        self.evaluator = Evaluator(mine, self.pool, self.engine, should_stop=self._should_stop)
+        make_own = partial(held_out_pool, log_dir=logs, places=places)
+        self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)
         self._collector: SyncCollector | None = None
         self._runner: EpisodeRunner | None = None
         if config.runner.max_staleness:

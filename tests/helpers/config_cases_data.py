@@ -24,4 +24,19 @@ DATA = [
     Wrong(
         "cameras too many", "sft.cameras", "a-camera-of-the-data-for-each-of-the-policy", ("sft.cameras=[top,wrist]",)
     ),
+    Wrong("unknown axis", "axes", "axes-are-of-the-environment", ("axes=light,ligth",), names="light"),
+    Wrong(
+        "axis of other tasks",
+        "axes",
+        "axes-are-of-the-environment",
+        ("axes=goal", "env.tasks=[StackCube-v1]"),
+        names="PushCube",
+    ),
+    Wrong("axes of data", "axes", "axes-are-of-the-environment", ("axes=all", "env=dataset"), names="maniskill"),
+    Wrong(
+        "axes on a gpu",
+        "axes",
+        "axes-are-of-single-scenes",
+        ("axes=all", "env.sim_backend=physx_cuda", "env.num_processes=1"),
+    ),
 ]

@@ -104,6 +104,8 @@ FAMILIES = [
     ),
 ]
 IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
+DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
+DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
 FAMILIES += [
     Wrong(
@@ -232,6 +234,33 @@ FAMILIES += [
         "algorithm.bc_coef",
         "imitation-has-demonstrations",
         ("algorithm.bc_coef=0.1", *SAC),
+    ),
+    Wrong(
+        "an expert who labels chunks",
+        "model.num_action_chunks",
+        "expert-labels-what-is-seen",
+        ("model.num_action_chunks=5", *DAGGER_ONLY),
+    ),
+    Wrong(
+        "labels of ended episodes",
+        "env.train.auto_reset",
+        "expert-labels-what-is-seen",
+        ("env.train.auto_reset=false", *DAGGER),
+        more=("env.train.max_steps_per_rollout_epoch",),
+    ),
+    Wrong(
+        "demonstrations beside labels",
+        "algorithm.off_policy.demos",
+        "expert-labels-what-is-seen",
+        ("algorithm.off_policy.demos={tmp}", *DAGGER),
+        more=("algorithm.off_policy.demo_fraction",),
+    ),
+    Wrong(
+        "DAgger without experts",
+        "env.env_type",
+        "experts-show-the-tasks",
+        ("env.env_type=gymnasium", *DAGGER),
+        more=("env.id", "env.instruction", "env.reward_mode"),
     ),
     Wrong(
         "a replay buffer smaller than a rollout",

@@ -95,7 +95,9 @@ def test_an_environment_from_outside_the_package(tmp_path: Path) -> None:
     assert rows[2]["eval/episodes"] == 6
 
 
-def test_an_environment_that_keeps_no_state_is_refused_before_it_trains(tmp_path: Path) -> None:
+def test_an_environment_that_keeps_no_state_trains_with_a_warning_and_is_resumed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "forgetful.py").write_text(
         f"""
 import sys
@@ -115,11 +117,16 @@ register_env(
 """
     )
     config = new_env_config(tmp_path, extensions=["forgetful"])
-    arguments = ("--config", config, "env.env_type=forgetful", "runner.max_iterations=2")
-    outcome = embodrl("train", *arguments, f"runner.output_dir={tmp_path / 'run'}", search_path=tmp_path)
-    assert outcome.code == 1
-    assert "Forgetful can't tell its state" in outcome.stderr and "Replayed" in outcome.stderr
-    assert not list(tmp_path.glob("run/checkpoints/*")) and "iteration" not in outcome.stdout
+    run_dir = tmp_path / "run"
+    arguments = ("--config", config, "env.env_type=forgetful", f"runner.output_dir={run_dir}")
+    outcome = embodrl("train", *arguments, "runner.max_iterations=2", search_path=tmp_path)
+    assert outcome.code == 0 and "Forgetful has no get_state" in outcome.stderr and "Replayed" in outcome.stderr
+    outcome = embodrl("resume", run_dir, "runner.max_iterations=3", search_path=tmp_path)
+    assert outcome.code == 0 and "begins with fresh ones" in outcome.stderr, outcome.stderr
+    assert [row["iteration"] for row in metrics(run_dir)] == [0, 1, 2, 3]
+    outcome = embodrl("train", *arguments[:3], "env.enable_offload=true", f"{arguments[3]}2", search_path=tmp_path)
+    assert outcome.code == 1 and "env-state-unsupported" in outcome.stderr
+    assert not list(tmp_path.glob("run2/checkpoints/*"))
 
 
 def small_vla(*args: object) -> Outcome:

@@ -529,3 +529,54 @@ def test_doctor_makes_an_environment(env: Any) -> None:
 
     found = check_simulator("maniskill")
     assert found.status == "ok" and "one environment and one frame" in found.detail, found
+
+
+# -- perturbed episodes -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def perturbed() -> Iterator[Any]:
+    """One PushCube environment; each test chooses an axis, which builds the scene again."""
+    made = make(1, ["PushCube-v1"], include_state=True, auto_reset=False)
+    yield made
+    made.close()
+
+
+def episode(env: Any, axis: str | None, seed: int = 5) -> tuple[Any, Any]:
+    """Return the first observation and the step after two chunks."""
+    env.axis = None
+    env._fleet._kwargs["axis"] = None
+    env.rebuild()
+    if axis is not None:
+        env.set_axis(axis)
+    first = start(env, seeds_of(seed))
+    for number in range(2):
+        step = env.chunk_step(noise(number, 3, 1), np.ones(1, bool))
+    return first, step
+
+
+def test_axes_of_vision_and_semantics_change_what_is_seen_and_nothing_else(perturbed: Any) -> None:
+    plain, end = episode(perturbed, None)
+    for axis in ("light", "texture", "camera", "colours", "distractors"):
+        first, step = episode(perturbed, axis)
+        assert (first.images != plain.images).any(axis=-1).mean() > 0.002, axis
+        np.testing.assert_array_equal(step.observation.state, end.observation.state, err_msg=axis)
+        np.testing.assert_array_equal(step.reward, end.reward, err_msg=axis)
+        assert (first.instruction != plain.instruction) == (axis == "colours")
+
+
+def test_axes_of_execution_change_the_start_or_the_goal_and_states_return_exactly(perturbed: Any) -> None:
+    plain, _ = episode(perturbed, None)
+    (robot_start, _), (objects_start, _) = episode(perturbed, "robot"), episode(perturbed, "objects")
+    assert 0.02 < np.abs(robot_start.state - plain.state)[0, :7].max() <= 0.25
+    np.testing.assert_array_equal(objects_start.state, plain.state)
+    assert (objects_start.images != plain.images).any()
+    first, _ = episode(perturbed, "goal")
+    np.testing.assert_array_equal(first.images, plain.images)
+    goal = perturbed._fleet.any_sim().env.goal_region
+    before = goal.pose.p.numpy().copy()
+    state = perturbed.get_state()
+    expected = perturbed.chunk_step(noise(7, 3, 1), np.ones(1, bool))
+    assert 0.003 < np.linalg.norm(perturbed._fleet.any_sim().env.goal_region.pose.p.numpy() - before) < 0.02
+    perturbed.set_state(state)
+    same(perturbed.chunk_step(noise(7, 3, 1), np.ones(1, bool)), expected)

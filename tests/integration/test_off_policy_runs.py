@@ -72,12 +72,30 @@ def test_it_learns_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: 
     assert all(isinstance(rows[-1][f"train/{name}"], float) for name in names)
 
 
-@pytest.mark.parametrize("stop_at", ["act:71:SIGKILL", "store:5:SIGKILL", "learn:400:SIGKILL"])
-def test_a_killed_run_is_resumed_bit_exactly(stop_at: str, config: Path, demos: Path, tmp_path: Path) -> None:
-    algorithm = "rlpd" if stop_at.startswith("store") else "sac"
+@pytest.mark.parametrize("algorithm", ["dagger", "hg_dagger"])
+def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
+    arguments = settings(algorithm, config, demos, 6, tmp_path / "run")
+    arguments.append("algorithm.off_policy.warm_up=0")
+    outcome = embodrl(*arguments, stop_at="act:50:SIGKILL")
+    assert outcome.code == -signal.SIGKILL
+    assert embodrl("resume", tmp_path / "run").code == 0
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["eval/success_rate"] > 0.8
+    steps = rows[-1]["env_steps"]
+    assert rows[-1]["dagger/labels"] == steps if algorithm == "dagger" else rows[-1]["dagger/labels"] < steps
+    assert rows[-1]["dagger/expert_share"] < 0.5 < rows[1]["dagger/expert_share"]
+
+
+KILLED = [("sac", "act:71"), ("rlpd", "store:5"), ("sac", "learn:400"), ("dagger", "act:71")]
+
+
+@pytest.mark.parametrize(("algorithm", "when"), KILLED)
+def test_a_killed_run_is_resumed_bit_exactly(
+    algorithm: str, when: str, config: Path, demos: Path, tmp_path: Path
+) -> None:
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert embodrl(*settings(algorithm, config, demos, 5, whole)).code == 0
-    assert embodrl(*settings(algorithm, config, demos, 5, run_dir), stop_at=stop_at).code == -signal.SIGKILL
+    assert embodrl(*settings(algorithm, config, demos, 5, run_dir), stop_at=f"{when}:SIGKILL").code == -signal.SIGKILL
     assert len(rows_of(run_dir)) in (3, 4, 5), "it was killed after the first checkpoint"
     outcome = embodrl("resume", run_dir)
     assert outcome.code == 0 and "starts over" not in outcome.stderr, outcome.stderr

@@ -12,7 +12,7 @@ from runs import TINY, metrics
 from safetensors.torch import load_file
 
 from embodrl.config import load_config
-from embodrl.config.compose import presets
+from embodrl.config.presets import presets
 from embodrl.runs.train import resume, train
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_all_presets_are_here() -> None:
     assert presets("algorithm") == sorted([*EXPECTED, *OFF_POLICY])
 
 
-OFF_POLICY = ("sac", "rlpd", "iql", "recap")  # test_off_policy_runs.py, test_offline_runs.py
+OFF_POLICY = ("sac", "rlpd", "dagger", "hg_dagger", "iql", "recap")  # test_off_policy_runs.py, test_offline_runs.py
 EXPECTED = {
     "ppo": {"train/value_loss"},
     "grpo": set(),

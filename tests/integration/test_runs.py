@@ -108,6 +108,43 @@ def test_a_killed_run_is_resumed_bit_exactly(
     assert_same_run(run_dir, whole[0])
 
 
+@pytest.mark.long
+def test_a_run_that_has_solved_its_task_ends_and_can_be_trained_on(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", "runner.stop_at_success=0")
+    assert outcome.code == 0 and (run_dir / "policy" / "model.safetensors").is_file(), outcome.stderr
+    assert metrics(run_dir) == metrics(whole[0])[:3]  # iterations 0, 1 and 2
+    resume(run_dir)
+    assert metrics(run_dir) == metrics(whole[0])[:3]
+    assert embodrl("resume", run_dir, "runner.stop_at_success=null").code == 0
+    assert_same_run(run_dir, whole[0])
+
+
+@pytest.mark.long
+def test_held_out_evaluations_change_nothing_of_what_is_trained(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    held_out = ("env.eval.tasks=[reach-green]", "env.eval.max_episode_steps=4")
+    arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *held_out)
+    assert embodrl(*arguments, stop_at="act:11:SIGKILL").code == -signal.SIGKILL
+    resume(run_dir)
+
+    def trained(directory: Path) -> list[dict[str, object]]:
+        return [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in metrics(directory)]
+
+    assert trained(run_dir) == trained(whole[0])
+    rows = [row for row in metrics(run_dir) if "eval/episodes" in row]
+    assert [row["eval/episode_length"] for row in rows] == [4.0, 4.0, 4.0]
+    found = tmp_path / "eval.json"
+    assert embodrl("eval", run_dir, "--json", found, "--output", tmp_path / "eval").code == 0
+    measured = json.loads(found.read_text())
+    assert measured["success_rate"] == rows[-1]["eval/success_rate"]
+    assert {episode["task"] for episode in measured["per_episode"]} == {"reach-green"}
+
+
 def test_decoupling_a_synchronous_run_changes_nothing_not_even_after_resuming(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:

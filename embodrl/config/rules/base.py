@@ -54,6 +54,7 @@ class Context:
         solution: what could be placed.
         resuming: a checkpoint has the weights.
         verb: what the configuration is for; None if that is open.
+        made_before: paths that earlier stages of a recipe will have made.
     """
 
     config: Config
@@ -61,6 +62,7 @@ class Context:
     solution: Solution
     resuming: bool = False
     verb: str | None = None
+    made_before: tuple[str, ...] = ()
 
     @property
     def collecting(self) -> bool:

@@ -11,11 +11,11 @@ from embodrl.specs import ENVS
 STATISTICS = ("auto", "checkpoint", "data")
 
 
-@rule("env.env_type", "env.tasks")
+@rule("env.env_type", "env.tasks", "algorithm.loss_type")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
-    """For `embodrl collect`: there is a scripted expert for every task."""
+    """For `embodrl collect` and DAgger: there is a scripted expert for every task."""
     env, spec = context.config.env, context.simulator
-    if not context.collecting or spec is None or spec.expert_tasks is None:
+    if not (context.collecting or context.loss.imitates) or spec is None or spec.expert_tasks is None:
         return
     shown = spec.expert_tasks
     if not shown:
@@ -28,7 +28,7 @@ def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
         yield Finding("env.env_type", f"{env.env_type} has no scripted experts", hint, ", ".join(there_are))
     elif lacking := [task for task in env.tasks if task not in shown]:
         message = f"there is no scripted expert for {', '.join(lacking)}"
-        yield Finding("env.tasks", message, "collect demonstrations of tasks that have one", ", ".join(shown))
+        yield Finding("env.tasks", message, "choose tasks that have one", ", ".join(shown))
 
 
 @rule("collect.format", "collect.fps", "collect.video_crf")

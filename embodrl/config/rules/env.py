@@ -6,10 +6,22 @@ import math
 import os
 from collections.abc import Iterator
 
+from pydantic import ValidationError
+
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule
+from embodrl.config.schema import Config
 
 # `embodrl collect` gives up after so many; every attempt has the next seed.
 MAX_ATTEMPTS_PER_EPISODE = 10
+
+
+def evaluated_tasks(config: Config) -> tuple[str, tuple[str, ...]]:
+    """Return the tasks of evaluations, and the key that names them; those of env where others are invalid."""
+    try:
+        tasks = config.evaluated.env.tasks
+    except ValidationError:  # reported by a rule of its own
+        tasks = config.env.tasks
+    return "env.tasks" if tasks == config.env.tasks else "env.eval.tasks", tasks
 
 
 @rule("env.train.total_num_envs", "env.eval.total_num_envs", "env.num_processes")
@@ -176,17 +188,17 @@ def sparse_reward_exists(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("env.eval.num_episodes", "env.tasks")
+@rule("env.eval", "env.tasks")
 def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
     """An evaluation has at least one episode per task."""
-    env = context.config.env
-    if env.eval.num_episodes < len(env.tasks):
+    env, (key, tasks) = context.config.env, evaluated_tasks(context.config)
+    if env.eval.num_episodes < len(tasks):
         yield Finding(
             "env.eval.num_episodes",
-            f"{env.eval.num_episodes} episodes can't cover {len(env.tasks)} tasks",
-            f"set it to a multiple of {len(env.tasks)}",
-            f"at least {len(env.tasks)}",
-            others=("env.tasks",),
+            f"{env.eval.num_episodes} episodes can't cover {len(tasks)} tasks",
+            f"set it to a multiple of {len(tasks)}",
+            f"at least {len(tasks)}",
+            others=(key,),
         )
 
 
@@ -258,15 +270,15 @@ def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
             )
 
 
-@note("env.eval.num_episodes", "env.tasks")
+@note("env.eval", "env.tasks")
 def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
     """An even spread of episodes over tasks."""
-    env = context.config.env
-    if env.eval.num_episodes > len(env.tasks) and env.eval.num_episodes % len(env.tasks):
+    env, (_, tasks) = context.config.env, evaluated_tasks(context.config)
+    if env.eval.num_episodes > len(tasks) and env.eval.num_episodes % len(tasks):
         yield Finding(
             "env.eval.num_episodes",
-            f"{env.eval.num_episodes} episodes are not the same number for each of {len(env.tasks)} tasks",
-            f"{multiples(env.eval.num_episodes, len(env.tasks))} would be",
+            f"{env.eval.num_episodes} episodes are not the same number for each of {len(tasks)} tasks",
+            f"{multiples(env.eval.num_episodes, len(tasks))} would be",
         )
 
 

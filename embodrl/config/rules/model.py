@@ -88,7 +88,7 @@ def adapters_exist(context: Context) -> Iterator[Finding]:
 def warm_start_exists(context: Context) -> Iterator[Finding]:
     """A warm start is the shipped one or a directory."""
     model = context.config.model
-    if model.warm_start in (None, BUILTIN) or model.model_path is not None or context.resuming:
+    if model.warm_start in (None, BUILTIN, *context.made_before) or model.model_path is not None or context.resuming:
         return
     if path_kind(f"{model.warm_start}/config.json") != "file":
         near = nearest(str(model.warm_start), [BUILTIN])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.schema import OffPolicyConfig
 from embodrl.specs import LOSSES, MODELS
 
 SECTION = "algorithm.off_policy"
@@ -27,6 +28,9 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("model.trainable", "all", "actor and encoder are trained as a whole"),
 )
 
+CRITICS_ONLY = {"actor.precision", "rollout.precision", "actor.param_dtype", "model.freeze_vision", "model.trainable"}
+"""Of these, what an algorithm that imitates labels can do without."""
+
 
 @rule("algorithm.adv_type", "algorithm.loss_type")
 def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
@@ -46,7 +50,7 @@ def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
 def actor_can_be_differentiated(context: Context) -> Iterator[Finding]:
     """The actor climbs Q through its own actions."""
     family = context.family
-    if context.loss.off_policy and family is not None and not family.off_policy:
+    if context.loss.off_policy and not context.loss.imitates and family is not None and not family.off_policy:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.off_policy)
         message = f"loss_type '{context.config.algorithm.loss_type}' needs re-parameterised actions, which"
         message += f" {family.name} does not have"
@@ -61,6 +65,8 @@ def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
         return
     others = ("algorithm.loss_type",)
     for key, wanted, reason in NEEDS:
+        if context.loss.imitates and key in CRITICS_ONLY:
+            continue
         if value_of(context.config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"off-policy {reason}", f"set it to {shown}", shown, others=others)
@@ -93,7 +99,7 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
     if settings.demo_fraction == 1:
         message = "nothing that the policy does would be learned from"
         yield Finding(fraction, message, "set it to 0.5", "0 to below 1")
-    if settings.demos is not None and path_kind(settings.demos) != "directory":
+    if settings.demos not in (None, *context.made_before) and path_kind(settings.demos) != "directory":
         message = f"there is no directory '{settings.demos}'"
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
@@ -129,6 +135,43 @@ def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
             f"at least {2 * chunks}",
             others=("env.train.total_num_envs", "env.train.max_steps_per_rollout_epoch"),
         )
+
+
+@rule("algorithm.loss_type", "algorithm.off_policy.demos", "env.train", "model.num_action_chunks")
+def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
+    """DAgger has an expert, who is asked before every action."""
+    config, others = context.config, ("algorithm.loss_type",)
+    if not context.loss.imitates:
+        return
+    if config.model.num_action_chunks != 1:
+        message = f"the expert is asked once per policy step, which is a chunk of {config.model.num_action_chunks}"
+        yield Finding("model.num_action_chunks", f"{message} actions", "set it to 1", "1", others=others)
+    if not config.env.train.auto_reset:
+        message = "the expert would label what no episode sees any more"
+        yield Finding("env.train.auto_reset", message, "set it to true", "true", others=others)
+    if config.algorithm.off_policy.demos is not None:
+        message = "demonstrations are not added to the expert's labels yet"
+        hint = "set it to null: with algorithm.dagger.beta=1 the first rollout is the expert's"
+        yield Finding(f"{SECTION}.demos", message, hint, "null", others=others)
+
+
+@note("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type")
+def imitation_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings of critics, where there are none, and of an expert's turns."""
+    loss, gate = context.loss, context.config.algorithm.dagger.gate_threshold
+    if not loss.imitates:
+        if context.by_user("algorithm.dagger"):
+            message = f"has no effect: loss_type '{context.config.algorithm.loss_type}' asks no expert"
+            yield Finding("algorithm.dagger", message, "leave it out")
+        return
+    for name in OffPolicyConfig.model_fields:
+        if name not in ("utd", "warm_up", "capacity", "memory_gb", "demos") and context.by_user(f"{SECTION}.{name}"):
+            yield Finding(f"{SECTION}.{name}", "has no effect: there are no critics", "leave it out")
+    idle = ("gate_steps",) if gate is None else ("beta", "beta_decay")
+    for name in idle:
+        if context.by_user(f"algorithm.dagger.{name}"):
+            word = "null" if gate is None else "set"
+            yield Finding(f"algorithm.dagger.{name}", f"has no effect: gate_threshold is {word}", "leave it out")
 
 
 @note("algorithm.off_policy", "algorithm.loss_type")

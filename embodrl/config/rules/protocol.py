@@ -1,4 +1,4 @@
-"""The evaluation protocol: it exists, fits the environment, and settings that differ from it are reported."""
+"""Evaluations: the protocol and the axes exist and fit the environment; what differs from a protocol is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from embodrl.config.protocol import protocol_of
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.names import nearest
-from embodrl.specs import PROTOCOLS
+from embodrl.specs import ENVS, PROTOCOLS
 
 
 @rule("protocol", "env.env_type")
@@ -42,3 +42,27 @@ def protocol_holds(context: Context) -> Iterator[Finding]:
         yield Finding("protocol", message, f"it is about {', '.join(spec.models)}", others=("model.model_type",))
     if spec.differs:
         yield Finding("protocol", f"not repeated of '{name}': {spec.differs}", "see docs/evaluation.md")
+
+
+@rule("axes", "env.env_type", "env.tasks")
+def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
+    """The simulator has the axes, for all of the tasks."""
+    env = context.config.env
+    if env.env_type not in ENVS:
+        return
+    spec = ENVS.entry(env.env_type)
+    there_are = spec.axes_of(env.tasks)
+    if context.config.axes is not None and not there_are:
+        others = [each.name for each in ENVS.all() if each.axes]
+        hint = f"leave it out; {', '.join(others)} have some"
+        yield Finding("axes", f"{env.env_type} has no perturbed episodes", hint, others=("env.env_type",))
+        return
+    for name in context.config.chosen_axes:
+        if name not in there_are:
+            near = nearest(name, list(there_are))
+            message = f"{env.env_type} has no axis '{name}'"
+            if name in spec.axes and (tasks := spec.axes[name].tasks) is not None:
+                without = ", ".join(task for task in env.tasks if task not in tasks)
+                message = f"axis '{name}' is not of {without}, but of {', '.join(tasks)}"
+            hint = f"write axes={near}" if near else "see `embodrl list axes`"
+            yield Finding("axes", message, hint, f"all, {', '.join(there_are)}", near)

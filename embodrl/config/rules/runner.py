@@ -165,6 +165,33 @@ def evaluation_happens(context: Context) -> Iterator[Finding]:
         yield Finding("env.video.every_eval", message, "leave it out, or set runner.eval_interval")
 
 
+@rule("runner.stop_evaluations", "runner.eval_interval", "runner.max_iterations", "runner.stop_at_success")
+def early_stop_can_happen(context: Context) -> Iterator[Finding]:
+    """There are as many evaluations as have to reach the success rate."""
+    runner = context.config.runner
+    if runner.stop_at_success is None:
+        return
+    interval = runner.eval_interval or runner.max_iterations
+    count = -(-runner.max_iterations // interval)
+    if count < runner.stop_evaluations:
+        message = f"{runner.stop_evaluations} evaluations have to reach it, and the run has {count} after updates"
+        hint = "lower runner.eval_interval or runner.stop_evaluations, or raise runner.max_iterations"
+        others = ("runner.eval_interval", "runner.max_iterations")
+        yield Finding("runner.stop_evaluations", message, hint, f"1 to {count}", others=others)
+
+
+@note("runner.stop_evaluations", "runner.stop_at_success", "runner.eval_interval", "runner.max_regression")
+def verdicts_have_an_effect(context: Context) -> Iterator[Finding]:
+    """Settings of early stopping and of the gate that change nothing."""
+    runner = context.config.runner
+    if runner.stop_at_success is None and context.by_user("runner.stop_evaluations"):
+        message = "has no effect: runner.stop_at_success is null"
+        yield Finding("runner.stop_evaluations", message, "leave it out, or set runner.stop_at_success")
+    if runner.stop_at_success is not None and runner.eval_interval == 0:
+        message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
+        yield Finding("runner.stop_at_success", message, "set runner.eval_interval, or leave it out")
+
+
 @note("collect")
 def noise_is_noisy(context: Context) -> Iterator[Finding]:
     """Both parts of the noise are needed."""

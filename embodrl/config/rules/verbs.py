@@ -15,6 +15,7 @@ COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
 
 _TRAINING_LOOP = (
     *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
+    *("stop_at_success", "stop_evaluations", "max_regression"),
     *("keep_last_n", "keep_best", "logger.tensorboard", "logger.wandb_mode", "logger.wandb_project"),
 )
 _ROLLOUT_LOOP = (
@@ -39,8 +40,8 @@ _SCHEDULE = (
 )
 
 UNREAD: dict[Verb, tuple[str, ...]] = {
-    "train": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
-    "plan": ("env.eval.total_num_envs", "collect", "sft", "serve", "store"),
+    "train": ("axes", "env.eval.total_num_envs", "collect", "sft", "serve", "store"),
+    "plan": ("axes", "env.eval.total_num_envs", "collect", "sft", "serve", "store"),
     "eval": (
         *_ALGORITHM,
         *_ROLLOUT_LOOP,
@@ -56,7 +57,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "seed", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "actor", "rollout"),
-        *("model", "collect.sample", "sft", "serve", "store"),
+        *("model", "collect.sample", "sft", "serve", "store", "axes"),
     ),
     "record": (
         *_ALGORITHM,
@@ -65,7 +66,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "rollout.publish_weights"),
-        *("collect.noise_std", "collect.noise_fraction", "sft", "serve", "store"),
+        *("collect.noise_std", "collect.noise_fraction", "sft", "serve", "store", "axes"),
     ),
     "sft": (
         *_ALGORITHM,
@@ -74,7 +75,9 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
         *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
+        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
+        "axes",
     ),
     "store": (
         *_ALGORITHM,
@@ -84,7 +87,8 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
-        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve"),
+        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve", "axes"),
+        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
         *("sft.save_interval", "sft.eval_interval"),
         *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),
@@ -100,10 +104,12 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *_CLUSTER,
         *("cluster.heartbeat_timeout_s", "cluster.restart_window_s", "env.max_abs_state", "rollout.publish_weights"),
         *(f"runner.{name}" for name in ("name", "output_dir", "stop_timeout_s", "logger")),
-        *("protocol", "collect", "sft", "store"),
+        *("protocol", "axes", "collect", "sft", "store"),
     ),
 }
-"""Sections and keys that a verb ignores."""
+"""Sections and keys that a verb ignores, beside ``OF_RECIPES``."""
+OF_RECIPES = "recipe"
+"""The section that no verb but `embodrl run` reads, which starts verbs with settings of their own."""
 READ: dict[Verb, tuple[str, ...]] = {
     "eval": ("algorithm.sampling",),
     "collect": ("env.eval.num_episodes", "env.eval.seed", "model.model_type", "model.action_dim"),
@@ -121,7 +127,7 @@ def _below(key: str, sections: Iterable[str]) -> bool:
 
 def reads(verb: Verb | None, key: str) -> bool:
     """Return whether a verb reads a key or a part of it; without a verb every key counts."""
-    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, UNREAD[verb])
+    return verb is None or _below(key, READ.get(verb, ())) or not _below(key, (*UNREAD[verb], OF_RECIPES))
 
 
 def concerns(verb: Verb | None, finding: Finding) -> bool:

@@ -5,6 +5,7 @@ Every field's description is its documentation: docs/configuration.md is generat
 
 from embodrl.config.schema.algorithm import (
     AlgorithmConfig,
+    DaggerConfig,
     DecoupledConfig,
     FilterConfig,
     KlConfig,
@@ -25,7 +26,15 @@ from embodrl.config.schema.engines import (
 )
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
 from embodrl.config.schema.model import LoraConfig, ModelConfig, ValueHeadConfig
-from embodrl.config.schema.run import CollectConfig, LoggerConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
+from embodrl.config.schema.run import (
+    CollectConfig,
+    LoggerConfig,
+    PipelineConfig,
+    RecipeConfig,
+    RewardConfig,
+    RunnerConfig,
+    SftConfig,
+)
 from embodrl.config.schema.section import (
     Fraction,
     GroupRanks,
@@ -48,6 +57,7 @@ __all__ = [
     "ClusterConfig",
     "CollectConfig",
     "Config",
+    "DaggerConfig",
     "DecoupledConfig",
     "EnvConfig",
     "EnvEvalConfig",
@@ -72,6 +82,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "Ranks",
+    "RecipeConfig",
     "RemoteRolloutConfig",
     "RewardConfig",
     "RolloutConfig",

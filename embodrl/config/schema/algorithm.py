@@ -158,6 +158,19 @@ class OfflineConfig(Section):
     )
 
 
+class DaggerConfig(Section):
+    """DAgger and HG-DAgger: who acts while an expert labels what is seen."""
+
+    beta: Fraction = Field(default=1.0, description="probability that the expert acts, in the first iteration")
+    beta_decay: Fraction = Field(default=0.5, description="what the probability is multiplied with per iteration")
+    gate_threshold: PositiveFloat | None = Field(
+        default=None,
+        description="HG-DAgger: the expert acts where the policy's action is further from its own than this (root mean"
+        " square over the dimensions), and only then labels; null: it labels everything, and acts as beta says",
+    )
+    gate_steps: PositiveInt = Field(default=5, description="policy steps for which the expert then keeps control")
+
+
 class AlgorithmConfig(Section):
     """PPO and related algorithms, and their parts."""
 
@@ -244,4 +257,5 @@ class AlgorithmConfig(Section):
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
     offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL and RECAP")
+    dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -13,12 +13,19 @@ from embodrl.config.schema.cluster import ClusterConfig
 from embodrl.config.schema.engines import ActorConfig, RolloutConfig
 from embodrl.config.schema.env import EnvConfig
 from embodrl.config.schema.model import ModelConfig
-from embodrl.config.schema.run import CollectConfig, PipelineConfig, RewardConfig, RunnerConfig, SftConfig
+from embodrl.config.schema.run import (
+    CollectConfig,
+    PipelineConfig,
+    RecipeConfig,
+    RewardConfig,
+    RunnerConfig,
+    SftConfig,
+)
 from embodrl.config.schema.section import Section
 from embodrl.config.schema.serve import ServeConfig
 from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
-from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL
+from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
 
 
 class Config(Section):
@@ -39,6 +46,7 @@ class Config(Section):
     runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
     collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
     sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
+    recipe: RecipeConfig = Field(default=RecipeConfig(), description="stages of `embodrl run`")
     serve: ServeConfig = Field(default=ServeConfig(), description="the policy server")
     store: StoreConfig = Field(default=StoreConfig(), description="what collectors, trainer and evaluators share")
     protocol: str | None = Field(
@@ -46,9 +54,20 @@ class Config(Section):
         description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"
         " defaults and give way to yours; null for none",
     )
+    axes: str | None = Field(
+        default=None,
+        description="evaluate on perturbed episodes, too: all, or names of `embodrl list axes` separated by commas",
+    )
     extensions: tuple[str, ...] = Field(
         default=(), description="modules imported first, which may register models and environments"
     )
+
+    @property
+    def chosen_axes(self) -> tuple[str, ...]:
+        """The names in ``axes``; those that the tasks have for ``all``."""
+        if self.axes == "all":
+            return tuple(ENVS.entry(self.env.env_type).axes_of(self.env.tasks))
+        return tuple(dict.fromkeys(name.strip() for name in self.axes.split(","))) if self.axes is not None else ()
 
     @property
     def recomputes_logprobs(self) -> bool:
@@ -60,6 +79,12 @@ class Config(Section):
     def needs_proximal(self) -> bool:
         """A rollout needs log-probs by the engine that trains, under the weights that its update begins with."""
         return self.algorithm.decoupled.needs_proximal or self.recomputes_logprobs
+
+    @property
+    def evaluated(self) -> Config:
+        """The configuration that evaluations play, with what ``env.eval`` says otherwise; itself if nothing differs."""
+        env = self.env.evaluated()
+        return self if env is self.env else self.model_copy(update={"env": env})
 
     @property
     def rollout_chunks(self) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from typing import Literal, Self
 
 from pydantic import Field
 
 from embodrl.config.schema.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
-from embodrl.specs import DEFAULT_ENV
+from embodrl.specs import DEFAULT_ENV, ENVS
 
 
 class CameraConfig(Section):
@@ -48,6 +49,17 @@ class EnvTrainConfig(Section):
 class EnvEvalConfig(Section):
     """Environments that measure the policy on fixed seeds."""
 
+    tasks: tuple[str, ...] | None = Field(
+        default=None, description="tasks of evaluations, e.g. held-out ones; null takes env.tasks", min_length=1
+    )
+    max_episode_steps: PositiveInt | None = Field(
+        default=None, description="step limit of evaluations; null takes env.max_episode_steps"
+    )
+    settings: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="the simulator's own settings that evaluations have instead of those of env, e.g. {suite:"
+        " libero_10}; `embodrl list envs` shows which there are",
+    )
     total_num_envs: PositiveInt = Field(
         default=32,
         le=1_000_000,
@@ -158,3 +170,27 @@ class EnvConfig(Section):
     train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
     eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
     video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")
+
+    @property
+    def own_settings(self) -> frozenset[str]:
+        """The names of the settings that this simulator adds to those of all."""
+        return frozenset(type(self).model_fields) - frozenset(EnvConfig.model_fields)
+
+    def evaluated(self) -> Self:
+        """Return the section as evaluations play it, with what ``eval`` says otherwise; itself where nothing differs.
+
+        Raises:
+            ValidationError: ``eval.settings`` has a name or a value that this simulator's settings do not have.
+        """
+        other = self.eval
+        if other.tasks is None and other.max_episode_steps is None and not other.settings:
+            return self
+        values: dict[str, object] = json.loads(self.model_dump_json()) | other.settings
+        spec = ENVS.entry(self.env_type) if self.env_type in ENVS else None
+        if spec is not None and spec.derive is not None:
+            derived, source = spec.derive(values)
+            values |= derived if source in other.settings else {}
+        given = {"tasks": other.tasks, "max_episode_steps": other.max_episode_steps}
+        values |= {name: value for name, value in given.items() if value is not None}
+        found = type(self).model_validate_json(json.dumps(values))
+        return self if found == self else found

@@ -1,4 +1,4 @@
-"""Sections ``reward``, ``pipeline``, ``runner``, ``collect`` and ``sft``."""
+"""Sections ``reward``, ``pipeline``, ``runner``, ``collect``, ``recipe`` and ``sft``."""
 
 from __future__ import annotations
 
@@ -72,6 +72,18 @@ class RunnerConfig(Section):
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
     eval_at_start: bool = Field(default=True, description="evaluate before the first update")
+    stop_at_success: Fraction | None = Field(
+        default=None,
+        description="success rate of evaluations at which a run ends early, as a finished one; null for never",
+    )
+    stop_evaluations: PositiveInt = Field(
+        default=1, description="consecutive evaluations that have to reach runner.stop_at_success"
+    )
+    max_regression: Fraction | None = Field(
+        default=None,
+        description="a run fails, with exit code 1 and a checkpoint, when an evaluation's success rate is further below"
+        " the best before it; null for never",
+    )
     save_interval: PositiveInt = Field(
         default=10, description="iterations between checkpoints; the last one is always saved"
     )
@@ -127,6 +139,20 @@ class CollectConfig(Section):
         description="with policy=PATH: draw actions as rollouts do, and record their log-probs; false: the most"
         " probable ones, as in evaluations",
     )
+
+
+class RecipeConfig(Section):
+    """`embodrl run`."""
+
+    stages: tuple[Literal["collect", "sft", "rl"], ...] = Field(
+        default=(), description="what is done, in this order: collect, sft, rl; each is optional, rl is the last"
+    )
+    collect: tuple[str, ...] = Field(
+        default=(), description="settings of this stage alone, as on a command line: [env.train.total_num_envs=8]"
+    )
+    sft: tuple[str, ...] = Field(default=(), description="settings of this stage alone")
+    rl: tuple[str, ...] = Field(default=(), description="settings of this stage alone")
+    expected: str = Field(default="", description="what is known about its result, and how that was measured")
 
 
 class SftConfig(Section):

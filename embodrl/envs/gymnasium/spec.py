@@ -8,6 +8,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig
+from embodrl.envs.axes import COMMON
 from embodrl.specs import EXAMPLE_CAMERA, SimulatorSpec
 
 
@@ -56,6 +57,7 @@ SPEC = SimulatorSpec(
     needs=("gymnasium", "PIL"),
     extra="gymnasium",
     example={"tasks": ["task"], "id": "Reacher-v5", "instruction": "reach", "cameras": [EXAMPLE_CAMERA]},
+    axes=COMMON,
     actions="a Box, mapped from -1 to 1; no discrete actions",
     camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
     expert_tasks=(),

@@ -7,25 +7,31 @@ import ctypes
 import gc
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.axes import generator
 from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.init_states import read_init_states
-from embodrl.envs.libero.suites import SUITES, TaskFacts, init_state_of
+from embodrl.envs.libero.suites import AXES, SUITES, TaskFacts, init_state_of
 from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, named_camera
 from embodrl.envs.mujoco.types import MjModel
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from typing import NotRequired  # not in Python 3.10, which simulators may run in
 
 # Name in the configuration -> name in LIBERO's scenes.
 CAMERAS = {
@@ -35,6 +41,13 @@ CAMERAS = {
     "birdview": "birdview",
     "sideview": "sideview",
 }
+LOOKS = {
+    "light": ("light_diffuse", "light_ambient", "light_specular"),
+    "camera": ("cam_pos", "cam_quat"),
+    "texture": ("mat_rgba",),
+}
+"""Arrays of MuJoCo's model that an axis changes."""
+CAMERA_M, CAMERA_RAD, JOINT_STD_RAD = 0.05, math.radians(4), 0.1
 COLLISION_GROUP = 0  # of geoms that are not for the eye
 CONTROL_HZ = 20
 NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # an action that holds still, gripper open
@@ -127,6 +140,38 @@ def _silence_robosuite() -> None:
     sys.modules["robosuite.macros_private"] = ModuleType("robosuite.macros_private")
 
 
+def perturbed_looks(
+    axis: str, random: np.random.Generator, looks: Mapping[str, NDArray[np.float64]]
+) -> dict[str, NDArray[np.float64]]:
+    """Return what an axis makes of a scene's lights, cameras or materials: arrays of MuJoCo's model by name.
+
+    Args:
+        axis: light, camera or texture.
+        random: of the episode.
+        looks: of the unperturbed scene, ``LOOKS``.
+    """
+    found = {name: looks[name].copy() for name in LOOKS[axis]}
+    if axis == "light":
+        level = random.uniform(0.4, 0.7) if random.random() < 0.5 else random.uniform(1.4, 1.8)
+        factor = level * random.uniform(0.75, 1.25, 3)
+        return {name: values * factor for name, values in found.items()}
+    if axis == "texture":
+        found["mat_rgba"][:, :3] *= random.uniform(0.4, 1.0, (len(found["mat_rgba"]), 3))
+        return found
+    for place, turn in zip(found["cam_pos"], found["cam_quat"], strict=True):
+        way = random.normal(size=3)
+        place += CAMERA_M * random.uniform() ** (1 / 3) * way / np.linalg.norm(way)
+        half = random.uniform(-CAMERA_RAD, CAMERA_RAD, 3) / 2
+        turn[:] = _quaternion_product(turn, np.array([np.sqrt(1 - half @ half), *half]))
+    return found
+
+
+def _quaternion_product(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the Hamilton product of two quaternions (w, x, y, z)."""
+    vector = a[0] * b[1:] + b[0] * a[1:] + np.cross(a[1:], b[1:])
+    return np.array([a[0] * b[0] - a[1:] @ b[1:], *vector])
+
+
 class LiberoScene:
     """The compiled model of a task, with LIBERO's own placement of objects and test of success.
 
@@ -157,6 +202,8 @@ class LiberoScene:
                 hard_reset=False,
             )
         self.model: MjModel = self.env.sim.model._model
+        names = [name for group in LOOKS.values() for name in group]
+        self.looks = {name: np.array(getattr(self.model, name), np.float64) for name in names}
         self.init_states = read_init_states(
             package / "init_files" / options.suite / f"{task}.pruned_init", options.facts(task).sha256
         )
@@ -198,14 +245,16 @@ class LiberoScene:
         else:
             self.place(fixed, init_state + 1 if self.options.fixtures_redrawn else 1)
 
-    def activate(self, sim: LiberoSim) -> None:
-        """Let the data and the fixtures of one environment be the scene's."""
-        if self._active is sim:
+    def activate(self, sim: LiberoSim, again: bool = False) -> None:
+        """Let the data, the fixtures and the looks of one environment be the scene's; ``again`` where they changed."""
+        if self._active is sim and not again:
             return
         self._active = sim
         self.env.sim.data = sim.data
         if sim.fixtures is not None:
             self.model.body_pos[:], self.model.body_quat[:] = sim.fixtures
+        for name, values in sim.looks.items():
+            getattr(self.model, name)[:] = values
 
     def close(self) -> None:
         """Free the renderer."""
@@ -217,6 +266,7 @@ class _State(TypedDict):
 
     physics: NDArray[np.float64]
     fixtures: list[NDArray[np.float64]] | None
+    looks: NotRequired[dict[str, NDArray[np.float64]]]
     controller: dict[str, object]
 
 
@@ -238,8 +288,15 @@ class LiberoSim(Simulator):
         self.instruction = scene.options.facts(scene.task).instruction
         self.data = scene.new_data()
         self.fixtures: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
+        self.looks: dict[str, NDArray[np.float64]] = {}
+        self._axis: str | None = None
         self._controller = OscController(scene.arm, scene.rest)
         self._divergence = Divergence()
+
+    def perturb(self, axis: str) -> None:
+        if axis not in AXES:
+            super().perturb(axis)
+        self._axis = axis
 
     def reset(self, seed: int) -> None:
         """Fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
@@ -249,6 +306,8 @@ class LiberoSim(Simulator):
         scene.place_for(seed, init_state)
         self.fixtures = model.body_pos.copy(), model.body_quat.copy()
         scene.env.sim.set_state_from_flattened(scene.init_states[init_state])
+        if self._axis is not None:
+            self._perturb_episode(self._axis, seed)
         self._propagate()
         self._controller.reset()
         for _ in range(scene.options.settle_steps):
@@ -259,6 +318,17 @@ class LiberoSim(Simulator):
                 "use the pinned versions of LIBERO, or lower env.settle_steps",
                 code="libero-unstable",
             )
+
+    def _perturb_episode(self, axis: str, seed: int) -> None:
+        """Perturb an episode whose initial state has just been set."""
+        random, scene = generator(axis, seed), self.scene
+        if axis == "robot":
+            joints = scene.arm.qpos
+            moved = random.normal(0.0, JOINT_STD_RAD, len(joints)).clip(-2 * JOINT_STD_RAD, 2 * JOINT_STD_RAD)
+            self.data._data.qpos[joints] += moved
+            return
+        self.looks = perturbed_looks(axis, random, scene.looks)
+        scene.activate(self, again=True)
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
         """A control step is 1/20 s."""
@@ -315,14 +385,19 @@ class LiberoSim(Simulator):
         physics = np.zeros(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
         mujoco.mj_getState(model, self.data._data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
         fixtures = None if self.fixtures is None else list(self.fixtures)
-        return {"physics": physics, "fixtures": fixtures, "controller": self._controller.get_state()}
+        return {
+            "physics": physics,
+            "fixtures": fixtures,
+            "looks": self.looks,
+            "controller": self._controller.get_state(),
+        }
 
     def set_state(self, state: _State) -> None:
         """In any environment of the same task."""
         mujoco, model = self.scene.mujoco, self.scene.model
         self.fixtures = None if state["fixtures"] is None else (state["fixtures"][0], state["fixtures"][1])
-        self.scene._active = None
-        self.scene.activate(self)
+        self.looks = state.get("looks", {})
+        self.scene.activate(self, again=True)
         mujoco.mj_setState(model, self.data._data, state["physics"], mujoco.mjtState.mjSTATE_INTEGRATION)
         self._controller.set_state(state["controller"])
         self._propagate()

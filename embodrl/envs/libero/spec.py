@@ -10,7 +10,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
 from embodrl.config.schema import EnvConfig, NonNegativeInt
-from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES
+from embodrl.envs.libero.suites import AXES, NUM_INIT_STATES, SUITES
 from embodrl.interface import LIBERO, Interface
 from embodrl.names import nearest
 from embodrl.specs import SimulatorSpec, TaskSuite
@@ -169,5 +169,6 @@ SPEC = SimulatorSpec(
     expert_tasks=(),
     demonstrations="`embodrl convert libero` makes a dataset of the demonstrations that LIBERO brings",
     interface=interface,
+    axes=AXES,
     verified="on a CPU (MUJOCO_GL=egl); on a GPU not yet",
 )

@@ -6,7 +6,17 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from embodrl.envs.axes import COMMON
+from embodrl.specs import Axis
+
 NUM_INIT_STATES = 50
+AXES = {
+    "light": Axis("vision", "all lights dimmed to 40 to 70 % or raised to 140 to 180 %, and tinted by up to 25 %"),
+    "texture": Axis("vision", "every material tinted: each colour channel at 40 to 100 %"),
+    "camera": Axis("vision", "each camera moved by up to 5 cm and turned by up to 4 degrees about each axis"),
+    **COMMON,
+    "robot": Axis("execution", "each joint of the arm begins off its place, by a standard deviation of 0.1 rad"),
+}
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ class ManiSkillVectorEnv(SteppingEnv):
                 "mesh_decimation": mesh_decimation,
                 "human_size": (video_size[0], video_size[1]),
                 "full_state": full_state,
+                "axis": None,
             },
         )
         gc.freeze()  # the scenes, too
@@ -113,6 +114,9 @@ class ManiSkillVectorEnv(SteppingEnv):
 
     def instruction(self, task_id: int) -> str:
         return TASKS[self.spec.tasks[task_id]].instruction
+
+    def perturb(self, axis: str) -> None:
+        self._fleet.perturb(axis)
 
     def first_reward(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         return self._fleet.dense_reward(rows)

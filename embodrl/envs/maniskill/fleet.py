@@ -226,6 +226,11 @@ class Fleet:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    def perturb(self, axis: str) -> None:
+        """Perturb all episodes from now on along an axis (CPU only)."""
+        self._kwargs["axis"] = axis
+        self.rebuild()
+
     def rebuild(self) -> None:
         """Rebuild the scenes, so that what follows does not depend on their history (CPU only)."""
         if self._batched is not None:

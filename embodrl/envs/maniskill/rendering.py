@@ -181,7 +181,8 @@ def _light_shapes(
     return result
 
 
-def _render_body(entity: sapien.Entity) -> sapien.render.RenderBodyComponent | None:
+def render_body(entity: sapien.Entity) -> sapien.render.RenderBodyComponent | None:
+    """Return what is drawn of an entity; None for nothing."""
     import sapien
 
     body = entity.find_component_by_type(sapien.render.RenderBodyComponent)
@@ -217,7 +218,7 @@ def decimate_robot(links: Sequence[Batched], reduction: float, min_triangles: in
     for link in links:
         for physx_link in link._objs:
             entity = physx_link.entity
-            body = _render_body(entity)
+            body = render_body(entity)
             if body is None:
                 continue
             light = [(_light_shapes(shape, reduction, min_triangles), shape) for shape in body.render_shapes]
@@ -238,7 +239,7 @@ def simplify_ground(ground: BatchedEntity) -> None:
     half = GROUND_WIDTH_M / 2
     corners = np.array([[-half, -half], [half, -half], [half, half], [-half, half]], dtype=np.float32)
     for entity in ground._objs:
-        body = _render_body(entity)
+        body = render_body(entity)
         if body is None:
             continue
         material = body.render_shapes[0].parts[0].material

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.maniskill.axes import Perturbation
 from embodrl.envs.maniskill.controller import EndEffectorController
 from embodrl.envs.maniskill.evaluation import evaluate as evaluate_as_one
 from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
@@ -45,6 +46,7 @@ class ManiSkillSim:
             leaves it to that.
         human_size: height and width in pixels of ``render_human``.
         full_state: ``state`` has the task's part, too.
+        axis: of ``tasks.AXES``, along which episodes are perturbed; None for none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ManiSkillSim:
         mesh_decimation: float | str | None,
         human_size: tuple[int, int],
         full_state: bool = False,
+        axis: str | None = None,
     ) -> None:
         import gymnasium
         import mani_skill.envs  # noqa: F401  registers the tasks
@@ -110,6 +113,7 @@ class ManiSkillSim:
         self._seeds = np.zeros(num_envs, np.int64)
         if num_envs > 1:
             self._initialize_row_by_row()
+        self._perturbation = None if axis is None else Perturbation(axis, self.env, task)
         space = self.env.single_action_space
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
@@ -142,6 +146,8 @@ class ManiSkillSim:
         """Start new episodes in ``rows`` from ``seeds int64[N']``; the other rows continue."""
         if self.num_envs == 1:
             self.env.reset(seed=[int(seeds[0])])
+            if self._perturbation is not None:
+                self._perturbation.begin(int(seeds[0]))
             return
         # ManiSkill takes the list for the seeds of all N, also where only some rows are reset.
         self._seeds[rows] = seeds
@@ -180,6 +186,8 @@ class ManiSkillSim:
         else:
             self._controller.step(actions[0])
         self.env._elapsed_steps += 1
+        if self._perturbation is not None:
+            self._perturbation.advance()
 
     def images(self) -> NDArray[np.uint8]:
         """Render the cameras: ``uint8[N,V,H,W,3]``."""

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, Fraction
-from embodrl.envs.maniskill.tasks import INSTRUCTIONS
+from embodrl.envs.maniskill.tasks import AXES, INSTRUCTIONS
 from embodrl.interface import OPENS_POSITIVE, Interface
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
@@ -112,6 +112,14 @@ def simulators_come_back_bit_exactly(context: Context) -> Iterator[Finding]:
         yield Finding("env.enable_offload", message, hint, "false", others=("env.sim_backend",))
 
 
+@RULES.rule("axes", "env.sim_backend")
+def axes_are_of_single_scenes(context: Context) -> Iterator[Finding]:
+    """Perturbations are of scenes on a CPU."""
+    if context.config.axes is not None and context.env(ManiSkillConfig).sim_backend == "physx_cuda":
+        message, hint = "physx_cuda has no perturbed scenes", "set env.sim_backend=physx_cpu, or leave axes out"
+        yield Finding("axes", message, hint, others=("env.sim_backend",))
+
+
 @RULES.note("env.render_detail", "env.mesh_decimation")
 def decimation_decides(context: Context) -> Iterator[Finding]:
     """env.mesh_decimation overrides env.render_detail."""
@@ -162,5 +170,6 @@ SPEC = SimulatorSpec(
     experts="PushCube, PullCube, PickCube, StackCube, LiftPegUpright",
     expert_tasks=("PushCube-v1", "PullCube-v1", "PickCube-v1", "StackCube-v1", "LiftPegUpright-v1"),
     interface=interface,
+    axes=AXES,
     verified="all tasks on a CPU; on a GPU not yet",
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from embodrl.envs.axes import COMMON
+from embodrl.specs import Axis
+
 
 @dataclass(frozen=True)
 class Task:
@@ -40,3 +43,19 @@ TASKS: dict[str, Task] = {
     )
 }
 INSTRUCTIONS: dict[str, str] = {task.name: task.instruction for task in TASKS.values()}
+GOALS = {
+    **{"PushCube-v1": "goal_region", "PullCube-v1": "goal_region", "PickCube-v1": "goal_site"},
+    "RollBall-v1": "goal_region",
+}
+"""Tasks with a goal that can move: what it is called in the scene."""
+AXES = {
+    "light": Axis("vision", "all lights dimmed to 40 to 70 % or raised to 140 to 180 %, and tinted by up to 25 %"),
+    "texture": Axis("vision", "table and ground with checks, stripes or speckles of two random colours"),
+    "camera": Axis("vision", "each camera moved by up to 5 cm and turned by up to 4 degrees about each axis"),
+    **COMMON,
+    "colours": Axis("semantics", "red, green and blue exchanged on all objects and in the instruction"),
+    "distractors": Axis("semantics", "four more things of random shape and colour on the table; they can't be touched"),
+    "objects": Axis("execution", "objects and goal moved together by 4 to 8 cm from where episodes begin"),
+    "robot": Axis("execution", "each joint of the arm begins off its place, by a standard deviation of 0.1 rad"),
+    "goal": Axis("execution", "the goal moves to and fro by 4 cm within 80 steps", tasks=tuple(GOALS)),
+}

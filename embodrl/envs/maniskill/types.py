@@ -93,3 +93,4 @@ class SimOptions(TypedDict):
     mesh_decimation: float | str | None
     human_size: tuple[int, int]
     full_state: bool
+    axis: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from embodrl.envs.axes import COMMON
 from embodrl.envs.metaworld.tasks import INSTRUCTIONS
 from embodrl.interface import CLOSES_POSITIVE, Interface
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
@@ -23,6 +24,7 @@ SPEC = SimulatorSpec(
     extra="metaworld",
     draws_with="mujoco",
     example={"tasks": ["reach-v3"], "cameras": [{**EXAMPLE_CAMERA, "name": "corner2"}]},
+    axes=COMMON,
     actions="change of the gripper's place (x, y, z) and its closing, -1 to 1",
     camera_list="topview, corner, corner2 to 4, behindGripper, gripperPOV, or any name with eye and target",
     experts="all tasks",

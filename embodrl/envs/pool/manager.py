@@ -91,6 +91,7 @@ class ManagerOptions(TypedDict, total=False):
     log_dir: Path | None
     max_chunk: int | None
     extensions: Sequence[str]
+    axis: str | None
     debug: bool
 
 
@@ -112,6 +113,7 @@ class EnvManager:
         log_dir: directory of ``<name>.log`` with what the process prints; None keeps only the end, for messages.
         max_chunk: largest C; None leaves it to the environment.
         extensions: modules that the process imports first, which may register environments.
+        axis: along which all episodes are perturbed; None for none.
         first_env: number of its first environment in the whole run, for messages.
         environ: further environment variables of the process.
         debug: overwrite results whose time is over, so that views kept too long show.
@@ -130,6 +132,7 @@ class EnvManager:
         log_dir: Path | None = None,
         max_chunk: int | None = None,
         extensions: Sequence[str] = (),
+        axis: str | None = None,
         first_env: int = 0,
         environ: Mapping[str, str] | None = None,
         debug: bool = False,
@@ -152,7 +155,7 @@ class EnvManager:
             "cpu": cpu,
             "numa_node": numa_node,
             "extensions": list(extensions),
-            "max_chunk": max_chunk,
+            **{"max_chunk": max_chunk, "axis": axis},
         }
         self._log_path = None if log_dir is None else log_dir / f"{name.replace('/', '_')}.log"
         self._environ = dict(environ or {})

@@ -58,6 +58,9 @@ class EnvPool:
         bounds: of rewards and states.
         restart_window_s: seconds.
         budget: of restarts, shared with other pools; None makes one.
+
+    Attributes:
+        keeps_state: its simulators can tell their state; set by who has asked them (``check_state``).
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class EnvPool:
         self.max_restarts = max_restarts
         self.faults = faults or FaultCounts()
         self.bounds = bounds or Bounds()
+        self.keeps_state = True
         self.budget = budget or RestartBudget(max_restarts, restart_window_s)
         self._spec: EnvSpec | None = None
         self._offsets: list[int] = []
@@ -285,6 +289,18 @@ class EnvPool:
         """As ``call``, of one manager. If its process is lost, the next step or reset restarts it."""
         self._send_call(rank, method, arguments)
         return self._wait_call(rank, method, arguments, restart=False)
+
+    def expert_reset(self, rows: NDArray[np.int64]) -> None:
+        """Start scripted experts in ``rows``, whose episodes have just begun.
+
+        Raises:
+            EnvWorkerDied, EnvTimeout: a process was lost; the next step or reset restarts it.
+        """
+        size = self.spec.num_envs // len(self.managers)
+        for rank in range(len(self.managers)):
+            mine = rows[(rows >= rank * size) & (rows < (rank + 1) * size)] - rank * size
+            if len(mine):
+                self.call_one(rank, "expert_reset", {"rows": mine.tolist()})
 
     def expert_actions(self) -> NDArray[np.float32]:
         """Return what scripted experts would do now, ``float32[B,A]``.

@@ -143,6 +143,8 @@ def build(start: Fields) -> VectorEnv:
     try:
         make: Callable[..., VectorEnv] = import_object(target) if ":" in target else ENVS.get(target)
         env = make(**start.fields("kwargs").content)
+        if axis := start.text("axis", None):
+            env.set_axis(axis)
     finally:
         gc.enable()
     max_chunk = start.integer("max_chunk", None)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.axes import colour_shift, generator
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, StepResult, make_spec
-from embodrl.envs.toy.tasks import INSTRUCTIONS
+from embodrl.envs.toy.tasks import AXES, INSTRUCTIONS
 
 _COLOURS = {"reach-red": (255, 0, 0), "reach-green": (0, 255, 0)}
 _SPEED = 0.15
 _NEAR = 0.2
+_DISTRACTORS = ((0, 0, 255), (255, 255, 0), (255, 0, 255))
+_GOAL_SPEED = 0.02
 
 
 class ToyVectorEnv(SteppingEnv):
@@ -58,14 +61,24 @@ class ToyVectorEnv(SteppingEnv):
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
         """Nothing to prepare: a board takes its task from ``task_id``."""
 
+    def perturb(self, axis: str) -> None:
+        if axis not in AXES:
+            super().perturb(axis)
+
     def begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
         for row, seed in zip(rows.tolist(), seeds.tolist(), strict=True):
             random = np.random.default_rng(seed)
             self.position[row] = random.uniform(-0.9, 0.9, 2)
             self.goals[row] = random.uniform(-0.8, 0.8, (2, 2))
+            if self.axis == "objects":  # beyond where it begins else
+                self.position[row, 0] = np.copysign(1.0, self.position[row, 0])
 
     def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
         """The dense reward is the distance to the goal, negative."""
+        if self.axis == "goal":
+            for row in np.flatnonzero(running).tolist():
+                way = generator("goal", int(self.episode_seed[row])).uniform(-1, 1, 2)
+                self.goals[row] = np.clip(self.goals[row] + _GOAL_SPEED * way, -0.9, 0.9)
         move = np.clip(actions[:, :2], -1, 1) * np.float32(_SPEED)
         self.position = np.where(running[:, None], np.clip(self.position + move, -1, 1), self.position)
         distance = self._distance()
@@ -75,17 +88,49 @@ class ToyVectorEnv(SteppingEnv):
         return -self._distance()[rows]
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        axis = np.linspace(-1, 1, self.spec.cameras[0].height, dtype=np.float32)
-        pictures = np.zeros((len(rows), *images.shape[2:]), np.uint8)
-        things = [*((self.goals[rows, i], colour, 0.2) for i, colour in enumerate(_COLOURS.values()))]
-        for centre, colour, radius in [*things, (self.position[rows], (255, 255, 255), 0.1)]:
-            near_x = np.abs(axis[None, None, :] - centre[:, 0, None, None]) < radius
-            near_y = np.abs(axis[None, :, None] - centre[:, 1, None, None]) < radius
-            pictures[near_x & near_y] = colour
-        images[rows, 0] = pictures
+        seeds = self.episode_seed[rows].tolist()
+        images[rows, 0] = self._background(seeds)
+        colours = np.array(list(_COLOURS.values()), np.uint8)[:, None].repeat(len(rows), axis=1)  # [2,N,3]
+        if self.axis == "colours":
+            colours = np.stack([np.roll(colours[:, i], colour_shift(seed), axis=-1) for i, seed in enumerate(seeds)], 1)
+        if self.axis == "distractors":
+            places = np.array([generator("distractors", seed).uniform(-0.9, 0.9, (3, 2)) for seed in seeds])
+            for index, colour in enumerate(_DISTRACTORS):
+                self._square(images, rows, places[:, index].astype(np.float32), np.array(colour, np.uint8), 0.1)
+        for index in range(len(_COLOURS)):
+            self._square(images, rows, self.goals[rows, index], colours[index], 0.2)
+        self._square(images, rows, self.position[rows], np.full(3, 255, np.uint8), 0.1)
+        if self.axis == "light":
+            levels = np.array([generator("light", seed).uniform(0.3, 0.7) for seed in seeds])
+            images[rows, 0] = (images[rows, 0] * levels[:, None, None, None]).astype(np.uint8)
         if self.spec.state_dim:
             known = (self.position, self._goal())[: self.spec.state_dim // 2]
             state[rows] = np.concatenate([part[rows] for part in known], axis=1)
+
+    def _background(self, seeds: list[int]) -> NDArray[np.uint8]:
+        """Return empty boards, ``uint8[N,H,W,3]``."""
+        side = self.spec.cameras[0].height
+        boards = np.zeros((len(seeds), side, side, 3), np.uint8)
+        if self.axis == "texture":
+            checks = (np.indices((side, side)).sum(axis=0) // 4 % 2).astype(np.uint8)[..., None]
+            for index, seed in enumerate(seeds):
+                boards[index] = checks * generator("texture", seed).integers(0, 120, 3).astype(np.uint8)
+        return boards
+
+    def _square(
+        self,
+        images: NDArray[np.uint8],
+        rows: NDArray[np.int64],
+        centre: NDArray[np.float32],
+        colour: NDArray[np.uint8],
+        radius: float,
+    ) -> None:
+        """Draw squares with centres ``[N,2]`` and ``colour [3]`` or ``[N,3]`` into ``images[rows]``."""
+        axis = np.linspace(-1, 1, self.spec.cameras[0].height, dtype=np.float32)
+        near_x = np.abs(axis[None, None, :] - centre[:, 0, None, None]) < radius
+        near_y = np.abs(axis[None, :, None] - centre[:, 1, None, None]) < radius
+        inside = (near_x & near_y)[..., None]
+        images[rows, 0] = np.where(inside, np.broadcast_to(colour, (len(rows), 3))[:, None, None], images[rows, 0])
 
     def instruction(self, task_id: int) -> str:
         return INSTRUCTIONS[self.spec.tasks[task_id]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodrl.envs.toy.tasks import INSTRUCTIONS
+from embodrl.envs.toy.tasks import AXES, INSTRUCTIONS
 from embodrl.specs import SimulatorSpec
 
 SPEC = SimulatorSpec(
@@ -14,6 +14,7 @@ SPEC = SimulatorSpec(
     reads=("image_size", "state"),
     tasks=INSTRUCTIONS,
     action_dim=7,
+    axes=AXES,
     actions="the first two numbers move the dot, -1 to 1",
     camera_list="one, from above",
     experts="all tasks",

@@ -256,6 +256,13 @@ class PolicyTrainEngine(TrainEngine):
     def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
         self.onload()
         self._set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
+        metrics = self.imitation_step(batch, label_smoothing_bins)
+        self.version += 1
+        self._check_weights()
+        return metrics | {"lr": learning_rate}
+
+    def imitation_step(self, batch: Batch, label_smoothing_bins: float) -> dict[str, float]:
+        """Take one optimizer step at the present learning rates; arguments as of ``imitate``."""
         total = batch["action_mask"].sum().to(self.device)
 
         def loss_fn(micro: Batch) -> LossOutput:
@@ -266,10 +273,8 @@ class PolicyTrainEngine(TrainEngine):
 
         loss, scalars = self.forward_backward(batch, loss_fn)
         step = self.optimizer_step(loss)
-        self.version += 1
-        self._check_weights()
         metrics = {"loss": float(loss)} | {name: float(value) for name, value in scalars.items()}
-        return metrics | {"grad_norm": step.grad_norm, "lr": learning_rate}
+        return metrics | {"grad_norm": step.grad_norm}
 
     def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
         """Return how many of the first updates leave the policy as it is."""

@@ -6,7 +6,8 @@ Shapes: B batch, V cameras, H picture side, S padded state, F features, C action
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,11 +24,18 @@ LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 LAST_LAYER_GAIN = 0.01
 """A policy begins with actions around 0, whatever it sees."""
 _QUADRATURE_POINTS = 16
+MIN_STATE_STD = 0.01
+"""In units of the state: what hardly moved in the data is not made large."""
+STATE_LIMIT = 10.0
+"""Standard deviations from the mean beyond which a state counts as this far."""
 
 
 @dataclass(frozen=True)
 class GaussianSpec:
-    """Dimensions of a policy; see ``GaussianArchitectureConfig``."""
+    """Dimensions of a policy; see ``GaussianArchitectureConfig``.
+
+    ``normalise_state`` tells whether the weights have a mean and a deviation of the state.
+    """
 
     num_action_chunks: int
     action_dim: int
@@ -39,6 +47,7 @@ class GaussianSpec:
     max_state_dim: int
     hidden_sizes: tuple[int, ...]
     initial_std: float
+    normalise_state: bool = False
 
     @classmethod
     def of(cls, shape: GaussianArchitectureConfig, num_action_chunks: int, action_dim: int) -> GaussianSpec:
@@ -87,11 +96,20 @@ def log_slope(u: Tensor) -> Tensor:
 
 
 class GaussianModel(nn.Module):
-    """Features of an observation, and the distribution of a chunk given these."""
+    """Features of an observation, and the distribution of a chunk given these.
+
+    Attributes:
+        state_mean, state_std: ``float32[S]``, what the state is normalised with, if it is.
+    """
+
+    state_mean: Tensor
+    state_std: Tensor
 
     def __init__(self, spec: GaussianSpec) -> None:
         super().__init__()
         self.spec = spec
+        if spec.normalise_state:
+            self.normalise_state([], [])
         self.vision = (
             Cnn(spec.num_cameras, spec.image_size, spec.channels, spec.feature_dim) if spec.use_images else None
         )
@@ -114,9 +132,18 @@ class GaussianModel(nn.Module):
         middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
         last.bias.data[last.out_features // 2 :] = math.atanh((math.log(self.spec.initial_std) - middle) / half)
 
+    def normalise_state(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        """Normalise states of that many numbers, of which padding is none."""
+        padding = self.spec.max_state_dim - len(mean)
+        self.register_buffer("state_mean", torch.tensor([*mean, *[0.0] * padding]))
+        self.register_buffer("state_std", torch.tensor([*std, *[1.0] * padding]).clamp_min(MIN_STATE_STD))
+        self.spec = replace(self.spec, normalise_state=True)
+
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the state."""
+        """Return ``float32[B,F]``: what the CNN makes of the pictures, and the state, which statistics normalise."""
         state = inputs["state"].float()
+        if self.spec.normalise_state:
+            state = ((state - self.state_mean) / self.state_std).clamp(-STATE_LIMIT, STATE_LIMIT)
         return state if self.vision is None else torch.cat([self.vision(inputs["images"]).float(), state], -1)
 
     def distribution(self, features: Tensor) -> TanhGaussian:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
-from embodrl.errors import EmbodrlError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint
@@ -24,6 +24,7 @@ from embodrl.models.common.flow import standard_normal
 from embodrl.models.common.heads import build_value_head, save_heads
 from embodrl.models.common.images import resize_area
 from embodrl.models.common.init import new_generator
+from embodrl.models.common.norm_stats import given_stats
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.spec import GaussianModelConfig
@@ -214,15 +215,50 @@ def build_gaussian(
     files: list[Path] = []
     if directory is not None:
         spec = read_spec(directory / CONFIG_FILE)
-        parts = list(asdict(wanted)) if config.model_path is None else ["num_action_chunks", "action_dim"]
-        checkpoint.check_size(spec, wanted, [part for part in parts if part != "initial_std"], directory, "model")
+        parts = set(asdict(wanted)) - {"initial_std", "normalise_state"}
+        if config.model_path is not None:
+            parts = {"num_action_chunks", "action_dim"}
+        checkpoint.check_size(spec, wanted, sorted(parts), directory, "model")
         files = checkpoint.weight_files(directory)
     generator = new_generator(device, seed)
     with torch.device("meta"):
         model = GaussianModel(spec)
-    checkpoint.fill(model, files, report, lambda: model.init_weights(generator), device=device, dtype=dtype)
+    checkpoint.fill(
+        model,
+        files,
+        report,
+        lambda: model.init_weights(generator),
+        device=device,
+        dtype=dtype,
+        in_float32=lambda name: name.startswith("state_"),
+    )
+    _normalise(model, config, report)
+    model.to(device)
     head = build_value_head(config, spec.num_features, directory, report, device, generator)
     return GaussianPolicy(model, config, head), report
+
+
+def _normalise(model: GaussianModel, config: GaussianModelConfig, report: LoadReport) -> None:
+    """Take the state's mean and deviation from ``model.stats_path``, else those of the checkpoint if it has some.
+
+    Raises:
+        CheckpointError: they are of more numbers than there is room for.
+    """
+    given = given_stats(config)
+    if given is None or given.state is None:
+        own = model.spec.normalise_state
+        report.conventions["state"] = "normalised as the weights say" if own else "as it is: there are no statistics"
+        return
+    report.conventions["state"] = f"normalised by {given.source}"
+    fields = Fields(given.state, given.source, CheckpointError, "compute them: `embodrl sft sft.stats=data`")
+    size = len(fields.items("mean"))
+    if size > model.spec.max_state_dim:
+        raise CheckpointError(
+            f"{given.source}: a state of {size} numbers, the policy has room for {model.spec.max_state_dim}",
+            "give statistics of the data that the policy is for, or raise model.gaussian.max_state_dim",
+            code="state-size",
+        )
+    model.normalise_state(fields.numbers("mean", size), fields.numbers("std", size))
 
 
 def read_spec(path: Path) -> GaussianSpec:
@@ -240,6 +276,7 @@ def read_spec(path: Path) -> GaussianSpec:
         channels=_sizes(fields, "channels"),
         hidden_sizes=_sizes(fields, "hidden_sizes"),
         initial_std=fields.number("initial_std", low=1e-6, high=7.0),
+        normalise_state=fields.flag("normalise_state", False),  # older files lack it
         **{name: size(fields, name) for name in numbers},
     )
 

@@ -76,7 +76,7 @@ def gaussian_policy_has_plain_actions(context: Context) -> Iterator[Finding]:
     """Its actions are the environment's, its pictures whole, its weights all trained."""
     model = context.config.model
     wanted = {
-        **{"unnorm_key": None, "stats_path": None, "lora_path": None},
+        **{"unnorm_key": None, "lora_path": None},
         **{"center_crop": False, "gripper": "as_is"},
     }
     for name, value in wanted.items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from embodrl.config import load_config
-from embodrl.config.compose import groups, presets
 from embodrl.config.foreign import FOREIGN
+from embodrl.config.presets import groups, presets
 from embodrl.errors import ConfigError
 from embodrl.specs import ADVANTAGES, LOSSES
 

@@ -180,6 +180,7 @@ SITES = {
     "processes/guard.py": "",
     "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
     "runs/provenance.py": "",
+    "runs/recipe.py": "",
     "runs/sweep.py": "",
     "scheduler/launchers/host.py": "",
     "scheduler/launchers/ray.py": "cluster.ray_address",

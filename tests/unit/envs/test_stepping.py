@@ -248,9 +248,8 @@ def test_a_simulator_without_a_state_says_so() -> None:
     with raises_code("env-state-unsupported", EnvError) as refused:
         env.get_state()
     assert "Replayed" in refused.value.hint
-    with raises_code("env-state-unsupported", EnvError):
-        env.call("check_state", {})
-    Scripts(replayed=True).call("check_state", {})
+    assert "get_state" in str(env.call("check_state", {}))
+    assert Scripts(replayed=True).call("check_state", {}) == ""
 
 
 def test_a_reset_that_ignores_its_seed_and_an_empty_instruction_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +270,7 @@ class _Answers:
     """An EnvPool whose environments ignore seeds and have no instruction."""
 
     def call(self, method: str, *, restart: bool) -> list[object]:
-        return [["seed-ignored", "instruction-empty"]] if method == "check_episodes" else [None]
+        return [["seed-ignored", "instruction-empty"]] if method == "check_episodes" else [""]
 
 
 def test_groups_of_episodes_need_seeds(caplog: pytest.LogCaptureFixture) -> None:
@@ -286,17 +285,18 @@ class _Stateless(_Answers):
     """An EnvPool whose environments can't tell their state."""
 
     def call(self, method: str, *, restart: bool) -> list[object]:
-        if method == "check_state":
-            raise EnvError("no state", "write get_state", code="state-missing")
-        return [[]]
+        return ["", "Robot has no get_state"] if method == "check_state" else [[], []]
 
 
-def test_only_synchronous_training_needs_states() -> None:
+def test_only_offloading_needs_states_and_synchronous_training_warns(caplog: pytest.LogCaptureFixture) -> None:
     pool: Any = _Stateless()
-    with raises_code("state-missing", EnvError):
-        check_environments(load_config(["env=toy"]).config, pool)
     check_environments(load_config(["env=toy", "runner.max_staleness=1"]).config, pool)
     check_environments(load_config(["env=toy"]).config, pool, training=False)
+    assert not caplog.text
+    check_environments(load_config(["env=toy"]).config, pool)
+    assert "Robot has no get_state" in caplog.text and not pool.keeps_state
+    with raises_code("env-state-unsupported", EnvError):
+        check_environments(load_config(["env=toy", "env.enable_offload=true"]).config, pool)
 
 
 def test_experts_act_only_where_they_have_begun() -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
+from safetensors.torch import load_file
 from tiny_families import build, generator, observation, tiny_config
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
+from embodrl.data.statistics import RobotStatistics
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.models.base import OffPolicyActor
 from embodrl.models.gaussian.modeling import TanhGaussian
@@ -94,3 +96,37 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path: Path) -> None:
         with pytest.raises(PolicyFileError):
             read_spec(path)
         path.write_text(json.dumps(content))
+
+
+def test_the_state_is_normalised_by_statistics_which_are_saved_with_the_weights(tmp_path: Path) -> None:
+    stats = {"mean": [1.0, 2.0], "std": [0.5, 0.0], "min": [0.0, 2.0], "max": [2.0, 2.0], "q01": [0, 2], "q99": [2, 2]}
+    RobotStatistics("toy", {**stats}, stats, "as_is", 1, 1).write(tmp_path / "stats.json")
+    policy = build("gaussian", gaussian=MLP, stats_path=str(tmp_path / "stats.json"))
+    seen = policy.features({"state": torch.tensor([[2.0, 2.01, 3.0, 0, 0, 0, 0, 0], [9.0, 2.0, 0, 0, 0, 0, 0, 0]])})
+    expected = [
+        [2.0, 1.0, 3.0, 0, 0, 0, 0, 0],
+        [10.0, 0.0, 0, 0, 0, 0, 0, 0],
+    ]
+    torch.testing.assert_close(seen, torch.tensor(expected), rtol=0, atol=1e-4)
+    policy.save_pretrained(tmp_path / "saved")
+    again = build("gaussian", gaussian=MLP, model_path=str(tmp_path / "saved"))
+    assert torch.equal(again.model.state_mean, policy.model.state_mean)
+    assert torch.equal(again.model.state_std, policy.model.state_std)
+    assert again.model.state_mean.dtype == torch.float32
+    with raises_code("state-size", CheckpointError):
+        build("gaussian", gaussian={**MLP, "max_state_dim": 1}, stats_path=str(tmp_path / "stats.json"))
+
+
+def test_weights_without_statistics_take_the_state_as_it_is(tmp_path: Path) -> None:
+    config = tiny_config("gaussian", gaussian=MLP)
+    saved, path = tmp_path / "saved", tmp_path / "saved" / "config.json"
+    build_gaussian(config, device="cpu", dtype=torch.float32, seed=0)[0].save_pretrained(saved)
+    assert not any(name.startswith("state_") for name in load_file(saved / "model.safetensors"))
+    content = json.loads(path.read_text())
+    assert content.pop("normalise_state") is False
+    path.write_text(json.dumps(content))  # as older versions wrote it
+    old = config.model_copy(update={"model_path": str(saved)})
+    policy, report = build_gaussian(old, device="cpu", dtype=torch.float32, seed=0)
+    state = torch.linspace(-100, 100, 8)[None]
+    assert torch.equal(policy.features({"state": state}), state)
+    assert "no statistics" in report.conventions["state"]

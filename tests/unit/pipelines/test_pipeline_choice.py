@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from embodrl.cli import listing
 from embodrl.cli.main import app
-from embodrl.config.compose import presets
+from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
 from embodrl.names import import_object
@@ -73,7 +73,7 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
-    assert presets("algorithm") == sorted([*PIPELINES, "rlpd"])  # whose graph is that of sac
+    assert presets("algorithm") == sorted([*PIPELINES, "rlpd", "hg_dagger"])  # whose graphs are those of sac and dagger
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,12 @@ def test_an_offline_loss_has_a_dataset_in_place_of_rollouts() -> None:
         config_of("algorithm=iql", "pipeline.fn=embodrl.pipelines.builtin:ppo")
     with raises_code("pipeline-role-unused", ConfigError, "dataset"):
         config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:iql")
+
+
+def test_labels_are_stored_before_they_are_imitated() -> None:
+    graph = build_graph(config_of("pipeline=dagger"))
+    nodes = ["rollout", "store", "train", "sync"]
+    assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in nodes]
 
 
 def with_values(rewards: Any, values: Any) -> None:

@@ -26,6 +26,7 @@ from embodrl.config.rules.verbs import Verb
 from embodrl.config.sweep import expand_sweep
 from embodrl.errors import ConfigError
 from embodrl.runs.load import load_config
+from embodrl.runs.recipe import plan_recipe
 from embodrl.specs import ENVS, MODELS
 
 COMMANDS = [command for page in documented.PAGES for command in documented.commands(page)]
@@ -90,8 +91,11 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
         runs = expand_sweep(rest["overrides"])
         assert [problems_of(list(run.overrides), None, "train") for run in runs] == [{}] * len(runs)
         return
-    if path not in VERBS:
+    if path not in VERBS and path != ("run",):
         assert "overrides" not in rest or path[0] in ("doctor", "bench", "data", "export", "list")
+        return
+    if path == ("run",):
+        assert plan_recipe(rest["overrides"]).stages
         return
     given = [rest[name] for name in ("config",) if rest.get(name) is not None]
     overrides = [str(word) for word in rest["overrides"] or ()]

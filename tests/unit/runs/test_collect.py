@@ -103,6 +103,23 @@ def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
     assert content["meta"]["stopped_early"] is True
 
 
+def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> None:
+    directory, pool = tmp_path / "demos", LocalPool()
+    settings = config(directory, "collect.num_episodes=12")
+    writer = RawWriter(directory)
+    collector = Collector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS)
+    collector.run(Progress("collect", 1, "episodes", "off"))
+    kept = int(collector.kept.sum())
+    collector.commit()
+    writer.abort()
+    assert 0 < kept < 12 and not directory.exists()
+    again = Collector(settings, LocalPool(), RawWriter(directory, resume=True))
+    assert int(again.kept.sum()) == kept
+    again.run(Progress("collect", 1, "episodes", "off"))
+    again.close()
+    assert len(index(directory)["episodes"]) == 12 and index(directory)["meta"]["stopped_early"] is False
+
+
 class Policy:
     """An engine: chunk k has two actions, k/100 in one dimension and 0, 1 in another, of log-probs -k and -k-1."""
 

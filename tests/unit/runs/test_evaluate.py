@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.envs.pool.pool import FaultCounts
@@ -93,6 +94,67 @@ def test_what_follows_an_evaluation_does_not_depend_on_it():
     assert pool.calls[0][0] == "rebuild"
     assert pool.calls[-2:] == [("set_auto_reset", {"value": True}), ("rebuild", {})]
     assert ("set_auto_reset", {"value": False}) in pool.calls
+
+
+class Still:
+    """Does nothing."""
+
+    def offload(self):
+        pass
+
+    def act_greedily(self, observation):
+        return PolicyOutput(np.zeros((len(observation.task_id), 2, 7), np.float32), None, None, {})
+
+
+class OwnPool(LocalPool):
+    """A pool for one evaluation, of one task."""
+
+    def __init__(self, **differs):
+        super().__init__()
+        self.spec = self.env.spec = replace(self.env.spec, tasks=("reach-green",), **differs)
+        self.is_open = False
+
+    def __enter__(self):
+        self.is_open = True
+        return self
+
+    def __exit__(self, *_):
+        self.is_open = False
+
+
+HELD_OUT = CONFIG.model_copy(
+    update={
+        "env": CONFIG.env.model_copy(update={"eval": CONFIG.env.eval.model_copy(update={"tasks": ("reach-green",)})})
+    }
+)
+
+
+def test_held_out_tasks_are_played_in_a_pool_of_their_own():
+    pool, made = LocalPool(), []
+
+    def make_own(config):
+        assert config.env.tasks == ("reach-green",)
+        made.append(OwnPool())
+        return made[-1]
+
+    def lost(number, text):  # a fault there is one of the run
+        made[-1].faults.restarts += 1
+
+    evaluator = Evaluator(HELD_OUT, pool, Still(), lost, make_own=make_own)
+    for number in (1, 2):
+        result = evaluator.run()
+        assert {record.task for record in result.records} == {"reach-green"} and result.episodes == 10
+        assert len(made) == number and not made[-1].is_open
+    assert made[0].resets[0] == ([70, 71, 72, 73], [0, 0, 0, 0])
+    assert pool.calls == [] and pool.resets == [] and pool.faults.restarts == 2 * 3  # once a wave
+    assert evaluator.pool is pool
+
+
+def test_a_pool_of_its_own_shows_what_the_policy_has_learnt_to_see():
+    pool, own = LocalPool(), OwnPool(state_dim=3)
+    with raises_code("evaluation-differs"):
+        Evaluator(HELD_OUT, pool, Still(), make_own=lambda config: own).run()
+    assert not own.is_open
 
 
 def test_two_evaluations_agree():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from embodrl.config import load_config
 from embodrl.runs.stop import StopSignal
 from embodrl.runs.train import Runner
 
@@ -29,8 +30,10 @@ class Noting(Runner):
         self.stop, self.pending, self.iteration, self.saved, self._updating = StopSignal(), None, 1, False, False
         self.run_dir, self._last_saved = Path("run"), None
         self.config: Any = SimpleNamespace(
-            rollout=SimpleNamespace(publish_weights=False), runner=SimpleNamespace(max_iterations=3)
+            rollout=SimpleNamespace(publish_weights=False),
+            runner=load_config(["env=toy", "runner.max_iterations=3"]).config.runner,
         )
+        self.rows = []
         self.lock: Any = SimpleNamespace(check=fine)
         self.phases: Any = SimpleNamespace(enter=fine)
         self.rewards: Any = SimpleNamespace(state=dict)

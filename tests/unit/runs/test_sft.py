@@ -22,7 +22,8 @@ from embodrl.data.imitation import FrameBatches, check_demos, shift_images
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.runs.sft import Trainer, learning_rate, sft
+from embodrl.runs.sft import Trainer, engine_config, learning_rate, sft
+from embodrl.specs import LOSSES
 
 
 def demos(num_frames: int) -> Demos:
@@ -199,3 +200,9 @@ def test_fine_tuning_that_has_lost_its_directory_saves_nothing() -> None:
     trainer.lock = Lost()  # type: ignore[assignment]
     with pytest.raises(OutputError):
         trainer.save()
+
+
+def test_imitation_has_no_critics_of_an_off_policy_algorithm() -> None:
+    loaded = load_config(["env=toy", "model=mlp", "algorithm=sac"], verb="sft")
+    algorithm = engine_config(loaded.config, torch.device("cpu")).algorithm
+    assert not LOSSES.entry(algorithm.loss_type).off_policy and algorithm.adv_type != "none"

@@ -1,0 +1,46 @@
+"""Early stopping, and the gate against regressions: what follows from the evaluations of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from embodrl.errors import EmbodrlError
+from embodrl.reporting.metrics_file import Row
+from embodrl.reporting.rows import is_number
+
+SUCCESS = "eval/success_rate"
+
+
+def is_solved(rows: Sequence[Row], success_rate: float | None, evaluations: int) -> bool:
+    """Return whether each of the last evaluations reached a success rate, in 0 to 1.
+
+    Args:
+        rows: of metrics.jsonl; an evaluation before the first update does not count.
+        success_rate: ``runner.stop_at_success``; None is never reached.
+        evaluations: ``runner.stop_evaluations``.
+    """
+    if success_rate is None:
+        return False
+    rates = [row[SUCCESS] for row in rows if row["iteration"] and is_number(row.get(SUCCESS))]
+    return len(rates) >= evaluations and min(rates[-evaluations:]) >= success_rate
+
+
+def regression(rows: Sequence[Row], allowed: float | None) -> EmbodrlError | None:
+    """Return the error of an evaluation, that of the last row, that is too far below the best one before it.
+
+    Args:
+        rows: of metrics.jsonl.
+        allowed: ``runner.max_regression``; None allows everything.
+    """
+    rates = [(float(row[SUCCESS]), int(row["iteration"])) for row in rows if is_number(row.get(SUCCESS))]
+    if allowed is None or len(rates) < 2 or not is_number(rows[-1].get(SUCCESS)):
+        return None
+    (last, iteration), (best, at) = rates[-1], max(rates[:-1], key=lambda each: each[0])
+    if best - last <= allowed:
+        return None
+    return EmbodrlError(
+        f"the evaluation after iteration {iteration} has a success rate of {last:.3f}, {best - last:.3f} below the"
+        f" best, {best:.3f} after iteration {at}: more than runner.max_regression={allowed:g}",
+        "policy_best/ is the best policy of the run; to train on, resume with runner.max_regression=null",
+        code="evaluation-regressed",
+    )

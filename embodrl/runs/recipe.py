@@ -1,0 +1,436 @@
+"""`embodrl run`: the stages of a recipe, one after the other, each a command of its own; repeated, it continues.
+
+All stages have one configuration, of which each reads what concerns it, as the verbs do anyway. The recipe itself adds
+only the paths from stage to stage. ``DIR/recipe.json`` says with which settings a stage was begun and whether it has
+ended; whether an interrupted one can continue is left to the verbs. Imports no torch: the stages need the memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from embodrl.config.compose import assignment, compose, is_choice, parse_arguments
+from embodrl.config.explain import flow
+from embodrl.config.load import refuse_foreign_code
+from embodrl.config.nodes import Node, lookup, walk
+from embodrl.config.rules.verbs import OF_RECIPES, Verb, reads
+from embodrl.config.schema import CollectConfig, RecipeConfig
+from embodrl.config.trust import foreign_settings
+from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
+from embodrl.fields import read_fields
+from embodrl.processes.ending import stop_with_parent
+from embodrl.runs.load import load_config
+from embodrl.runs.lock import RunLock
+from embodrl.storage.integrity import check_checksums
+from embodrl.storage.json_file import write_json_file
+
+Name = Literal["collect", "sft", "rl"]
+VERBS: dict[Name, Verb] = {"collect": "collect", "sft": "sft", "rl": "train"}
+"""Stages in their order, and what they are on the command line."""
+RECIPE_FILE = "recipe.json"
+OUTPUT_DIR = "runner.output_dir"
+DEMOS = "algorithm.off_policy.demos"
+SEEDS_APART = 2_000_000
+"""Between the first seeds of demonstrations for runner.seed and runner.seed + 1: neither they nor evaluations meet."""
+NUM_SEEDS = 1000
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a recipe.
+
+    Attributes:
+        name: also that of its directory.
+        directory: what it writes.
+        arguments: settings of its command.
+        settings: those that it reads, but for the paths between stages: dotted key -> value on one line.
+    """
+
+    name: Name
+    directory: Path
+    arguments: tuple[str, ...]
+    settings: Mapping[str, str]
+
+    @property
+    def outputs(self) -> Path:
+        """What later stages read, and has checksums."""
+        return self.directory if self.name == "collect" else self.directory / "policy"
+
+    @property
+    def is_begun(self) -> bool:
+        """There is something of it."""
+        staging = self.directory.with_name(f".{self.directory.name}.partial")
+        return any(place.is_dir() and any(place.iterdir()) for place in (self.directory, staging))
+
+    def command(self) -> list[str]:
+        """Return the arguments of `embodrl` that begin it, or continue what there is."""
+        metrics = {"sft": "sft_metrics.jsonl", "rl": "metrics.jsonl"}.get(self.name)
+        if metrics is None:
+            return ["collect", "--resumable", *self.arguments]
+        saved = any(self.directory.glob("checkpoints/step_*"))
+        # `embodrl resume` starts a training over that has no checkpoint; fine-tuning has to be begun again.
+        if saved or (self.name == "rl" and (self.directory / metrics).is_file()):
+            return ["resume", str(self.directory)]
+        if self.name == "sft" and (self.directory / metrics).is_file():
+            shutil.rmtree(self.directory)
+        return [VERBS[self.name], *self.arguments]
+
+
+@dataclass
+class Recipe:
+    """A recipe whose settings are valid, and how far it is.
+
+    Attributes:
+        directory: of all stages.
+        stages: in their order.
+        options: of every command: --config, --trust.
+        expected: what is known about its result.
+        begun: stage -> the settings that it was begun with, as kept in recipe.json.
+        ended: stages that have ended with their results.
+    """
+
+    directory: Path
+    stages: tuple[Stage, ...]
+    options: tuple[str, ...]
+    expected: str
+    begun: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
+    ended: list[str] = field(default_factory=list[str])
+
+    def write(self) -> None:
+        """Keep how far it is.
+
+        Raises:
+            OutputError: the directory can't be written.
+        """
+        stages = {name: {"ended": name in self.ended, "settings": settings} for name, settings in self.begun.items()}
+        write_json_file(self.directory / RECIPE_FILE, {"stages": stages})
+
+    def read(self) -> None:
+        """Take up how far it is.
+
+        Raises:
+            OutputError: recipe.json is damaged.
+        """
+        path = self.directory / RECIPE_FILE
+        if not path.exists():
+            return
+        found = read_fields(path, OutputError, "choose another runner.output_dir").fields("stages")
+        for name in found:
+            stage = found.fields(name)
+            settings = stage.fields("settings")
+            self.begun[name] = {key: settings.text(key) for key in settings}
+            self.ended += [name] * stage.flag("ended")
+
+    def refuse_other(self) -> None:
+        """Refuse a directory in which a stage was begun with other settings, or by something else.
+
+        Raises:
+            ConfigError: names each setting.
+            OutputError: there is a stage of which recipe.json knows nothing.
+        """
+        changed: dict[tuple[str, str, str], list[Stage]] = {}
+        for stage in self.stages:
+            before = self.begun.get(stage.name)
+            if not stage.is_begun:
+                continue
+            if before is None:
+                hint = f"choose another {OUTPUT_DIR}"
+                message = f"{stage.directory} holds something that this recipe has not made"
+                raise OutputError(message, hint, code="recipe-directory")
+            for key in sorted({*before, *stage.settings}):
+                was, now = before.get(key, "unknown"), stage.settings.get(key, "unknown")
+                if was != now:
+                    changed.setdefault((key, was, now), []).append(stage)
+        if changed:
+            raise ConfigError([_changed(*values, stages) for values, stages in changed.items()])
+
+    def refuse_stale(self, stage: Stage) -> None:
+        """Refuse to make again what a later stage has been made from.
+
+        Raises:
+            OutputError: names both.
+        """
+        later = [each for each in self.stages[self.stages.index(stage) + 1 :] if each.is_begun]
+        if later:
+            raise OutputError(
+                f"{stage.outputs} is missing, and {later[0].directory} was made from it",
+                f"restore it, or remove {' and '.join(str(each.directory) for each in later)} to do these stages again",
+                code="recipe-stale",
+            )
+
+
+def _changed(key: str, was: str, now: str, stages: list[Stage]) -> ConfigProblem:
+    names, last = ", ".join(stage.name for stage in stages), stages[-1]
+    hint = f"give {key}={was} as before, or another {OUTPUT_DIR}"
+    if last.name == "rl":
+        hint += f"; `embodrl resume {last.directory} {key}={now}` changes the training alone"
+    return ConfigProblem(key, f"was {was} when {names} began, and is {now} now", hint=hint, code="recipe-changed")
+
+
+def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bool = False) -> Recipe:
+    """Check all stages of a recipe; starts nothing and writes nothing.
+
+    What only the policy of an earlier stage can tell is checked by the command of the stage, when it starts.
+
+    Args:
+        overrides: settings, as of the other verbs; each goes to the stages that read it.
+        config_file: YAML file of the user's.
+        trust: the settings of a run that another user started may run code.
+
+    Raises:
+        ConfigError: a stage has an invalid configuration: all problems of all stages.
+        UsageError: the settings name no recipe, or no directory.
+        OutputError: the directory holds something else.
+    """
+    composition = compose(overrides, config_file)
+    refuse_foreign_code(composition, trust)
+    settings = _recipe_settings(composition.tree, overrides, config_file, trust)
+    if composition.untrusted and not trust:
+        _refuse_foreign_arguments(settings)
+    directory = _directory(composition.tree, composition.choices.get("experiment"))
+    problems: dict[ConfigProblem, list[str]] = {
+        problem: [] for problem in _misplaced(overrides, composition.tree, settings)
+    }
+    stages: list[Stage] = []
+    made: list[str] = []
+    for name in settings.stages:
+        given = [*getattr(settings, name), *_concerning(overrides, VERBS[name])]
+        tree = compose(given, config_file).tree
+        links, unchecked = _links(name, tree, directory, settings.stages)
+        given += _seed_of_demonstrations(name, composition.tree, tree)
+        try:
+            load_config([*given, *links], config_file, VERBS[name], trust, tuple(made))
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.setdefault(problem, []).append(name)
+        arguments = (*given, *links, *unchecked)
+        stages.append(Stage(name, directory / name, arguments, _read_settings(given, config_file, VERBS[name], links)))
+        made.append(str(stages[-1].outputs))
+    if problems:
+        count = len(settings.stages)
+        raise ConfigError([_of_stages(problem, names, count) for problem, names in problems.items()])
+    options = [*(() if config_file is None else ("--config", str(config_file.absolute()))), *["--trust"] * trust]
+    recipe = Recipe(directory, tuple(stages), tuple(options), settings.expected)
+    recipe.read()
+    recipe.refuse_other()
+    return recipe
+
+
+def _recipe_settings(tree: Node, overrides: list[str], config_file: Path | None, trust: bool) -> RecipeConfig:
+    node = lookup(tree, OF_RECIPES)
+    try:
+        settings = RecipeConfig.model_validate_json(json.dumps({} if node is None else node.plain()))
+    except ValidationError:
+        load_config(overrides, config_file, "eval", trust)  # reports it, and nothing about training
+        raise
+    if not settings.stages:
+        raise UsageError(
+            "these settings are no recipe: recipe.stages is empty",
+            "choose one: embodrl run experiment=NAME (see `embodrl list experiments`)",
+            code="recipe-missing",
+        )
+    if list(settings.stages) != [name for name in VERBS if name in settings.stages]:
+        message = f"is [{', '.join(settings.stages)}], not in the order of stages"
+        hint = f"give some of them, in the order {', '.join(VERBS)}"
+        raise ConfigError([ConfigProblem("recipe.stages", message, hint=hint, code="recipe-order")])
+    return settings
+
+
+def _refuse_foreign_arguments(settings: RecipeConfig) -> None:
+    """Refuse code that the lists of an untrusted file name: for the stages they are on the command line."""
+    texts = [text for name in VERBS for text in getattr(settings, name)]
+    tree = compose(texts, None).tree
+    if problems := [problem for text in texts for problem in foreign_settings(tree, (text,))]:
+        raise ConfigError(problems)
+
+
+def _directory(tree: Node, experiment: str | None) -> Path:
+    """Return where everything goes, an absolute path; by default it is named after experiment and seed."""
+    node, seed = lookup(tree, OUTPUT_DIR), lookup(tree, "runner.seed")
+    chosen = "auto" if node is None else node.value
+    if chosen != "auto":
+        return Path(str(chosen)).expanduser().absolute()
+    if experiment is None:
+        hint = f"set {OUTPUT_DIR}=DIR: the same command, given again, continues there"
+        raise UsageError(f"the recipe has no directory: {OUTPUT_DIR} is auto", hint, code="recipe-directory")
+    return (Path("outputs") / f"{experiment}_seed{0 if seed is None else seed.value}").absolute()
+
+
+def _concerning(overrides: list[str], verb: Verb) -> list[str]:
+    """Return the arguments that a verb reads; those that can't be parsed are reported by each."""
+    kept: list[str] = []
+    for text in overrides:
+        arguments, _ = parse_arguments([text])
+        key = arguments[0].key if arguments else ""
+        if key != OUTPUT_DIR and (not arguments or is_choice(arguments[0]) or reads(verb, key)):
+            kept.append(text)
+    return kept
+
+
+def _misplaced(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
+    """Yield settings that no stage reads, and paths that the recipe sets."""
+    for argument in parse_arguments(overrides)[0]:
+        by_recipe = argument.key in (OUTPUT_DIR, "runner.seed") or argument.key.startswith(f"{OF_RECIPES}.")
+        if (
+            not by_recipe
+            and not is_choice(argument)
+            and not any(reads(VERBS[name], argument.key) for name in settings.stages)
+        ):
+            message = f"no stage reads it: {', '.join(settings.stages)}"
+            yield ConfigProblem(argument.key, message, str(argument.origin), hint="leave it out", code="recipe-unread")
+    set_here = ["collect.output_dir", "sft.output_dir"] + ["sft.data_dir", DEMOS] * ("collect" in settings.stages)
+    for key in set_here:
+        node = lookup(tree, key)
+        if node is not None and node.origin.by_user:
+            hint = f"leave it out: stages are in {OUTPUT_DIR}/STAGE"
+            if key in ("sft.data_dir", DEMOS):
+                hint += ", or leave out the stage: recipe.stages=[sft,rl]"
+            yield ConfigProblem(key, "is set by the recipe", str(node.origin), hint=hint, code="recipe-path")
+
+
+def _links(name: Name, tree: Node, directory: Path, stages: tuple[Name, ...]) -> tuple[list[str], list[str]]:
+    """Return the settings that lead to a stage's directory and to what earlier ones have made.
+
+    The second list can't be checked before those have ended: the sizes of a checkpoint are read from its files.
+    """
+    demos, links, unchecked = directory / "collect", list[str](), list[str]()
+    if name == "collect":
+        return [assignment("collect.output_dir", demos)], []
+    if name == "sft":
+        links.append(assignment("sft.output_dir", directory / name))
+        links += [assignment("sft.data_dir", demos)] * ("collect" in stages)
+        return links, []
+    links.append(assignment(OUTPUT_DIR, directory / name))
+    share, path = lookup(tree, "algorithm.off_policy.demo_fraction"), lookup(tree, "model.model_path")
+    if "collect" in stages and share is not None and share.value:
+        links.append(assignment(DEMOS, demos))
+    if "sft" in stages and path is not None and path.value is not None:
+        unchecked.append(assignment("model.model_path", directory / "sft" / "policy"))
+    elif "sft" in stages:
+        links.append(assignment("model.warm_start", directory / "sft" / "policy"))
+    return links, unchecked
+
+
+def _seed_of_demonstrations(name: Name, whole: Node, tree: Node) -> list[str]:
+    """Return the setting that gives every runner.seed demonstrations of its own, unless the user has given one."""
+    seed, first = lookup(whole, "runner.seed"), lookup(tree, "collect.seed")
+    if name != "collect" or seed is None or type(seed.value) is not int or (first is not None and first.origin.by_user):
+        return []
+    start = CollectConfig().seed if first is None else int(first.value)
+    return [f"collect.seed={start + SEEDS_APART * (seed.value % NUM_SEEDS)}"]
+
+
+def _read_settings(given: list[str], config_file: Path | None, verb: Verb, links: list[str]) -> dict[str, str]:
+    """Return what a verb reads of settings, without the paths that the recipe sets."""
+    set_here = {OUTPUT_DIR, *(link.partition("=")[0] for link in links)} - {"model.warm_start"}
+    return {
+        key: flow(node.plain())
+        for key, node in walk(compose(given, config_file).tree)
+        if not node.children and key and reads(verb, key) and key not in set_here
+    }
+
+
+def _of_stages(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
+    """Name the stages that have a problem, unless all of them do."""
+    if len(names) in (0, total):
+        return problem
+    return replace(problem, message=f"{problem.message} (in {', '.join(names)})")
+
+
+def run_recipe(recipe: Recipe, tell: Callable[[str], None]) -> int:
+    """Do what is left of a recipe; return the exit code of the stage that failed or was stopped, or 0.
+
+    Signals go to the stage under way, which saves and ends as its verb does.
+
+    Args:
+        recipe: planned.
+        tell: called with a line when a stage begins or is done already.
+
+    Raises:
+        OutputError: the directory can't be written, another process uses it, or a stage's results were removed.
+    """
+    try:
+        recipe.directory.mkdir(parents=True, exist_ok=True)
+        lock = RunLock(recipe.directory)
+    except OSError as error:
+        hint = f"set {OUTPUT_DIR} to a writable directory"
+        raise OutputError(f"{recipe.directory} can't be written: {error}", hint) from error
+    with contextlib.closing(lock):
+        for number, stage in enumerate(recipe.stages, start=1):
+            title = f"stage {number} of {len(recipe.stages)}, {stage.name}"
+            if _has_ended(recipe, stage):
+                tell(f"{title}: done already, {stage.outputs}")
+                continue
+            if stage.name in recipe.ended:
+                recipe.refuse_stale(stage)
+                recipe.ended.remove(stage.name)
+            recipe.begun[stage.name] = dict(stage.settings)
+            recipe.write()
+            tell(f"{title}: {stage.directory}")
+            code = _do(recipe, stage)
+            if code:
+                tell(f"{title}: exit code {code}; the same command continues")
+                return code
+            if not _is_intact(stage):
+                message = f"stage {stage.name} has ended without {stage.outputs}"
+                raise OutputError(message, "see its output above", code="recipe-no-results")
+            recipe.ended.append(stage.name)
+            recipe.write()
+    return 0
+
+
+def _has_ended(recipe: Recipe, stage: Stage) -> bool:
+    return stage.name in recipe.ended and _is_intact(stage)
+
+
+def _is_intact(stage: Stage) -> bool:
+    """Return whether the results of a stage are there.
+
+    Raises:
+        EmbodrlError: they are damaged.
+    """
+    return stage.outputs.is_dir() and check_checksums(stage.outputs)
+
+
+def _do(recipe: Recipe, stage: Stage) -> int:
+    """Run the command of a stage to its end; return its exit code, 128 + N for one that signal N has killed."""
+    verb, *arguments = stage.command()
+    options = [option for option in recipe.options if verb != "resume" or option == "--trust"]
+    command = [sys.executable, "-m", "embodrl", verb, *options, *arguments]
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=stop_with_parent)
+    with _forwarding(process):
+        code = process.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _forwarding(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Send signals of this process to another one, which is in a session of its own."""
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    before = {
+        number: signal.signal(number, forward)
+        for number in _FORWARDED
+        if signal.getsignal(number) != signal.SIG_IGN  # nohup: it is to outlive its terminal
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,88 @@
+"""Scripted experts who label what a policy sees, and act in its place where the algorithm says so.
+
+Shapes: B environments, C = 1 action in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.algorithms.dagger import beta_of, dagger, distance
+from embodrl.config.schema import DaggerConfig
+from embodrl.data.replay import EXPERT, POLICY, encode_words
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import EnvTimeout, EnvWorkerDied
+from embodrl.types import EnvStep, Observation, PolicyOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Corrector:
+    """Asks the experts of a pool once per policy step.
+
+    Args:
+        settings: section ``algorithm.dagger``.
+        pool: the environments, with experts.
+    """
+
+    def __init__(self, settings: DaggerConfig, pool: EnvPool) -> None:
+        self.settings, self.pool = settings, pool
+        size = pool.spec.num_envs
+        self._rng = np.random.default_rng(0)
+        self._known: NDArray[np.bool_] = np.zeros(size, np.bool_)
+        self._held: NDArray[np.int64] = np.zeros(size, np.int64)
+
+    def begin(self, seeds: NDArray[np.int64]) -> None:
+        """Start the experts of fresh episodes, of whose seeds follows who acts when."""
+        self._rng = np.random.default_rng(seeds.tolist())
+        self._start(np.arange(len(seeds)))
+
+    def _start(self, rows: NDArray[np.int64]) -> None:
+        self._held[rows], self._known[rows] = 0, True
+        try:
+            self.pool.expert_reset(rows)
+        except (EnvWorkerDied, EnvTimeout) as error:  # the next step restarts the process and ends its episodes
+            logger.warning("no expert in %d environments until their next episodes: %s", len(rows), error.message)
+            self._known[rows] = False
+
+    def correct(self, observation: Observation, output: PolicyOutput) -> tuple[PolicyOutput, dict[str, Tensor]]:
+        """Return the output with the actions that are to be executed, and what is to be learned of the step.
+
+        The columns: ``images uint8[B,V,H,W,3]``, ``state float32[B,S]``, ``words uint8[B,W]`` (``encode_words``),
+        ``labels float32[B,1,A]``, ``chosen bool[B]`` (the label is to be stored), ``source int8[B]``.
+        """
+        known = self._known
+        try:
+            labels = self.pool.expert_actions()[:, None]
+        except (EnvWorkerDied, EnvTimeout) as error:
+            logger.warning("no labels for one step: %s", error.message)
+            labels, known = np.zeros_like(output.actions, np.float32), np.zeros_like(known)
+        threshold, draws = self.settings.gate_threshold, self._rng.random(len(labels))
+        if threshold is None:
+            beta = beta_of(self.settings.beta, self.settings.beta_decay, output.version)
+            acts, chosen = known & (draws < beta), known
+        else:
+            far = known & (distance(output.actions, labels) > threshold)
+            self._held = dagger(far, self._held, self.settings.gate_steps)
+            acts = chosen = known & (self._held > 0)
+        columns = {
+            "images": torch.from_numpy(observation.images.copy()),
+            "state": torch.from_numpy(observation.state.copy()),
+            "words": torch.from_numpy(encode_words(observation.instruction)),
+            "labels": torch.from_numpy(labels),
+            "chosen": torch.from_numpy(chosen.copy()),
+            "source": torch.from_numpy(np.where(acts, EXPERT, POLICY).astype(np.int8)),
+        }
+        return replace(output, actions=np.where(acts[:, None, None], labels, output.actions)), columns
+
+    def after(self, step: EnvStep) -> None:
+        """Start the experts of the episodes that have begun with the end of others."""
+        ended = np.flatnonzero(step.done)
+        if len(ended):
+            self._start(ended)
