@@ -237,6 +237,7 @@ class SimulatorVectorEnv(SteppingEnv):
         include_state: add the proprioception to the observation.
         max_chunk: largest number of actions in a chunk.
         video_fps: frames per second of videos; None is the rate of control.
+        include_images: False: nothing is drawn for the policy, and its pictures are black.
     """
 
     def __init__(
@@ -248,8 +249,9 @@ class SimulatorVectorEnv(SteppingEnv):
         include_state: bool = False,
         max_chunk: int = 8,
         video_fps: float | None = None,
+        include_images: bool = True,
     ) -> None:
-        self._tasks = tuple(tasks)
+        self._tasks, self._include_images = tuple(tasks), include_images
         self._idle: list[list[Simulator]] = [[] for _ in tasks]
         self._sims: list[Simulator | None] = [None] * num_envs
         self._sim_tasks = np.zeros(num_envs, np.int32)
@@ -357,7 +359,8 @@ class SimulatorVectorEnv(SteppingEnv):
 
     def draw(self, rows: NDArray[np.int64], images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
         for row in rows.tolist():
-            images[row] = self._checked_images(row)
+            if self._include_images:
+                images[row] = self._checked_images(row)
             if self.spec.state_dim:
                 state[row] = self._sim(row).proprioception()
 

@@ -14,6 +14,9 @@ MIN_ENTROPY_FRACTION, COLLAPSED_ITERATIONS, SOLVED_RATE = 0.1, 2, 0.9
 UNSUCCESSFUL_ITERATIONS = 5
 BAD_CRITIC_ITERATIONS = 5
 IDLE_ITERATIONS = 3
+BLIND_EPISODES = 16
+MISPAID_ITERATIONS = 3
+MAX_Q_RATIO, DIVERGED_ITERATIONS = 20.0, 3
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class HealthWarning:
     """A sign that a run does not learn.
 
     Attributes:
-        code: stable identifier, explained in docs/learning_problems.md.
+        code: stable identifier, explained in docs/it_does_not_learn.md.
         iteration: of the row that showed it.
         message: what was seen, with the numbers.
         hint: what to try.
@@ -57,12 +60,25 @@ class HealthMonitor:
       iterations.
     * ``no-update``: no optimizer step in ``IDLE_ITERATIONS`` = 3 consecutive iterations, e.g. as every group of DAPO
       succeeded or failed as a whole.
+    * ``warm-start-without-task``: a run from a warm start solved none of at least ``BLIND_EPISODES`` = 16 episodes of
+      the evaluation before its first update.
+    * ``failure-pays``: the failed episodes of a rollout earned as much as the solved ones on average, in
+      ``MISPAID_ITERATIONS`` = 3 consecutive iterations that had both.
+    * ``critic-divergence``: the mean Q of an off-policy run is beyond ``MAX_Q_RATIO`` = 20 times the largest mean
+      return of its episodes (at least 1) and grows, in ``DIVERGED_ITERATIONS`` = 3 consecutive iterations.
+
+    An off-policy run, known by its replay buffer, gets the checks that its metrics are meant for: no success,
+    warm start, reward and critics. The entropy of its actors is one of densities and is steered to a target, and it
+    updates nothing until its buffer has enough.
 
     Args:
         rows: metrics of earlier iterations (a resumed run), whose warnings are not repeated.
+        warm_started: the policy began with weights that it was trained with.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
+    def __init__(self, rows: Iterable[Mapping[str, object]] = (), warm_started: bool = False) -> None:
+        self._warm_started = warm_started
+        self._largest_return, self._last_q = 1.0, math.nan
         self._given: set[str] = set()
         self._streaks: dict[str, int] = {}
         self._first_entropy = math.nan
@@ -81,6 +97,40 @@ class HealthMonitor:
         return found
 
     def _signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
+        yield from self._any_signs(row)
+        yield from self._off_policy_signs(row) if "replay/size" in row else self._on_policy_signs(row)
+
+    def _any_signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
+        success = _number(row, "rollout/success_rate")
+        message = f"no training episode succeeded in {UNSUCCESSFUL_ITERATIONS} iterations in a row"
+        hint = "start from a policy that solves the task sometimes (embodrl collect and sft), or use a dense reward"
+        yield _Sign("no-success", success, success == 0, UNSUCCESSFUL_ITERATIONS, message, hint)
+
+        first, episodes = _number(row, "eval/success_rate"), _number(row, "eval/episodes")
+        is_first = self._warm_started and row["iteration"] == 0 and episodes >= BLIND_EPISODES
+        message = f"the warm start solves none of {episodes:.0f} episodes: it does not know this task"
+        hint = "begin with a policy that was trained in this task, with these cameras and this instruction"
+        yield _Sign("warm-start-without-task", first if is_first else math.nan, first == 0, 1, message, hint)
+
+        solved, failed = _number(row, "rollout/return_solved"), _number(row, "rollout/return_failed")
+        message = f"failed episodes earn {failed:.3g} on average, solved ones {solved:.3g}: the reward pays for failing"
+        hint = "raise env.success_bonus, or choose env.reward_mode=potential or sparse, or fix reward.fn"
+        measured = failed - solved
+        yield _Sign("failure-pays", measured, measured >= 0, MISPAID_ITERATIONS, message, hint)
+
+    def _off_policy_signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
+        """Critics that have diverged; the entropy of a density, ratios and clipping say nothing here."""
+        returned, q = abs(_number(row, "rollout/return")), abs(_number(row, "train/q_mean"))
+        self._largest_return = max(self._largest_return, 0.0 if math.isnan(returned) else returned)
+        message = (
+            f"the critics' mean Q is {q:.3g} and grows; no episode has returned more than {self._largest_return:.3g}"
+        )
+        hint = "lower actor.optim.value_lr, algorithm.gamma or algorithm.off_policy.tau, and keep layer_norm on"
+        is_bad = q > MAX_Q_RATIO * self._largest_return and not q <= self._last_q
+        yield _Sign("critic-divergence", q, is_bad, DIVERGED_ITERATIONS, message, hint)
+        self._last_q = self._last_q if math.isnan(q) else q
+
+    def _on_policy_signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
         kl = _number(row, "train/first_minibatch_kl")
         message = f"before the first step, the log-probs of training differ from those of the rollout (KL {kl:.2g})"
         hint = "make evaluate_actions return the log-probs of predict_action_batch: same temperature, mask and dtype"
@@ -103,10 +153,6 @@ class HealthMonitor:
         is_bad = entropy < MIN_ENTROPY_FRACTION * self._first_entropy and not success >= SOLVED_RATE
         measured = entropy if self._first_entropy > 0 else math.nan
         yield _Sign("entropy-collapse", measured, is_bad, COLLAPSED_ITERATIONS, message, hint)
-
-        message = f"no training episode succeeded in {UNSUCCESSFUL_ITERATIONS} iterations in a row"
-        hint = "start from a policy that solves the task sometimes (embodrl collect and sft), or use a dense reward"
-        yield _Sign("no-success", success, success == 0, UNSUCCESSFUL_ITERATIONS, message, hint)
 
         variance = _number(row, "train/explained_variance")
         message = f"the critic's explained variance is below 0 ({variance:.2g}): it predicts worse than the mean return"
@@ -136,9 +182,9 @@ class _Sign(NamedTuple):
 _SMALLER_UPDATES = "lower actor.optim.lr or algorithm.update_epoch, or raise actor.global_batch_size"
 
 
-def find_warnings(rows: Iterable[Mapping[str, object]]) -> list[HealthWarning]:
+def find_warnings(rows: Iterable[Mapping[str, object]], warm_started: bool = False) -> list[HealthWarning]:
     """Return all warnings of a run, in the order of its iterations."""
-    monitor = HealthMonitor()
+    monitor = HealthMonitor(warm_started=warm_started)
     return [warning for row in rows for warning in monitor.check(row)]
 
 

@@ -83,7 +83,7 @@ def report_page(run_dir: Path) -> str:
         f"<h1>{html.escape(run_dir.name)}</h1>",
         f'<p class="sub">{html.escape(_subtitle(config, records))}</p>',
         figures(_figures(rows)),
-        _warnings(rows),
+        _warnings(rows, config),
         _success(rows, config),
         _curves(rows),
         _videos(run_dir),
@@ -128,8 +128,8 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
     return [*found, (f"{steps / seconds:.0f}", "environment steps per second, all included")] if seconds else found
 
 
-def _warnings(rows: Rows) -> str:
-    found = find_warnings(rows)
+def _warnings(rows: Rows, config: Mapping[str, Any]) -> str:
+    found = find_warnings(rows, lookup(config, "model.warm_start") is not None)
     if not found:
         return ""
     items = "".join(

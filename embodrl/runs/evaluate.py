@@ -144,7 +144,7 @@ def evaluate(
 
 def _measure(loaded: LoadedConfig, output: EvalOutput, axis: str | None, policy: Callable[[], VLAPolicy]) -> EvalResult:
     """Run all episodes, perturbed along an axis or not."""
-    config, episodes = loaded.config, loaded.config.env.eval.num_episodes
+    config, episodes = output.config, output.config.env.eval.num_episodes
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool, Progress(axis or "eval", episodes, "episodes", config.runner.logger.console) as progress:
         check_environments(config, pool, training=False)

@@ -9,6 +9,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +177,8 @@ class PolicyCollector:
 
 
 class Uploads:
-    """Copies shards into the store now and then, and asks there whether the trainer has finished.
+    """Copies shards into the store now and then, and asks there whether the trainer has finished; in a thread, since a
+    store that is away may take a minute to say so, and the robot continues meanwhile.
 
     Args:
         store, shards: of the collector.
@@ -187,14 +189,32 @@ class Uploads:
         self._store, self._shards, self._interval_s = store, shards, interval_s
         self._retry = Retry(logger.warning)
         self._next = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
+        self._look: Future[bool] | None = None
 
     def is_over(self) -> bool:
-        """Copy what is complete, if it is time; return whether the trainer has finished."""
-        if time.monotonic() < self._next:
-            return False
-        self._next = time.monotonic() + self._interval_s
+        """Begin to copy what is complete, if it is time; return whether the trainer has finished.
+
+        Raises:
+            StoreError: the store refuses the shards, which will not pass.
+        """
+        if self._look is not None:
+            if not self._look.done():
+                return False
+            if self._look.result():
+                return True
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._interval_s
+            self._look = self._thread.submit(self._work)
+        return False
+
+    def _work(self) -> bool:
         self._retry(self._shards.upload)
         return self._retry(self._store.mark, DONE) is not None
+
+    def close(self) -> None:
+        """Wait for the copies under way."""
+        self._thread.shutdown()
 
 
 def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
@@ -240,6 +260,7 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         )
         collector.run(collecting.num_episodes, lambda: bool(stop) or uploads.is_over(), progress.update)
         with stop.saving():
+            uploads.close()
             shards.finish(collector.progress())
             shards.upload()
         progress.message(f"{collector.finished} episodes, {collector.solved} of them solved, are in {store}")

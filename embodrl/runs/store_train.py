@@ -206,10 +206,10 @@ class StoreTrainer(Trainer):
         self._is_behind = not self._retry(upload, default=False)
 
     def _remove_used(self) -> None:
-        finished = set(self.followed.finished())
-        for name in self.store.names(EPISODES):
-            if name in finished:
-                self.store.remove(name)
+        names = self.store.names(EPISODES)
+        newest = {name[:-7]: name for name in names}.values()  # where a collector continues that has lost its disk
+        for name in set(names).intersection(self.followed.finished()).difference(newest):
+            self.store.remove(name)
 
     def finish(self) -> None:
         """Tell collectors and evaluators that there will be no further weights; tried until it succeeds."""

@@ -131,7 +131,7 @@ class Runner:
         self._before: _Before | None = None  # within an iteration, until its update begins
         self._updating = False
         self.rows = read_metrics(metrics.path)
-        self.health = HealthMonitor(list(self.rows))
+        self.health = HealthMonitor(list(self.rows), self.config.model.warm_start is not None)
         self.best = max((row.get("eval/success_rate") or 0.0 for row in self.rows if row["iteration"]), default=-1.0)
 
     @property
@@ -297,11 +297,11 @@ class Runner:
         if due:
             row |= self._evaluate(last)
         row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
-        written = self.metrics.log(row)
-        self.rows.append(written)
+        warnings = self.health.check(row)
+        self.rows.append(written := self.metrics.log(row | {f"health/{each.code}": 1.0 for each in warnings}))
         self.pending, self.saved = None, False
         self.console.update(written)
-        for warning in self.health.check(written):
+        for warning in warnings:
             logger.warning("%s", warning)
         if runner.keep_best and self.iteration:
             self._keep_best(written.get("eval/success_rate"))

@@ -28,6 +28,7 @@ LISTENERS: Mapping[str, str] = {
     "openpi": "embodrl.serving.openpi:OpenpiListener",
     "vla_eval": "embodrl.serving.vla_eval:VlaEvalListener",
     "gr00t": "embodrl.serving.gr00t:GrootListener",
+    "lerobot": "embodrl.serving.lerobot:LerobotListener",
     "act": "embodrl.serving.act:ActListener",
     "http": "embodrl.serving.api:ApiListener",
 }

@@ -7,6 +7,7 @@ store needs no locks and no renames, which object stores lack: each name has one
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +20,8 @@ from embodrl.storage.atomic import atomic_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
 
 STABLE, SIGN = "STABLE", "embodrl-store"
+OUTAGES = ("store-unreachable", "store-full")
+"""Codes of errors that may pass by themselves."""
 _HINT = "see docs/store.md; what was written before is intact"
 
 
@@ -42,6 +45,7 @@ class Store:
         except (ValueError, ImportError) as error:
             hint = "give a path or a URL such as s3://BUCKET/PREFIX, and install the library that the message names"
             raise StoreError(f"there is no store at {url}: {error}", hint, code="store-url") from error
+        self._marked: dict[str, set[str]] = {}
         self._is_local = "file" in ((p,) if isinstance(p := self._fs.protocol, str) else p)
 
     def __str__(self) -> str:
@@ -51,24 +55,27 @@ class Store:
         return "/".join((self._root.rstrip("/"), *parts))
 
     @contextmanager
-    def _reported(self, what: str) -> Iterator[None]:
+    def _reported(self, what: str, hint: str = "it is tried again while the command runs; " + _HINT) -> Iterator[None]:
         """Turn any failure of the block into a StoreError."""
         try:
             yield
         except EmbodrlError:
             raise
         except Exception as error:  # every kind of store raises errors of its own
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                message = f"{self.url} is full: {error.strerror}"
+                raise StoreError(message, f"make room there; {hint}", code="store-full") from error
             problem = f"{type(error).__name__}: {str(error)[:300]}"
-            hint = "it is tried again while the command runs; " + _HINT
             raise StoreError(f"{what} {self.url} failed: {problem}", hint, code="store-unreachable") from error
 
     def create(self) -> None:
         """Begin a store unless it is there.
 
         Raises:
-            StoreError: it can't be written.
+            StoreError: it can't be reached or written.
         """
-        with self._reported("creating"):
+        hint = "check store.url, and what its library reads addresses and credentials from; the same command continues"
+        with self._reported("opening", hint):
             if not self._fs.exists(self._path(SIGN)):
                 self._fs.makedirs(self._root, exist_ok=True)
                 self._fs.pipe_file(self._path(SIGN), b"episodes, weights and results; see docs/store.md of embodrl\n")
@@ -93,10 +100,15 @@ class Store:
         self._must_exist()
         with self._reported("listing"):
             try:
-                marks = self._fs.glob(self._path(kind, "*", STABLE))
+                paths = self._fs.ls(self._path(kind), detail=False)
             except FileNotFoundError:
                 return []
-            return sorted(f"{kind}/{PurePosixPath(mark).parent.name}" for mark in marks)
+            found = {f"{kind}/{PurePosixPath(path).name}" for path in paths}
+            # A mark is looked for until it is there: each look is a request to an object store.
+            marked = found & self._marked.get(kind, set())
+            marked |= {name for name in found - marked if self._fs.exists(self._path(name, STABLE))}
+            self._marked[kind] = marked
+            return sorted(marked)
 
     def mark(self, name: str) -> Fields | None:
         """Return what the writer of a directory says about it, with ``files``; None if there is no such directory.
@@ -195,7 +207,7 @@ class Store:
 
 
 class Retry:
-    """Calls what needs the store, and reports an outage once instead of ending the process.
+    """Calls what needs the store, and reports an outage (``OUTAGES``) once instead of ending the process.
 
     Args:
         tell: gets the message when an outage begins, and when it ends.
@@ -205,17 +217,17 @@ class Retry:
         self._tell, self._problem = tell, ""
 
     def __call__(self, action: Callable[..., Any], *arguments: object, default: Any = None) -> Any:
-        """Return what the action returns; ``default`` if the store can't be reached now."""
+        """Return what the action returns; ``default`` if the store can't be reached now, or is full."""
         try:
             result = action(*arguments)
         except StoreError as error:
-            if error.code != "store-unreachable":
+            if error.code not in OUTAGES:
                 raise
             if not self._problem:
                 self._tell(f"{error.message}; it is tried again")
             self._problem = error.message
             return default
         if self._problem:
-            self._tell("the store can be reached again")
+            self._tell("the store is available again")
             self._problem = ""
         return result

@@ -38,6 +38,7 @@ class EpisodeStats:
         lost: how many a fault ended.
         cut: how many had begun and were cut off by the end of the rollout, before an outcome.
         returns, lengths: sums of rewards and of environment steps, over ``episodes``.
+        solved_returns: sum of rewards over ``successes``.
         by_task: task -> [successes, episodes], of all tasks that could have been run.
     """
 
@@ -46,6 +47,7 @@ class EpisodeStats:
     lost: int = 0
     cut: int = 0
     returns: float = 0.0
+    solved_returns: float = 0.0
     lengths: int = 0
     by_task: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
 
@@ -70,6 +72,7 @@ class EpisodeStats:
         self.successes += int(step.success[ended].sum())
         # In float64 no order of adding up gives another sum: rollout processes add their parts.
         self.returns += float(step.episode_return[ended].sum(dtype=np.float64))
+        self.solved_returns += float(step.episode_return[ended & step.success].sum(dtype=np.float64))
         self.lengths += int(step.episode_length[ended].sum())
         for row in np.flatnonzero(ended).tolist():
             self.add_to_task(tasks[row], bool(step.success[row]))
@@ -93,10 +96,12 @@ class EpisodeStats:
 
     def metrics(self) -> dict[str, float | None]:
         """Return means over the episodes, with several tasks of each as well; None where none has ended."""
-        count, started = self.episodes, self.episodes + self.cut
+        count, started, failed = self.episodes, self.episodes + self.cut, self.episodes - self.successes
         result = {
             "rollout/success_rate": self.successes / count if count else None,
             "rollout/return": self.returns / count if count else None,
+            "rollout/return_solved": self.solved_returns / self.successes if self.successes else None,
+            "rollout/return_failed": (self.returns - self.solved_returns) / failed if failed else None,
             "rollout/episode_length": self.lengths / count if count else None,
             "rollout/episodes": float(count),
             "rollout/lost_episodes": float(self.lost),

@@ -229,6 +229,7 @@ class WorkflowRunner:
                 stats.successes += trajectory.success
                 stats.add_to_task(trajectory.task.name, trajectory.success)
                 stats.returns += trajectory.total_reward
+                stats.solved_returns += trajectory.total_reward * trajectory.success
                 stats.lengths += trajectory.num_actions
         return stats
 

@@ -72,6 +72,7 @@ def other_values(info: FieldInfo, value: object) -> list[str]:
     if isinstance(value, bool):
         return [str(not value).lower()]
     chosen = [str(choice) for choice in _choices(info.annotation) if choice != value]
+    chosen += [f"[{choice}]" for choice in _choices(info.annotation) if isinstance(value, tuple)]
     if isinstance(value, int):
         chosen += [str(value + 1), str(2 * value), str(value - 1)]
     elif isinstance(value, float):

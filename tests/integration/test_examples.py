@@ -172,6 +172,12 @@ def test_a_model_from_outside_the_package(tmp_path: Path) -> None:
     assert moved == after.keys()
 
 
+def test_the_new_model_keeps_its_promises() -> None:
+    folder = EXAMPLES / "new_model"
+    outcome = embodrl("model", "check", "--config", folder / "config.yaml", search_path=folder)
+    assert outcome.code == 0 and outcome.stdout.count("ok ") == 7, outcome.stdout + outcome.stderr
+
+
 def test_the_new_model_is_short() -> None:
     assert len((EXAMPLES / "new_model" / "small_vla.py").read_text().splitlines()) < 130
 

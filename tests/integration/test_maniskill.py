@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,23 @@ def test_light_meshes_hardly_change_the_picture_and_leave_collisions_alone() -> 
     finally:
         light.close()
         stock.close()
+
+
+@pytest.mark.parametrize(("task", "link"), [("PickCube-v1", "panda_hand"), ("PegInsertionSide-v1", "camera_link")])
+def test_the_hand_camera_is_carried_by_the_wrist(task: str, link: str) -> None:
+    with closing(make(1, [task], cameras=[CAMERA, {**CAMERA, "name": "hand_camera", "fov_rad": None}])) as made:
+        seen, hands, cameras = [start(made, seeds_of(1)).images[0, 1]], [], []
+        stock = made._fleet.any_sim().env
+        for height in (1.0, 0.0):
+            stock.scene.update_render(update_sensors=True, update_human_render_cameras=False)
+            extrinsic = stock._sensors["hand_camera"].camera.get_extrinsic_matrix()[0].numpy()
+            hands.append(stock.agent.robot.links_map[link].pose.p[0].numpy())
+            cameras.append(-extrinsic[:3, :3].T @ extrinsic[:3, 3])
+            up = np.array([[[0, 0, height, 0, 0, 0, 1]]], np.float32).repeat(4, 1)
+            seen.append(made.chunk_step(up, np.ones(1, np.bool_)).observation.images[0, 1])
+    assert np.linalg.norm(hands[1] - hands[0]) > 0.05  # metres
+    np.testing.assert_allclose(cameras[1] - cameras[0], hands[1] - hands[0], atol=0.02)  # the wrist hardly turns
+    assert (seen[0] != seen[1]).mean() > 0.1
 
 
 def test_the_reflection_table_changes_no_picture(env: Any) -> None:
@@ -422,10 +440,9 @@ def test_the_quick_grasp_check_agrees_with_stock(mixed: Any) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_scenes_evaluated_as_one_batch_give_what_each_gives_alone(task: str) -> None:
-    from embodrl.envs.maniskill.sim import evaluate
+    from embodrl.envs.maniskill.sim import evaluate, observe
 
-    env = make(3, [task], max_episode_steps=200)
-    try:
+    with closing(make(3, [task], max_episode_steps=200, include_state=True, full_state=True)) as env:
         start(env, seeds_of(1, 2, 3))
         sims, rng = [env._fleet._sim(row) for row in range(3)], np.random.default_rng(0)
         if task in ALL_TASKS:
@@ -439,8 +456,9 @@ def test_scenes_evaluated_as_one_batch_give_what_each_gives_alone(task: str) -> 
                 alone = [evaluate([sim], action[None]) for sim, action in zip(sims, actions, strict=True)]
                 for found, expected in zip(evaluate(sims, actions), zip(*alone, strict=True), strict=True):
                     np.testing.assert_array_equal(found, np.concatenate(expected))
-    finally:
-        env.close()
+                states = np.concatenate([observe([sim]) for sim in sims])
+                np.testing.assert_array_equal(observe(sims), states)
+                assert len(np.unique(states, axis=0)) == 3
 
 
 def test_a_scene_without_a_true_state_is_the_only_one_with_no_reward(env: Any) -> None:
@@ -461,8 +479,7 @@ def test_a_reward_that_depends_on_earlier_ones_keeps_its_state() -> None:
 
     from embodrl.envs.maniskill.sim import evaluate
 
-    env = make(2, ["RollBall-v1"])
-    try:
+    with closing(make(2, ["RollBall-v1"])) as env:
         start(env, seeds_of(1, 2))
         sims = [env._fleet._sim(row) for row in range(2)]
         assert not any(sim.env.reached_status.any() for sim in sims)
@@ -472,8 +489,6 @@ def test_a_reward_that_depends_on_earlier_ones_keeps_its_state() -> None:
             sim.env.ball.set_pose(sapien.Pose(tool + towards * (sim.env.ball_radius + 0.05)))
         evaluate(sims)
         assert all(sim.env.reached_status.all() for sim in sims)
-    finally:
-        env.close()
 
 
 def test_an_action_that_is_not_a_number_is_refused(env: Any) -> None:

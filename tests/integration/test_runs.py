@@ -139,10 +139,13 @@ def test_held_out_evaluations_change_nothing_of_what_is_trained(
     rows = [row for row in metrics(run_dir) if "eval/episodes" in row]
     assert [row["eval/episode_length"] for row in rows] == [4.0, 4.0, 4.0]
     found = tmp_path / "eval.json"
-    assert embodrl("eval", run_dir, "--json", found, "--output", tmp_path / "eval").code == 0
+    assert embodrl("eval", run_dir, "axes=colours", "--json", found, "--output", tmp_path / "eval").code == 0
     measured = json.loads(found.read_text())
     assert measured["success_rate"] == rows[-1]["eval/success_rate"]
     assert {episode["task"] for episode in measured["per_episode"]} == {"reach-green"}
+    colours = measured["axes"]["colours"]["per_episode"]
+    assert {episode["task"] for episode in colours} == {"reach-green"} and len(colours) == measured["episodes"]
+    assert {episode["instruction"].split()[-2] for episode in colours} == {"red", "blue"}  # green is another colour now
 
 
 def test_decoupling_a_synchronous_run_changes_nothing_not_even_after_resuming(

@@ -1,7 +1,8 @@
 """Clients from their own packages complete episodes against `embodrl serve`, with the success of `embodrl eval`.
 
 Needs an interpreter with openpi-client, vla-eval, json-numpy, requests, pyzmq and msgpack-numpy in the variable
-EMBODRL_CLIENTS_PYTHON, and the extra serve.
+EMBODRL_CLIENTS_PYTHON, and the extra serve; for lerobot's RobotClient, one with lerobot and grpcio in
+EMBODRL_LEROBOT_PYTHON.
 """
 
 import json
@@ -17,9 +18,11 @@ import runs
 pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 pytest.importorskip("zmq", reason="the extra serve is not installed")
 PYTHON = os.environ.get("EMBODRL_CLIENTS_PYTHON", "")
+LEROBOT = os.environ.get("EMBODRL_LEROBOT_PYTHON", "")
 HERE = Path(__file__).parent
 EPISODES, SEED, TOKEN = 6, 1_000_000, "a-token-of-the-tests"
-PROTOCOLS = ("openpi", "vla_eval", "gr00t", "act")
+PROTOCOLS = {"openpi": PYTHON, "vla_eval": PYTHON, "gr00t": PYTHON, "act": PYTHON, "lerobot": LEROBOT}
+SPOKEN = tuple(name for name, python in PROTOCOLS.items() if python or (name == "act" and LEROBOT))
 CONFIG = (
     runs.LEARNING_OPENVLA
     + """
@@ -36,7 +39,8 @@ collect: {num_episodes: 60}
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not PYTHON, reason="EMBODRL_CLIENTS_PYTHON names no interpreter with the clients' packages")
+@pytest.mark.timeout(1500)
+@pytest.mark.skipif(not SPOKEN, reason="EMBODRL_CLIENTS_PYTHON and EMBODRL_LEROBOT_PYTHON name no interpreter")
 def test_clients_see_the_success_of_an_evaluation(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG)
@@ -47,7 +51,7 @@ def test_clients_see_the_success_of_an_evaluation(tmp_path):
         assert runs.embodrl(verb, *common, *mine).code == 0
     assert runs.embodrl("eval", policy, *common, "-o", tmp_path / "eval").code == 0
     wanted = [bool(one["success"]) for one in json.loads((tmp_path / "eval" / "eval.json").read_text())["per_episode"]]
-    protocols = f"protocol={','.join(PROTOCOLS)}"
+    protocols = f"protocol={','.join(SPOKEN)}"
     server = runs.start("serve", policy, *common, protocols, "serve.port=0", f"serve.token={TOKEN}")
     try:
         urls = {}
@@ -56,13 +60,22 @@ def test_clients_see_the_success_of_an_evaluation(tmp_path):
                 urls[found[1]] = found[2]
             if line == "ready\n":
                 break
-        assert set(urls) == set(PROTOCOLS)
-        for name in PROTOCOLS:
-            command = [PYTHON, HERE / "serve_toy_client.py", name, urls[name], TOKEN, str(EPISODES), str(SEED)]
-            environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert set(urls) == set(SPOKEN)
+        for name in filter(PROTOCOLS.get, SPOKEN):
+            script = [HERE / "serve_toy_client.py", name, urls[name]]
+            if name == "lerobot":
+                script = [HERE / "lerobot_robot.py", urls[name].removeprefix("grpc://"), urls["act"]]
+            command = [PROTOCOLS[name], *script, TOKEN, str(EPISODES), str(SEED)]
+            environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "HF_LEROBOT_HOME": str(tmp_path)}
+            done = subprocess.run(
+                command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+            )
             assert done.returncode == 0, done.stderr
-            assert json.loads(done.stdout.splitlines()[-1]) == wanted, name
+            found = json.loads(done.stdout.splitlines()[-1])
+            if name == "lerobot":  # its client runs other actions of a chunk than an evaluation does
+                assert len(found) == EPISODES
+            else:
+                assert found == wanted, name
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
     finally:

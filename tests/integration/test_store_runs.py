@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from s3_server import S3Server
 
 from embodrl.data.shards import EPISODES
 from embodrl.runs.store_parts import RESULTS
@@ -35,21 +36,64 @@ env:
   eval: {total_num_envs: 8, num_episodes: 8}
 sft: {max_steps: 60, batch_size: 16}
 runner: {logger: {tensorboard: false}}
-store: {episodes_per_shard: 8, publish_interval: 10, successes_only: false, poll_s: 0.2}
+store: {episodes_per_shard: 8, publish_interval: 10, successes_only: false, poll_s: 0.2, steps_per_episode: 0.25}
 """
 )
+
+
+class Disk:
+    """A store in a directory, which goes away as one that is not mounted any more."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store, self._away = directory / "store", directory / "away"
+        self.url = str(self.store)
+
+    def go_away(self) -> None:
+        self.store.rename(self._away)
+
+    def come_back(self) -> None:
+        while self._away.exists():
+            # What was being copied when it went away may have begun a place of the same name, which has no marks.
+            assert not [*self.store.rglob("STABLE")]
+            shutil.rmtree(self.store, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._away.rename(self.store)
+
+
+class Bucket:
+    """A store on an S3 server, which refuses connections while it is away."""
+
+    url = "s3://bucket/prefix"
+
+    def __init__(self, server: S3Server) -> None:
+        self.go_away, self.come_back = server.shut, server.open
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(request, tmp_path, monkeypatch):
+    if request.param == "directory":
+        yield Disk(tmp_path)
+        return
+    for name in ("moto.server", "s3fs", "flask"):
+        pytest.importorskip(name)
+    import boto3
+
+    server = S3Server(tmp_path)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield Bucket(server)
+    finally:
+        server.close()
 
 
 class Role:
     """A process of `embodrl store`, whose output is in a file."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, url: str) -> None:
         self.name, self.log = name, (directory / f"{name}.log").open("a")
-        paths = (
-            f"store.url={directory}/store",
-            f"store.spool_dir={directory}/spool",
-            f"sft.output_dir={directory}/out",
-        )
+        paths = (f"store.url={url}", f"store.spool_dir={directory}/spool", f"sft.output_dir={directory}/out")
         self.command = [sys.executable, "-m", "embodrl.__main__", "store", name, "-c", f"{directory}/config.yaml"]
         self.command += paths
         self.start()
@@ -64,15 +108,29 @@ class Role:
         self.process.wait()
         self.start()
 
+    def says(self, text: str) -> bool:
+        """Tell whether the output has a text, whatever lines it is broken into."""
+        return text in " ".join(Path(self.log.name).read_text().split())
+
+
+def assert_each_attempt_counts_once(marks: dict) -> None:
+    """Every attempt that the collector has begun is in one shard, or was under way when the newest was written."""
+    found = Counter(one for mark in marks.values() for one in mark.texts("ids"))
+    assert set(found.values()) == {1}
+    progress = marks[max(marks)].fields("collector")
+    opened = {int(number) for number in progress.numbers("open")}
+    finished = {int(name.rpartition("-")[2]) for name in found}
+    assert finished | opened == set(range(progress.integer("next"))) and not finished & opened
+
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_no_episode_is_lost_or_counted_twice(tmp_path):
+@pytest.mark.timeout(2400)
+def test_no_episode_is_lost_or_counted_twice(tmp_path, place):
     (tmp_path / "config.yaml").write_text(CONFIG)
     moments = random.Random(time.time_ns())
-    store = Store(str(tmp_path / "store"))
+    store = Store(place.url)
     store.create()
-    roles = [Role(name, tmp_path) for name in ("train", "collect", "eval")]
+    roles = [Role(name, tmp_path, place.url) for name in ("train", "collect", "eval")]
     try:
         # Each is killed at a random moment after it has begun to write.
         begun = {"train": "weights", "collect": EPISODES, "eval": RESULTS}
@@ -83,16 +141,19 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path):
                 role.restart()
                 waiting.remove(role)
             time.sleep(0.1)
-        (tmp_path / "store").rename(tmp_path / "away")
-        time.sleep(moments.uniform(1, 10))
-        while (tmp_path / "away").exists():
-            # What was being copied when it went away may have begun a place of the same name, which has no marks.
-            assert not [*(tmp_path / "store").rglob("STABLE")]
-            shutil.rmtree(tmp_path / "store", ignore_errors=True)
-            with contextlib.suppress(OSError):
-                (tmp_path / "away").rename(tmp_path / "store")
+        trainer, collector, evaluator = roles
+        for role, text in ((trainer, "following"), (collector, "collecting into"), (evaluator, "evaluating the")):
+            while Path(role.log.name).read_text().count(text) < 2:  # begun once more
+                time.sleep(0.1)
+        place.go_away()
+        is_training = trainer.process.poll() is None
+        time.sleep(60)
+        place.come_back()
         for role in roles:
             assert role.process.wait(1200) == 0, Path(role.log.name).read_text()
+        if is_training:
+            for text in ("it is tried again", "the store is available again"):
+                assert trainer.says(text) and collector.says(text)
     finally:
         for role in roles:
             role.process.kill()
@@ -100,14 +161,42 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path):
             role.log.close()
 
     marks = {name: store.mark(name) for name in store.names(EPISODES)}
-    found = Counter(one for mark in marks.values() for one in mark.texts("ids"))
-    assert set(found.values()) == {1}
-    progress = marks[max(marks)].fields("collector")
-    opened = {int(number) for number in progress.numbers("open")}
-    finished = {int(name.rpartition("-")[2]) for name in found}
-    assert finished | opened == set(range(progress.integer("next"))) and not finished & opened
+    assert_each_attempt_counts_once(marks)
     checkpoint, _ = CheckpointManager(tmp_path / "out", 1).latest_good()
     read = checkpoint.state.fields("data_rng").fields("store").texts("shards")
     assert len(set(read)) == len(read) and set(read) <= set(marks)
-    assert sum(len(marks[name].texts("ids")) for name in read) >= 60  # a step each
+    assert sum(len(marks[name].texts("ids")) for name in read) >= 240  # a quarter of a step each
     assert max(store.names(RESULTS)) == f"{RESULTS}/v000060"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_full_store_takes_the_rest_when_there_is_room(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(disk)]
+    if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small disk takes privileges that this process does not have")
+    try:
+        (tmp_path / "config.yaml").write_text(CONFIG)
+        store = Store(str(disk / "store"))
+        collector = Role("collect", tmp_path, store.url)
+        try:
+            while not collector.says("is full: No space left on device"):
+                assert collector.process.poll() is None, Path(collector.log.name).read_text()
+                time.sleep(0.2)
+            before = store.names(EPISODES)
+            subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+            while not collector.says("the store is available again"):
+                assert collector.process.poll() is None, Path(collector.log.name).read_text()
+                time.sleep(0.2)
+            collector.process.terminate()
+            assert collector.process.wait(120) == 143, Path(collector.log.name).read_text()
+        finally:
+            collector.process.kill()
+            collector.process.wait()
+            collector.log.close()
+        assert len(store.names(EPISODES)) > len(before)
+        assert_each_attempt_counts_once({name: store.mark(name) for name in store.names(EPISODES)})
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -368,6 +368,9 @@ def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
             yield Finding(key, f"has no effect: {reason}", "leave it out")
 
 
+ON_POLICY = ("logprob_type", "update_epoch", "target_kl", "normalize_advantages", "chunk_fraction")
+
+
 def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     """Yield keys of the algorithm, whether they have no effect, and why."""
     config = context.config
@@ -377,7 +380,7 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     no_critic = f"loss_type '{algorithm.loss_type}' has no critic"
     adv_type = f"adv_type is '{algorithm.adv_type}'"
     recorded = f"loss_type '{algorithm.loss_type}' learns from what is recorded"
-    for name in (*LOSS_KEYS.values(), "logprob_type", "update_epoch", "target_kl", "normalize_advantages"):
+    for name in (*LOSS_KEYS.values(), *ON_POLICY):
         yield f"algorithm.{name}", loss.learns_from_records, recorded
     on_policy = f"loss_type '{algorithm.loss_type}' learns from its rollouts alone"
     yield "algorithm.off_policy", not loss.learns_from_records, on_policy

@@ -44,25 +44,25 @@ def protocol_holds(context: Context) -> Iterator[Finding]:
         yield Finding("protocol", f"not repeated of '{name}': {spec.differs}", "see docs/evaluation.md")
 
 
-@rule("axes", "env.env_type", "env.tasks")
+@rule("axes", "env.env_type", "env.tasks", "env.eval.tasks")
 def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
-    """The simulator has the axes, for all of the tasks."""
-    env = context.config.env
-    if env.env_type not in ENVS:
+    """The simulator has the axes, for all of the tasks that are evaluated."""
+    env, wanted = context.config.env, context.config.axes
+    if wanted is None or env.env_type not in ENVS:
         return
-    spec = ENVS.entry(env.env_type)
-    there_are = spec.axes_of(env.tasks)
-    if context.config.axes is not None and not there_are:
+    spec, tasks = ENVS.entry(env.env_type), env.eval.tasks or env.tasks
+    there_are = spec.axes_of(tasks)
+    if not there_are:
         others = [each.name for each in ENVS.all() if each.axes]
         hint = f"leave it out; {', '.join(others)} have some"
         yield Finding("axes", f"{env.env_type} has no perturbed episodes", hint, others=("env.env_type",))
         return
-    for name in context.config.chosen_axes:
+    for name in context.config.chosen_axes if wanted != "all" else ():
         if name not in there_are:
             near = nearest(name, list(there_are))
             message = f"{env.env_type} has no axis '{name}'"
-            if name in spec.axes and (tasks := spec.axes[name].tasks) is not None:
-                without = ", ".join(task for task in env.tasks if task not in tasks)
-                message = f"axis '{name}' is not of {without}, but of {', '.join(tasks)}"
+            if name in spec.axes and (having := spec.axes[name].tasks) is not None:
+                without = ", ".join(task for task in tasks if task not in having)
+                message = f"axis '{name}' is not of {without}, but of {', '.join(having)}"
             hint = f"write axes={near}" if near else "see `embodrl list axes`"
             yield Finding("axes", message, hint, f"all, {', '.join(there_are)}", near)

@@ -75,8 +75,9 @@ def tls_has_both_files(context: Context) -> Iterator[Finding]:
     for key, path in (("serve.tls_cert", serve.tls_cert), ("serve.tls_key", serve.tls_key)):
         if path is not None and path_kind(path) != "file":
             yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
-    if serve.tls_cert is not None and "gr00t" in serve.protocols:
-        message = "a protocol over ZMQ has no TLS"
+    plain = [name for name in ("gr00t", "lerobot") if name in serve.protocols]
+    if serve.tls_cert is not None and plain:
+        message = f"clients of {' and '.join(plain)} have no TLS"
         yield Finding("serve.tls_cert", message, "serve it in a process of its own", others=("serve.protocols",))
 
 

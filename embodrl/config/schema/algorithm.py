@@ -251,6 +251,12 @@ class AlgorithmConfig(Section):
         description="end an update once the approximate KL per token to the policy that acted (decoupled: the proximal"
         " one) exceeds this",
     )
+    chunk_fraction: PositiveFloat = Field(
+        default=1.0,
+        le=1,
+        description="part of a rollout's chunks that get gradients, those with the largest absolute advantages; the"
+        " others cost no forward or backward pass",
+    )
     bc_coef: NonNegativeFloat = Field(
         default=0.0,
         description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy",

@@ -9,7 +9,7 @@ from pydantic import Field
 from embodrl.config.schema.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-ServeProtocol = Literal["openpi", "vla_eval", "gr00t", "act", "http"]
+ServeProtocol = Literal["openpi", "vla_eval", "gr00t", "lerobot", "act", "http"]
 
 
 class WireKeysConfig(Section):
@@ -98,6 +98,9 @@ class ServeConfig(Section):
     vla_eval: VlaEvalKeysConfig = Field(default=VlaEvalKeysConfig(), description="keys of vla-evaluation-harness's")
     gr00t: GrootKeysConfig = Field(
         default=GrootKeysConfig(), description="keys of GR00T's, as video.NAME and state.NAME"
+    )
+    lerobot: WireKeysConfig = Field(
+        default=WireKeysConfig(), description="keys of lerobot's: names of cameras, and of joints in the state's order"
     )
     act: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of OpenVLA's POST /act")
     http: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of embodrl's own HTTP API")

@@ -27,6 +27,12 @@ def evaluate(envs: Sequence[BaseEnv], actions: object) -> tuple[Tensor, Tensor]:
     return env.compute_normalized_dense_reward(obs={}, action=actions, info=info), info["success"]
 
 
+def observe(envs: Sequence[BaseEnv]) -> Tensor:
+    """Return ManiSkill's own state observation ``float32[N,S]`` of environments of one task with N rows together."""
+    env = envs[0] if len(envs) == 1 else SceneView(envs, joins_code=True)
+    return env.get_obs(env.get_info())
+
+
 class SceneView:
     """The same object of several scenes, read as if it were one of a scene with all their rows.
 

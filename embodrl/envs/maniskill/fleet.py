@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.experts import Expert, make_expert
-from embodrl.envs.maniskill.sim import ManiSkillSim, evaluate
+from embodrl.envs.maniskill.sim import ManiSkillSim, evaluate, observe
 from embodrl.envs.maniskill.types import SimOptions
 from embodrl.errors import EnvError
 
@@ -204,8 +204,13 @@ class Fleet:
     def state(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return ``float32[len(rows),S]``."""
         if self._batched is not None:
-            return self._batched.state()[rows]
-        return np.concatenate([self._sim(row).state() for row in rows.tolist()])
+            return observe([self._batched])[rows]
+        state = np.zeros((len(rows), self.any_sim().state_dim), np.float32)
+        tasks = self.task_id[rows]
+        for task in np.unique(tasks):
+            chosen = tasks == task
+            state[chosen] = observe([self._sim(row) for row in rows[chosen].tolist()])
+        return state
 
     # -- experts ------------------------------------------------------------------------------------------------------
 

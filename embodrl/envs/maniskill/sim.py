@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from embodrl.envs.maniskill.axes import Perturbation
 from embodrl.envs.maniskill.controller import EndEffectorController
 from embodrl.envs.maniskill.evaluation import evaluate as evaluate_as_one
+from embodrl.envs.maniskill.evaluation import observe as observe_as_one
 from embodrl.envs.maniskill.grasp import use_numpy_grasp_check
 from embodrl.envs.maniskill.rendering import (
     accept_pci_devices,
@@ -45,7 +47,7 @@ class ManiSkillSim:
         mesh_decimation: fraction of the robot's visual triangles to drop, whatever ``render_detail`` is; auto or None
             leaves it to that.
         human_size: height and width in pixels of ``render_human``.
-        full_state: ``state`` has the task's part, too.
+        full_state: ``observe`` has the task's part, too.
         axis: of ``tasks.AXES``, along which episodes are perturbed; None for none.
     """
 
@@ -105,7 +107,7 @@ class ManiSkillSim:
             # PullCubeTool gives its table another name.
             table = self.env.scene_builder if hasattr(self.env, "scene_builder") else self.env.table_scene
             simplify_ground(table.ground)
-        self._full_state = full_state
+        self.full_state = full_state
         self._controller: EndEffectorController | None = None
         if sim_backend == "physx_cpu":
             self._controller = EndEffectorController(self.env)
@@ -117,7 +119,7 @@ class ManiSkillSim:
         space = self.env.single_action_space
         self.action_low = tuple(float(x) for x in space.low)
         self.action_high = tuple(float(x) for x in space.high)
-        self.state_dim = self.state().shape[1]
+        self.state_dim = observe([self]).shape[1]
         self.control_hz = float(self.env.control_freq)
 
     def _place_cameras(self, cameras: Mapping[str, CameraSettings]) -> None:
@@ -126,9 +128,9 @@ class ManiSkillSim:
         from mani_skill.utils.sapien_utils import look_at
 
         env, sensors = self.env, {}
-        stock = env._sensor_configs
+        stock = {"hand_camera": hand_camera(env), **env._sensor_configs}
         for name, camera in cameras.items():
-            default = stock[name] if name in stock else next(iter(stock.values()))
+            default = stock[name] if name in stock else next(iter(env._sensor_configs.values()))
             has_place, fov_rad = camera.get("eye") is not None, camera.get("fov_rad")
             config = CameraConfig(
                 uid=name,
@@ -139,6 +141,8 @@ class ManiSkillSim:
                 near=default.near,
                 far=default.far,
             )
+            if not has_place:
+                config.mount = default.mount
             sensors[name] = Camera(config, env.scene)
         env._sensors = env.scene.sensors = sensors
 
@@ -206,13 +210,6 @@ class ManiSkillSim:
         """Render the camera for people: ``uint8[N,H,W,3]``."""
         return to_numpy(self.env.render_rgb_array()).astype(np.uint8, copy=False)
 
-    def state(self) -> NDArray[np.float32]:
-        """Joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``."""
-        robot = self.env.agent.robot
-        if self._full_state:
-            return to_numpy(self.env.get_obs(self.env.get_info())).astype(np.float32)
-        return np.concatenate([to_numpy(robot.get_qpos()), to_numpy(robot.get_qvel())], axis=1).astype(np.float32)
-
     def get_state(self) -> dict[str, NDArray[np.float32]]:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
 
@@ -236,6 +233,32 @@ class ManiSkillSim:
     def close(self) -> None:
         """Free the scene."""
         self.env.close()
+
+
+def hand_camera(env: BaseEnv) -> Any:
+    """Return the camera of a Panda without one: beside the wrist, looking along the fingers, which it sees."""
+    from mani_skill.sensors.camera import CameraConfig
+    from mani_skill.utils.structs import Pose
+    from sapien import Pose as ScenePose
+
+    along_fingers = Pose.create(ScenePose([0.06, 0.0, 0.0], [math.sqrt(0.5), 0.0, -math.sqrt(0.5), 0.0]))
+    hand = env.agent.robot.links_map["panda_hand"]
+    return CameraConfig("hand_camera", along_fingers, 64, 64, fov=math.pi / 2, near=0.01, far=100, mount=hand)
+
+
+def observe(sims: Sequence[ManiSkillSim]) -> NDArray[np.float32]:
+    """Return joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``.
+
+    Args:
+        sims: scenes of one task, with N environments together.
+    """
+    if not sims[0].full_state:
+        robots = [sim.env.agent.robot for sim in sims]
+        rows = [[to_numpy(robot.get_qpos()), to_numpy(robot.get_qvel())] for robot in robots]
+        return np.concatenate([np.concatenate(row, axis=1) for row in rows]).astype(np.float32)
+    if sims[0].task.reward_keeps_state and len(sims) > 1:
+        return np.concatenate([observe([sim]) for sim in sims])
+    return to_numpy(observe_as_one([sim.env for sim in sims])).astype(np.float32)
 
 
 def evaluate(

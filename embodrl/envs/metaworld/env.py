@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MAX_REWARD = 10.0
 """Meta-World's dense rewards lie between 0 and this, which they reach at success."""
 STATE_DIM = 4
+FULL_STATE_DIM = 39
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 """Cameras that hang head first in Meta-World's scenes; their pictures are turned."""
 UNLIMITED = 10**9
@@ -49,11 +50,11 @@ class MetaWorldSimulator(Simulator):
         film_size: height and width in pixels of ``film``.
         renderers: task -> its renderer; shared by the simulators of a process.
         render_detail: see ``SceneRenderer``.
+        full_state: ``proprioception`` is Meta-World's whole observation: objects now and a step before, and the goal.
     """
 
     action_low = (-1.0,) * 4
     action_high = (1.0,) * 4
-    state_dim = STATE_DIM
     is_seeded = True
 
     def __init__(
@@ -63,6 +64,7 @@ class MetaWorldSimulator(Simulator):
         film_size: tuple[int, int],
         renderers: dict[str, SceneRenderer],
         render_detail: str,
+        full_state: bool = False,
     ) -> None:
         try:
             environments = import_module("metaworld.env_dict").ALL_V3_ENVIRONMENTS
@@ -80,6 +82,7 @@ class MetaWorldSimulator(Simulator):
         env.__dict__.pop("sawyer_observation_space", None)  # a cached one would cut the goal off
         env.max_path_length = UNLIMITED
         self._env = env
+        self.state_dim = FULL_STATE_DIM if full_state else STATE_DIM
         self.control_hz = 1 / env.dt
         self._divergence = Divergence()
         self._obs: NDArray[np.float64] = np.zeros(0)
@@ -120,8 +123,8 @@ class MetaWorldSimulator(Simulator):
         return picture[::-1, ::-1] if turned else picture
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return the gripper's place in metres and how far it is open, 0 to 1: ``float32[4]``."""
-        return self._obs[:STATE_DIM].astype(np.float32)
+        """Return the gripper's place in metres, its opening, 0 to 1, and what ``full_state`` adds: ``float32[S]``."""
+        return self._obs[: self.state_dim].astype(np.float32)
 
     def signature(self) -> bytes:
         return self._obs.tobytes() + self._env.data.qvel.tobytes()
@@ -152,6 +155,8 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         cameras: ``[{name, height, width, fov_rad, eye, target}]``; Meta-World's are topview, corner, corner2, corner3,
             corner4, behindGripper and gripperPOV.
         include_state: add the gripper's place and opening to the observation.
+        full_state: and all else that Meta-World's own observation has: places of objects and of the goal.
+        include_images: False: nothing is drawn for the policy, and its pictures are black.
         max_chunk: largest number of actions in a chunk.
         render_detail: auto, full or fast.
         video_size: height and width in pixels of videos.
@@ -165,6 +170,8 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         tasks: list[str],
         cameras: Sequence[CameraSettings],
         include_state: bool = False,
+        full_state: bool = False,
+        include_images: bool = True,
         max_chunk: int = 8,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
@@ -172,13 +179,15 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         **rules: Unpack[RuleOptions],
     ) -> None:
         choose_gl()
-        self._cameras, self._detail = cameras, render_detail
+        self._cameras, self._detail, self._full_state = cameras, render_detail, full_state
         self._film_size = (video_size[0], video_size[1])
         self._renderers: dict[str, SceneRenderer] = {}
-        super().__init__(num_envs, tasks, cameras, EpisodeRules(**rules), include_state, max_chunk, video_fps)
+        own = EpisodeRules(**rules)
+        super().__init__(num_envs, tasks, cameras, own, include_state, max_chunk, video_fps, include_images)
 
     def make_simulator(self, task: str) -> Simulator:
-        return Replayed(MetaWorldSimulator(task, self._cameras, self._film_size, self._renderers, self._detail))
+        shared = (self._cameras, self._film_size, self._renderers, self._detail, self._full_state)
+        return Replayed(MetaWorldSimulator(task, *shared))
 
     def close(self) -> None:
         super().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -81,17 +82,32 @@ def chunk_weights(batch: TrajectoryBatch, trained: Tensor, algorithm: AlgorithmC
     return element_weights(episodes, num_elements, length, algorithm.loss_agg == "episode_mean")
 
 
-def trained_chunks(batch: TrajectoryBatch, advantages: Advantages) -> Tensor:
+def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: float = 1.0) -> Tensor:
     """Return ``bool[T,B]``: chunks with a valid action and an advantage.
 
     Critic-free estimators give none to episodes that a fault ended; counted nevertheless, these would shrink the
     gradient of all others.
+
+    Args:
+        batch: the rollout.
+        advantages: of it.
+        fraction: of these chunks, rounded up, train: those with the largest mean ``|A|``, of equal ones the earlier.
     """
-    return batch.valid.any(-1) & advantages.valid.any(-1)
+    trained = batch.valid.any(-1) & advantages.valid.any(-1)
+    if fraction == 1.0:
+        return trained
+    size = (advantages.advantages.abs() * advantages.valid).sum(-1) / advantages.valid.sum(-1).clamp_min(1)
+    size = size.masked_fill(~trained, -1.0).flatten()
+    kept = math.ceil(fraction * int(trained.sum()))
+    chosen = torch.zeros_like(size, dtype=torch.bool)
+    chosen[size.argsort(descending=True, stable=True)[:kept]] = True
+    return chosen.view_as(trained)
 
 
-def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tensor | None = None) -> TrajectoryBatch:
-    """Return the chunks of a rollout that train, as rows: time and environments become one axis.
+def flatten_chunks(
+    batch: TrajectoryBatch, advantages: Advantages, trained: Tensor, weights: Tensor | None = None
+) -> TrajectoryBatch:
+    """Return the chunks of a rollout that train (``bool[T,B]``), as rows: time and environments become one axis.
 
     The columns ``advantages``, ``returns`` and, if given, ``weights`` are added to what a loss may ask for.
     """
@@ -99,7 +115,7 @@ def flatten_chunks(batch: TrajectoryBatch, advantages: Advantages, weights: Tens
     rows = batch.select(*(name for name in asked if name in batch)).replace(
         advantages=advantages.advantages, returns=advantages.returns, weights=weights
     )
-    chosen = trained_chunks(batch, advantages).flatten().nonzero().squeeze(-1)
+    chosen = trained.flatten().nonzero().squeeze(-1)
     flat = rows.fold()
     return flat if len(chosen) == len(flat) else flat[chosen]
 

@@ -201,8 +201,8 @@ class PolicyTrainEngine(TrainEngine):
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)
         aged = self._policy_staleness(batch, algorithm)
         columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
-        weights = chunk_weights(batch, trained_chunks(batch, advantages), algorithm)
-        chunks = flatten_chunks(batch.replace(**columns), advantages, weights)
+        trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
+        chunks = flatten_chunks(batch.replace(**columns), advantages, trained, chunk_weights(batch, trained, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
         num_updates, num_nonfinite, stopped = 0, 0, False
         first_kl: Tensor | float | None = None

@@ -35,6 +35,10 @@ def test_policy_and_protocol_are_names_of_its_own(tmp_path, monkeypatch):
         (["serve.protocols=[gr00t]", "serve.gr00t.actions=['arm:6']"], "wire-keys-fit"),
         (["serve.protocols=[gr00t]", "serve.gr00t.actions=[arm,gripper]"], "wire-keys-fit"),
         (["env.cameras=[{name: a},{name: b}]", "serve.openpi.images=[a]"], "wire-keys-fit"),
+        (
+            ["serve.protocols=[lerobot]", "serve.tls_cert=pyproject.toml", "serve.tls_key=pyproject.toml"],
+            "tls-has-both-files",
+        ),
         (["serve=nothing"], "preset-unknown"),
     ],
     ids=lambda part: str(part),
@@ -46,7 +50,7 @@ def test_what_is_refused(settings, code):
 
 @pytest.mark.parametrize("preset", ["libero", "droid", "aloha", "so101"])
 def test_presets_serve_their_cameras(preset):
-    count, protocols = (3, "[openpi,act]") if preset == "aloha" else (2, "[openpi,gr00t]")
+    count, protocols = (3, "[openpi,act]") if preset == "aloha" else (2, "[openpi,gr00t,lerobot]")
     cameras = ",".join(f"{{name: c{number}, height: 8, width: 8}}" for number in range(count))
     dims = {"libero": 7, "droid": 8, "aloha": 14, "so101": 6}[preset]
     settings = ["env=dataset", f"env.cameras=[{cameras}]", f"serve={preset}", f"model.action_dim={dims}"]

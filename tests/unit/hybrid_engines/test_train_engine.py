@@ -12,7 +12,7 @@ from expect import raises_code
 from torch import Tensor
 from toy_policy import ToyPolicy, toy_rollout
 
-from embodrl.algorithms.advantages import compute_advantages
+from embodrl.algorithms.advantages import Advantages, compute_advantages
 from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, KlConfig, OptimConfig, SamplingConfig
 from embodrl.data.trajectory import TrajectoryBatch
@@ -106,9 +106,9 @@ def test_micro_batches_give_the_gradients_of_the_whole() -> None:
 def test_a_chunk_without_valid_actions_is_not_trained_on() -> None:
     policy = ToyPolicy()
     batch = toy_rollout(policy)
-    assert (
-        len(flatten_chunks(batch, compute_advantages(batch, ALGORITHM))["valid"]) == 18
-    )  # 20, less the two after the end
+    estimate = compute_advantages(batch, ALGORITHM)
+    rows = flatten_chunks(batch, estimate, trained_chunks(batch, estimate))
+    assert len(rows["valid"]) == 18  # 20, less the two after the end
     engine = make_engine(policy)
     generator = torch.Generator().manual_seed(0)
     poisoned = copy.deepcopy(batch)
@@ -117,6 +117,33 @@ def test_a_chunk_without_valid_actions_is_not_trained_on() -> None:
     clean = make_engine(ToyPolicy())
     expected = clean.update(batch, compute_advantages(batch, ALGORITHM), ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics == expected
+
+
+def test_a_fraction_of_the_chunks_trains_those_with_the_largest_advantages() -> None:
+    batch = toy_rollout(ToyPolicy())
+    estimate = compute_advantages(batch, ALGORITHM)
+    everything = trained_chunks(batch, estimate)
+    size = torch.where(estimate.valid, estimate.advantages.abs(), 0.0).sum(-1) / estimate.valid.sum(-1).clamp_min(1)
+    kept = trained_chunks(batch, estimate, 0.2)
+    assert int(kept.sum()) == 4 and bool((kept <= everything).all())  # 18 / 5, rounded up
+    assert size[kept].min() >= size[everything & ~kept].max()
+    torch.testing.assert_close(trained_chunks(batch, estimate, 1.0), everything)
+    equal = Advantages(torch.ones_like(estimate.advantages), estimate.returns, estimate.valid)
+    first = trained_chunks(batch, equal, 0.2).flatten().nonzero().squeeze(-1)
+    assert first.tolist() == everything.flatten().nonzero().squeeze(-1)[:4].tolist()
+
+
+def test_what_gets_no_gradient_is_not_computed() -> None:
+    batch = toy_rollout(ToyPolicy())
+    estimate = compute_advantages(batch, ALGORITHM)
+    algorithm = ALGORITHM.model_copy(update={"chunk_fraction": 0.2})
+    kept = trained_chunks(batch, estimate, 0.2)
+    poisoned = copy.deepcopy(batch)
+    poisoned.forward_inputs["features"][~kept] = torch.nan
+    metrics = make_engine(ToyPolicy()).update(poisoned, estimate, algorithm, torch.Generator().manual_seed(0))
+    assert metrics["train/num_nonfinite"] == 0 and metrics["train/num_updates"] > 0
+    full = make_engine(ToyPolicy()).update(batch, estimate, ALGORITHM, torch.Generator().manual_seed(0))
+    assert metrics["train/policy_loss"] != full["train/policy_loss"]
 
 
 def lost_episode(batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -137,7 +164,7 @@ def test_lost_episodes_do_not_shrink_the_gradient(loss_agg: str) -> None:
     assert lost.any() and trained.any()
     without = batch.replace(valid=batch.valid & trained.unsqueeze(-1))
     weights = chunk_weights(batch, trained, config)
-    rows = flatten_chunks(batch, estimate, weights)
+    rows = flatten_chunks(batch, estimate, trained, weights)
     assert len(rows) == int(trained.sum())
     if weights is not None:  # as if the lost episodes had never begun
         expected = chunk_weights(without, trained, config)

@@ -28,7 +28,9 @@ from tiny_families import (
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.models import contract
 from embodrl.models.base import VLAPolicy
+from embodrl.models.contract import Subject, reached_groups, row_problems, stray_gradients
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
 from embodrl.types import TOKEN_MASK, PolicyOutput, SamplingParams
@@ -52,12 +54,12 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def stir(policy: VLAPolicy) -> VLAPolicy:
-    """Give every parameter some noise, so that nothing hides behind a layer that begins with zeros."""
-    noise = generator(11)
-    with torch.no_grad():
-        for parameter in policy.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.02)
+    contract.stir(policy)
     return policy
+
+
+def unused(directory: Path) -> VLAPolicy:
+    raise AssertionError(directory)
 
 
 # Rollout and training ------------------------------------------------------------------------------------------------
@@ -122,17 +124,8 @@ def test_a_detached_value_trains_its_head_only(family: str) -> None:
 @pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
 def test_rows_do_not_depend_on_their_company(family: str, method: str | None) -> None:
     """Neither the other rows nor their longer or shorter prompts change a row."""
-    policy = stir(build(family, method))
-    output = rollout(policy, family)
-    for row in range(3):
-        alone = {name: value[row : row + 1] for name, value in output.forward_inputs.items()}
-        result = policy.evaluate_actions(alone, SAMPLING)
-        close(result.logprobs, output.logprobs[row : row + 1])
-        close(result.values, output.values[row : row + 1])
-    greedy = rollout(policy, family, mode="eval").actions
-    for row in range(3):
-        alone = policy.predict_action_batch(observation(family).select(np.array([row])), "eval", SAMPLING)
-        np.testing.assert_allclose(alone.actions, greedy[row : row + 1], rtol=0, atol=1e-5)
+    subject = Subject(stir(build(family, method)), observation(family), SAMPLING, load=unused)
+    assert list(row_problems(subject)) == []
 
 
 def test_an_l1_head_keeps_the_contract_of_what_acts_alone(tmp_path: Path) -> None:
@@ -228,16 +221,8 @@ def has_gradient(parameter: Tensor) -> bool:
 
 def check_gradients(policy: VLAPolicy) -> set[str]:
     """Check that gradients are finite and only where they may be; return the groups that got one."""
-    trained = {id(p): name for name, group in policy.trainable_groups().items() for p in group}
-    unused = {id(p) for p in policy.unused_parameters()}
-    assert not unused & trained.keys()
-    for name, parameter in policy.named_parameters():
-        assert parameter.requires_grad == (id(parameter) in trained), f"{name} trains, and is in no group"
-        if id(parameter) not in trained:
-            assert parameter.grad is None, name
-        elif parameter.grad is not None:
-            assert torch.isfinite(parameter.grad).all(), name
-    return {trained[id(p)] for p in policy.parameters() if id(p) in trained and has_gradient(p)}
+    assert list(stray_gradients(policy)) == []
+    return reached_groups(policy)
 
 
 @pytest.mark.parametrize(("family", "option"), TRAINABLE)

@@ -39,6 +39,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("serve",): "serve",
     **{("store", name): "store" for name in ("collect", "train", "eval", "status")},
     ("profile",): "train",
+    ("model", "check"): "train",
     ("config", "validate"): None,
     ("config", "show"): None,
     ("pipeline", "show"): None,

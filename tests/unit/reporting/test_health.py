@@ -54,6 +54,42 @@ def test_a_policy_that_solves_the_task_may_stop_exploring() -> None:
     assert find_warnings(solved) == []
 
 
+def test_a_warm_start_that_solves_nothing_was_not_made_for_the_task() -> None:
+    row = {"iteration": 0, "eval/success_rate": 0.0, "eval/episodes": 16.0}
+    assert [w.code for w in find_warnings([row], warm_started=True)] == ["warm-start-without-task"]
+    assert find_warnings([row]) == [] and find_warnings([row | {"iteration": 5}], warm_started=True) == []
+    for other in ({"eval/success_rate": 0.1}, {"eval/episodes": 8.0}):
+        assert find_warnings([row | other], warm_started=True) == []
+
+
+def test_a_reward_that_pays_for_failing() -> None:
+    def paid(solved: float | None, failed: float | None) -> dict[str, Any]:
+        return {"iteration": 1, "rollout/return_solved": solved, "rollout/return_failed": failed}
+
+    assert [w.code for w in find_warnings([paid(1.0, 1.5)] * 3)] == ["failure-pays"]
+    assert find_warnings([paid(1.0, 1.5)] * 2 + [paid(1.5, 1.0)] + [paid(1.0, 1.5)] * 2) == []
+    assert find_warnings([paid(None, 1.5)] * 9) == []
+
+
+def test_runs_with_a_replay_buffer_have_checks_of_their_own() -> None:
+    bad = {
+        "train/approx_kl": 9.0,
+        "train/clip_fraction": 0.9,
+        "train/explained_variance": -1.0,
+        "train/num_updates": 0.0,
+    }
+    off = [bad | {"iteration": i, "replay/size": 100.0, "train/entropy": 2.0 - i} for i in range(9)]
+    assert find_warnings(off) == []
+    q = [
+        {"iteration": i, "replay/size": 1.0, "rollout/return": 2.0, "train/q_mean": x}
+        for i, x in enumerate([50, 60, 70])
+    ]
+    (warning,) = find_warnings(q)
+    assert (warning.code, warning.iteration) == ("critic-divergence", 2)
+    assert find_warnings([row | {"rollout/return": -4.0} for row in q]) == []  # within 20 times the return
+    assert find_warnings([row | {"train/q_mean": 60.0} for row in q]) == []  # does not grow
+
+
 @pytest.mark.parametrize("name", ["push_cube_seed_0", "push_cube_seed_1", "push_and_pull_seed_0", "lift_peg_seed_0"])
 def test_recorded_healthy_runs_have_no_warnings(name: str) -> None:
     recorded = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]

@@ -1,16 +1,20 @@
 """The collector of a store: numbered attempts of which each is finished once, whatever interrupts it."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 
 from embodrl.config.schema import CollectConfig, Config
 from embodrl.data.demos import POLICY_VERSION
 from embodrl.envs.toy.env import ToyVectorEnv
+from embodrl.errors import StoreError
 from embodrl.fields import Fields
-from embodrl.runs.store_collect import PolicyCollector
+from embodrl.runs.store_collect import PolicyCollector, Uploads
 from embodrl.types import PolicyOutput
 
 CHUNK, ENVS = 3, 4
@@ -116,3 +120,32 @@ def test_an_episode_that_a_fault_has_ended_is_run_again():
     ids = sorted(one.id for one in shards.episodes)
     assert len(set(ids)) == len(ids) >= 12
     assert "collector-0-00000001" in ids and pool.begun.count(pool.begun[1]) == 2
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up():
+    begun, answer = threading.Event(), threading.Event()
+
+    def upload():
+        begun.set()
+        assert answer.wait(30)
+
+    marks = iter([None, "the trainer has finished"])
+    store = SimpleNamespace(mark=lambda name: next(marks))
+    uploads = Uploads(store, SimpleNamespace(upload=upload), interval_s=0.0)
+    assert not uploads.is_over() and begun.wait(30)
+    assert not any(uploads.is_over() for _ in range(3))  # asked while it waits, it begins nothing else
+    answer.set()
+    while not uploads.is_over():  # the first look finds no mark, and the second one does
+        time.sleep(0.001)
+    uploads.close()
+    assert next(marks, None) is None
+
+
+def test_what_the_store_refuses_ends_the_collector():
+    def upload():
+        raise StoreError("another one of that name", code="store-name-taken")
+
+    uploads = Uploads(SimpleNamespace(mark=lambda name: None), SimpleNamespace(upload=upload), interval_s=0.0)
+    with raises_code("store-name-taken"):
+        while True:
+            assert not uploads.is_over()

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from served import TOKEN, raw, served, wanted, websocket
 from test_gr00t_protocol import VIDEO, nd, npy
+from test_lerobot_protocol import _lerobot, robot, setup  # noqa: F401
+from test_lerobot_protocol import seen as robot_seen
 from test_openpi import observation
 from test_vla_eval import message, seen
 
@@ -117,6 +119,30 @@ def test_gr00t(count):
                         assert "policy-raised" not in text, text
             socket.close()
             context.term()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_lerobot(count):
+    import grpc
+
+    async def run():
+        valid = (setup(), robot_seen(7))
+        async with served("lerobot") as server, robot(server, setup()) as client:
+            for call, data in zip((client.instruct, lambda data: client.observe((3, data))), valid, strict=True):
+                errors = 0
+                for frame in damaged(data, count // 2):
+                    try:
+                        await call(frame)
+                    except grpc.aio.AioRpcError as error:
+                        errors += 1
+                        assert error.code().name in ("INVALID_ARGUMENT", "UNAUTHENTICATED"), error
+                        assert is_readable(error.details()) and "policy-raised" not in error.details(), error
+                assert errors > count / 6
+                await client.instruct(setup())
+            await client.observe((3, robot_seen(7)))
+            assert (await client.act())[0].action[0] == wanted(7 + 3, "push")[0, 0]
 
     asyncio.run(run())
 

@@ -1,5 +1,6 @@
 """A store: directories that are complete or absent, in a file system and in one without renames."""
 
+import errno
 import json
 import uuid
 
@@ -44,6 +45,23 @@ def test_what_is_put_is_there_for_others(store, directory, tmp_path):
     store.remove("episodes/one")
     store.remove("episodes/one")
     assert store.names("episodes") == []
+
+
+def test_a_mark_that_was_seen_is_not_asked_for_again(store, directory, monkeypatch):
+    for name in ("one", "two"):
+        store.put(directory, f"episodes/{name}")
+    store._fs.makedirs(store._path("episodes", "begun"))
+    overwrite(store, "episodes/begun/a.txt", b"a")
+    asked, exists = [], store._fs.exists
+    monkeypatch.setattr(store._fs, "exists", lambda path: asked.append(path) or exists(path))
+    for _ in range(3):
+        assert store.names("episodes") == ["episodes/one", "episodes/two"]
+    marks = [path.split("/")[-2] for path in asked if path.endswith("STABLE")]
+    assert sorted(marks) == ["begun", "begun", "begun", "one", "two"]
+    store.remove("episodes/one")
+    assert store.names("episodes") == ["episodes/two"]
+    store.put(directory, "episodes/one")
+    assert store.names("episodes") == ["episodes/one", "episodes/two"]
 
 
 def test_a_name_has_one_writer(store, directory):
@@ -106,11 +124,31 @@ def test_an_outage_is_reported_once_and_its_end(tmp_path, monkeypatch):
     store, retry = Store(str(tmp_path)), Retry(told.append)
     store.create()
     with monkeypatch.context() as patch:
-        patch.setattr(store._fs, "glob", lambda path: 1 / 0)
+        patch.setattr(store._fs, "ls", lambda path, detail: 1 / 0)
         assert [retry(store.names, "episodes", default="away") for _ in range(3)] == ["away"] * 3
     assert retry(store.names, "episodes") == [] and len(told) == 2
     with pytest.raises(StoreError):  # what does not pass by itself is raised
         retry(store.get, "episodes/none", tmp_path / "copy")
+
+
+def test_a_full_store_is_named_and_takes_the_rest_later(store, directory, monkeypatch, tmp_path):
+    told: list[str] = []
+    retry = Retry(told.append)
+
+    def put_half(source, target):
+        store._fs.pipe_file(target, b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._fs, "put_file", put_half)
+        for _ in range(2):
+            assert retry(store.put, directory, "episodes/one", default="later") == "later"
+        assert store.names("episodes") == [] and len(told) == 1 and "is full" in told[0]
+        with pytest.raises(StoreError) as raised:
+            store.put(directory, "episodes/one")
+        assert raised.value.code == "store-full"
+    retry(store.put, directory, "episodes/one")
+    assert store.get("episodes/one", tmp_path / "copy").fields("files").content.keys() == {"a.txt", "inner/b.bin"}
 
 
 def test_a_store_that_is_away_is_not_an_empty_one(tmp_path, directory):

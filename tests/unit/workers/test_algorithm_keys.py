@@ -65,6 +65,7 @@ TRAINING = {
     "loss_agg": Change("episode_mean"),
     "update_epoch": Change(3),
     "target_kl": Change(1e-9),
+    "chunk_fraction": Change(0.5),
     "decoupled.enabled": Change(True),
     "decoupled.prox": Change("loglinear", DECOUPLED),
     "decoupled.cap": Change(1.2, DECOUPLED),

@@ -349,12 +349,26 @@ def test_means_are_over_the_episodes_that_ended():
     assert stats.metrics() == {
         "rollout/success_rate": 1.0,
         "rollout/return": 2.0,
+        "rollout/return_solved": 2.0,
+        "rollout/return_failed": None,
         "rollout/episode_length": 5.0,
         "rollout/episodes": 1.0,
         "rollout/lost_episodes": 1.0,
         "rollout/cut_episodes": 0.0,
         "rollout/success_rate_started": 1.0,
     }
+
+
+def test_returns_of_solved_and_failed_episodes_are_told_apart():
+    stats = EpisodeStats(successes=2, episodes=5, returns=7.0, solved_returns=4.0)
+    found = stats.metrics()
+    assert (found["rollout/return_solved"], found["rollout/return_failed"]) == (2.0, 1.0)
+    settings = ("env.train.total_num_envs=32", "actor.global_batch_size=16")
+    _, found = worker_of(config_of(*settings), KnownPolicy(0.5))[0].gather(1)
+    rate = found["rollout/success_rate"]
+    mean = rate * found["rollout/return_solved"] + (1 - rate) * found["rollout/return_failed"]
+    assert 0 < rate < 1 and mean == pytest.approx(found["rollout/return"])
+    assert found["rollout/return_solved"] > found["rollout/return_failed"]  # by the bonus
 
 
 def per_task(metrics):

@@ -1,0 +1,216 @@
+"""What every policy promises, as checks of one: `embodrl model check` and the tests of all families run them.
+
+PPO and its relatives are right only if training computes the log-probs that the rollout had, whatever the batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodrl.models.base import VLAPolicy
+from embodrl.types import Observation, PolicyOutput, SamplingParams
+
+SFT_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A policy, and what is needed to look at it.
+
+    Attributes:
+        policy: in evaluation mode; its weights change.
+        observation: of B rows that differ.
+        sampling: of rollouts.
+        load: from the directory of ``save_pretrained`` to a new policy.
+        tolerance: largest difference of log-probs, values and actions that is rounding.
+        sft_lr: learning rate of the imitation.
+    """
+
+    policy: VLAPolicy
+    observation: Observation
+    sampling: SamplingParams
+    load: Callable[[Path], VLAPolicy]
+    tolerance: float = 1e-5
+    sft_lr: float = 1e-3
+
+    def act(self, seed: int = 0, mode: str = "train") -> PolicyOutput:
+        """Return actions of all rows, with random numbers of a seed."""
+        generator = torch.Generator().manual_seed(seed)
+        return self.policy.predict_action_batch(
+            self.observation, "train" if mode == "train" else "eval", self.sampling, generator
+        )
+
+
+def stir(policy: VLAPolicy, std: float = 0.02) -> None:
+    """Give every parameter some noise, so that nothing hides behind a layer that begins with zeros."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_((torch.randn(parameter.shape, generator=generator) * std).to(parameter))
+
+
+def shape_problems(subject: Subject) -> Iterator[str]:
+    """Actions are ``float32[B,C,A]`` and finite; log-probs and values are finite float32, batch first."""
+    output, policy = subject.act(), subject.policy
+    wanted = (subject.observation.batch_size, policy.num_action_chunks, policy.action_dim)
+    if output.actions.shape != wanted or output.actions.dtype != np.float32:
+        yield f"actions are {output.actions.dtype}{list(output.actions.shape)}, not float32{list(wanted)}"
+    if not np.isfinite(output.actions).all():
+        yield "actions are not finite"
+    for name, tensor in (("log-probs", output.logprobs), ("values", output.values)):
+        if tensor is not None and (tensor.dtype != torch.float32 or len(tensor) != wanted[0]):
+            yield f"{name} are {str(tensor.dtype)[6:]}{list(tensor.shape)}, not float32 with {wanted[0]} rows"
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            yield f"{name} are not finite"
+
+
+def ratio_problems(subject: Subject) -> Iterator[str]:
+    """Before the first update every probability ratio is 1, and training reads the rollout's values."""
+    output = subject.act()
+    again = subject.policy.evaluate_actions(output.forward_inputs, subject.sampling)
+    yield from _difference("log-probs of rollout and training", output.logprobs, again.logprobs, subject)
+    yield from _difference("values of rollout and training", output.values, again.values, subject)
+
+
+def row_problems(subject: Subject) -> Iterator[str]:
+    """A row does not depend on the other rows of its batch, in training and in acting."""
+    output, greedy = subject.act(), subject.act(mode="eval").actions
+    for row in range(subject.observation.batch_size):
+        part = {name: value[row : row + 1] for name, value in output.forward_inputs.items()}
+        alone = subject.policy.evaluate_actions(part, subject.sampling)
+        yield from _difference(f"log-probs of row {row} alone", output.logprobs[row : row + 1], alone.logprobs, subject)
+        if output.values is not None:
+            yield from _difference(f"values of row {row} alone", output.values[row : row + 1], alone.values, subject)
+        seen = subject.observation.select(np.array([row]))
+        acted = subject.policy.predict_action_batch(seen, "eval", subject.sampling).actions
+        found, wanted = torch.from_numpy(acted), torch.from_numpy(greedy[row : row + 1])
+        yield from _difference(f"greedy actions of row {row} alone", wanted, found, subject)
+
+
+def seed_problems(subject: Subject) -> Iterator[str]:
+    """The generator decides what is drawn, and nothing else; greedy actions need none."""
+    first, again, other = subject.act(1), subject.act(1), subject.act(2)
+    if not np.array_equal(first.actions, again.actions) or not torch.equal(first.logprobs, again.logprobs):
+        yield "the same generator gives other actions or log-probs: draw from the generator that is passed"
+    if np.array_equal(first.actions, other.actions):
+        yield "another generator gives the same actions: sample in mode 'train'"
+    if not np.array_equal(subject.act(1, "eval").actions, subject.act(2, "eval").actions):
+        yield "greedy actions depend on the generator"
+
+
+def gradient_problems(subject: Subject) -> Iterator[str]:
+    """The loss of RL reaches every group that trains, and nothing else."""
+    policy = subject.policy
+    policy.zero_grad(set_to_none=True)
+    result = policy.evaluate_actions(subject.act().forward_inputs, subject.sampling)
+    loss = result.logprobs.sum()
+    for part in (result.entropy, result.values):
+        loss = loss + part.sum() if part is not None else loss
+    loss.backward()
+    yield from stray_gradients(policy)
+    for name in sorted(policy.trainable_groups().keys() - reached_groups(policy)):
+        yield f"no gradient reaches '{name}', which trains"
+    policy.zero_grad(set_to_none=True)
+
+
+def stray_gradients(policy: VLAPolicy) -> Iterator[str]:
+    """Yield what is wrong with gradients: not finite, in frozen parameters, or in parameters of no group."""
+    trained = {id(parameter) for group in policy.trainable_groups().values() for parameter in group}
+    unused = {id(parameter) for parameter in policy.unused_parameters()}
+    for name, parameter in policy.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            yield f"{name} trains, and is in no group of parts()"
+        if parameter.requires_grad and id(parameter) in unused:
+            yield f"{name} is one of unused_parameters(), and trains"
+        if parameter.grad is not None and not parameter.requires_grad:
+            yield f"{name} is frozen, and got a gradient"
+        if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
+            yield f"the gradient of {name} is not finite"
+
+
+def reached_groups(policy: VLAPolicy) -> set[str]:
+    """Return the trainable groups with a gradient that is not zero."""
+    return {name for name, group in policy.trainable_groups().items() if any(map(_has_gradient, group))}
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    return parameter.grad is not None and bool((parameter.grad != 0).any())
+
+
+def file_problems(subject: Subject) -> Iterator[str]:
+    """A saved policy comes back with the same weights, and its actions are bit-identical."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "policy"
+        subject.policy.save_pretrained(directory)
+        again = subject.load(directory).eval()
+    before, after = subject.policy.state_dict(), again.state_dict()
+    for name in sorted(before.keys() ^ after.keys()):
+        yield f"{name} is {'not saved' if name in before else 'new'} after save_pretrained and loading"
+    for name in sorted(before.keys() & after.keys()):
+        if not torch.equal(before[name], after[name]):
+            yield f"{name} has other values after save_pretrained and loading"
+            return
+    outputs = [subject.act(3), Subject(again, subject.observation, subject.sampling, subject.load).act(3)]
+    if not np.array_equal(outputs[0].actions, outputs[1].actions):
+        yield "the loaded policy acts differently"
+
+
+def imitation_problems(subject: Subject) -> Iterator[str]:
+    """The imitation loss is finite, reaches only what trains, and falls on one batch; it changes the weights."""
+    policy, rows = subject.policy, subject.observation.batch_size
+    generator = torch.Generator().manual_seed(0)
+    actions = torch.rand(rows, policy.action_horizon, policy.action_dim, generator=generator) * 1.8 - 0.9
+    mask = torch.ones(rows, policy.action_horizon, dtype=torch.bool, device=policy.device)
+    batch = policy.sft_inputs(subject.observation, actions) | {"action_mask": mask}
+    trained = [parameter for group in policy.trainable_groups().values() for parameter in group]
+    optimizer, losses = torch.optim.AdamW(trained, lr=subject.sft_lr, weight_decay=0.0), list[float]()
+    for step in range(SFT_STEPS + 1):
+        loss, scalars = policy.sft_loss(batch)
+        if loss.ndim or not bool(loss.isfinite()) or any(value.ndim for value in scalars.values()):
+            yield f"sft_loss returned {loss.detach().tolist()} and {sorted(scalars)}, not finite scalars"
+            return
+        losses.append(float(loss.detach()))
+        if step == SFT_STEPS:
+            break
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if step == 0:
+            yield from stray_gradients(policy)
+            if not reached_groups(policy) - {"value_head"}:
+                yield "sft_loss gives no part of the network a gradient"
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if losses[-1] >= losses[0]:
+        yield f"sft_loss did not fall in {SFT_STEPS} steps on one batch: {losses[0]:.4g}, then {losses[-1]:.4g}"
+
+
+def _difference(what: str, wanted: Tensor | None, found: Tensor | None, subject: Subject) -> Iterator[str]:
+    if wanted is None or found is None:
+        if (wanted is None) != (found is None):
+            yield f"{what}: one of both has none"
+        return
+    if wanted.shape != found.shape:
+        yield f"{what}: shapes {list(wanted.shape)} and {list(found.shape)}"
+        return
+    largest = float((wanted.detach().cpu() - found.detach().cpu()).abs().max())
+    if not largest <= subject.tolerance:
+        yield f"{what} differ by up to {largest:.2g}"
+
+
+CHECKS: dict[str, Callable[[Subject], Iterator[str]]] = {
+    "shapes": shape_problems,
+    "ratio-is-one": ratio_problems,
+    "rows-are-independent": row_problems,
+    "seeds-decide": seed_problems,
+    "gradients": gradient_problems,
+    "save-and-load": file_problems,
+    "imitation": imitation_problems,
+}
+"""By stable name, in the order in which they run: the last one changes the weights."""

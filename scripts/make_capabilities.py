@@ -1,0 +1,321 @@
+"""Write docs/capabilities.md: what of other distributed systems works here, checked by command.
+
+python scripts/make_capabilities.py           # write it
+python scripts/make_capabilities.py --check   # exit code 1 if it is out of date, or names a test that is not there
+
+Each command is checked as its verb checks it before anything starts; the tests that are named run it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from embodrl.config.rules.verbs import Verb
+from embodrl.config.sweep import expand_sweep
+from embodrl.errors import ConfigError
+from embodrl.runs.load import load_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "capabilities.md"
+INTRODUCTION = """\
+# Capabilities of distributed training
+
+<!-- Made by scripts/make_capabilities.py: change that instead. -->
+
+What AReaL, RLinf, verl, siiRL, slime and Prime-RL offer for placement, asynchrony, distribution and running many jobs,
+and what of it embodrl has. `accepted` and `refused` are what the configuration check of the command says (`refused`
+with its [code](errors.md)); it was not run for this page: the tests run it, on CPUs. *works*: nothing is known to be
+missing; where no command is given, the tests show it. *partly*: the last column says what is missing. *missing*: the
+command is refused, so that nothing is ignored in silence.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A capability.
+
+    Attributes:
+        name: what it is.
+        systems: which have it.
+        command: one that asks for it, without ``embodrl``; "" where tests say more.
+        tests: ``path::name`` below tests/, of those that run it.
+        remains: what is missing, and why.
+    """
+
+    name: str
+    systems: str
+    command: str
+    tests: tuple[str, ...] = ()
+    remains: str = ""
+
+
+GPUS = "plan train cluster=8xh100 actor=fsdp model.trainable=lora"
+SECTIONS: dict[str, list[Row]] = {
+    "Placement": [
+        Row(
+            "Training, rollouts and simulators on GPUs of their own",
+            "RLinf, verl",
+            f"{GPUS} actor.micro_batch_size=40 env.num_processes=32"
+            " 'cluster.component_placement={actor:0-3,rollout:4-7,env:4-7}'",
+            (
+                "unit/deployment/test_deployment.py::test_simulators_render_on_the_gpus_that_they_are_placed_on",
+                "unit/deployment/test_placement.py::test_processes_are_pinned_near_their_gpu",
+            ),
+            "tested with a described machine, not on several GPUs",
+        ),
+        Row(
+            "GPU physics, one process on each GPU",
+            "RLinf",
+            "plan train cluster=8xh100 env.sim_backend=physx_cuda env.num_processes=4"
+            " 'cluster.component_placement={actor:0,rollout:0,env:4-7}'",
+            ("unit/deployment/test_deployment.py::test_gpu_physics_has_a_process_on_each_gpu",),
+            "tested with a described machine",
+        ),
+        Row(
+            "Simulators on a machine without policy",
+            "RLinf",
+            "plan train cluster=2x8xh100 cluster.launcher=ray actor=fsdp actor.micro_batch_size=20 env.num_processes=32"
+            " 'cluster.component_placement={actor:0-7,rollout:0-7,env:8-15}'",
+            remains="a rollout process drives simulators on its own machine",
+        ),
+        Row(
+            "Automatic placement",
+            "RLinf",
+            "plan train cluster=8xh100 cluster.placement=auto",
+            remains="placements are written by hand; `embodrl plan train` shows what follows from one",
+        ),
+        Row(
+            "Different hardware in one cluster",
+            "RLinf",
+            "plan train cluster=2x8xh100 'cluster.node_groups=[{label: sim, node_ranks: 1, hardware: {num_gpus: 0}}]'",
+            remains="all machines are taken to be like the one on which the run starts",
+        ),
+        Row(
+            "Offload between phases",
+            "RLinf, verl",
+            "train env=maniskill model=openvla env.enable_offload=true",
+            ("integration/test_offload_runs.py::test_a_run_is_the_same_with_offload_and_without",),
+        ),
+        Row(
+            "Offload of GPU physics",
+            "RLinf",
+            "plan train cluster=8xh100 env.sim_backend=physx_cuda env.num_processes=1 env.enable_offload=true",
+            remains="its states are restored approximately, not bit-exactly",
+        ),
+    ],
+    "Asynchrony": [
+        Row(
+            "Rollouts ahead of training with a bound on staleness",
+            "AReaL, Prime-RL",
+            "train env=maniskill model=openvla runner.max_staleness=4 algorithm.decoupled.enabled=true",
+            (
+                "integration/test_async_runs.py"
+                "::test_a_run_killed_at_random_moments_continues_without_losing_or_repeating_a_rollout",
+                "integration/test_rollout_processes.py::test_ahead_of_training",
+            ),
+            "a shard is the rollout of a whole stage: an update does not begin on single episodes; the bound is fixed",
+        ),
+        Row(
+            "Asynchronous training with vLLM",
+            "AReaL",
+            "plan train rollout=vllm runner.max_staleness=1",
+            remains="vLLM takes new weights between rollouts",
+        ),
+        Row(
+            "Simulators without a state, such as robots",
+            "AReaL",
+            "",
+            (
+                "unit/envs/test_stepping.py::test_only_offloading_needs_states_and_synchronous_training_warns",
+                "integration/test_examples.py"
+                "::test_an_environment_that_keeps_no_state_trains_with_a_warning_and_is_resumed",
+            ),
+        ),
+        Row(
+            "Rollout workers that are killed",
+            "AReaL, Prime-RL",
+            "train 'cluster.component_placement={actor:0,rollout:\"0:0-1\",env:0}' env.num_processes=8",
+            ("integration/test_rollout_processes.py::test_a_rollout_process_that_is_killed_plays_again",),
+            "they are replaced; none can join or leave a run that is under way",
+        ),
+        Row(
+            "Collectors that join and leave, over a store",
+            "Prime-RL",
+            "",
+            ("integration/test_store_runs.py::test_no_episode_is_lost_or_counted_twice",),
+            "the trainer imitates solved episodes; no policy-gradient loss",
+        ),
+        Row(
+            "Evaluation beside training",
+            "Prime-RL",
+            "train env=toy rollout.publish_weights=true runner.eval_async=true",
+            remains="a run's own evaluations take turns with training; examples/follow_weights and `embodrl store eval`"
+            " evaluate beside it, and their results are not in the run's metrics",
+        ),
+        Row(
+            "Early stopping and a gate against regressions",
+            "Prime-RL",
+            "train env=maniskill model=openvla runner.stop_at_success=0.9 runner.stop_evaluations=2"
+            " runner.max_regression=0.2",
+            (
+                "unit/runs/test_early_stop.py::test_a_regression_fails_the_run_after_a_checkpoint",
+                "integration/test_runs.py::test_a_run_that_has_solved_its_task_ends_and_can_be_trained_on",
+            ),
+        ),
+        Row(
+            "Held-out evaluation",
+            "RLinf",
+            "train env=maniskill_push model=openvla 'env.eval.tasks=[PullCube-v1]'",
+            ("integration/test_runs.py::test_held_out_evaluations_change_nothing_of_what_is_trained",),
+            "the same simulator, cameras and actions as in training",
+        ),
+    ],
+    "Distribution": [
+        Row(
+            "Sharded training",
+            "verl, AReaL",
+            f"{GPUS} actor.micro_batch_size=8 env.num_processes=64 env.train.total_num_envs=256"
+            " 'cluster.component_placement={actor:0-3,rollout:4-7,env:4-7}'",
+            ("integration/test_fsdp_runs.py::test_the_first_iterations_have_the_losses_of_one_process",),
+            "every training process gets the whole rollout; NCCL has not been run",
+        ),
+        Row(
+            "Sharded fine-tuning",
+            "verl, Prime-RL",
+            "sft env=maniskill model=openvla actor=fsdp"
+            " 'cluster.component_placement={actor:\"0:0-1\",rollout:0,env:0}'",
+            ("integration/test_demo_runs.py::test_fine_tuning_in_two_processes_has_the_losses_of_one",),
+        ),
+        Row(
+            "Rollouts from inference servers",
+            "AReaL, Prime-RL",
+            "plan train rollout=remote 'rollout.remote.urls=[http://127.0.0.1:8000]'",
+            ("integration/test_remote_rollout_runs.py::test_a_server_that_is_killed_does_not_end_the_run",),
+        ),
+        Row(
+            "SGLang",
+            "AReaL, slime, siiRL",
+            "train rollout=sglang",
+            remains="vLLM is the only inference library",
+        ),
+        Row(
+            "vLLM over several GPUs",
+            "siiRL, verl",
+            "plan train rollout=vllm rollout.vllm.tensor_parallel_size=2",
+            remains="a rollout process holds a whole policy",
+        ),
+        Row(
+            "A custom graph of an iteration",
+            "siiRL",
+            "train pipeline=ppo",
+            (
+                "integration/test_pipelines.py::test_a_built_in_pipeline_trains",
+                "integration/test_pipelines.py::test_a_node_that_is_tried_again_leaves_no_trace_but_its_count",
+            ),
+            "nodes run one after the other in the main process; rollout and train alone reach other processes",
+        ),
+        Row(
+            "No setting is ignored in silence",
+            "",
+            "eval env=toy model=mlp env.include_state=true",
+            ("integration/test_keys_of_verbs.py::test_no_key_is_ignored_in_silence",),
+        ),
+    ],
+    "Many runs": [
+        Row(
+            "Sweeps",
+            "RLinf, verl",
+            "sweep env=maniskill model=openvla runner.seed=1,2,3 algorithm=ppo,grpo",
+            ("integration/test_sweeps_and_profiles.py::test_a_killed_sweep_leaves_no_run_behind_and_is_resumed",),
+            "on this machine or as Slurm jobs; not on a Ray cluster",
+        ),
+        Row(
+            "Presets of one's own",
+            "RLinf, verl",
+            "",
+            ("unit/config/test_own_presets.py::test_the_command_line_names_directories_and_lists_what_is_in_them",),
+        ),
+        Row(
+            "Timeline of all processes",
+            "verl",
+            "",
+            ("integration/test_sweeps_and_profiles.py::test_a_profile_has_every_process",),
+            "shares of time, without the utilisation of GPUs and links",
+        ),
+        Row(
+            "Recording a policy",
+            "Hybrid",
+            "",
+            ("unit/runs/test_collect.py::test_a_policy_is_recorded_step_by_step",),
+        ),
+    ],
+}
+
+
+def outcome(command: str) -> str:
+    """Return what the check of a command says: ``accepted``, or ``refused`` with the codes."""
+    verb, *settings = shlex.split(command.removeprefix("plan ")) if command else [""]
+    if not verb:
+        return ""
+    runs = [each.overrides for each in expand_sweep(settings)] if verb == "sweep" else [tuple(settings)]
+    checked = "plan" if command.startswith("plan ") else "train" if verb == "sweep" else verb
+    try:
+        for overrides in runs:
+            load_config(list(overrides), verb=cast(Verb, checked))
+    except ConfigError as error:
+        return f"refused: {', '.join(sorted({f'`{problem.code}`' for problem in error.problems}))}"
+    return "accepted"
+
+
+def missing_tests() -> list[str]:
+    """Return the tests of the rows that are not there."""
+    named = [test.partition("::") for rows in SECTIONS.values() for row in rows for test in row.tests]
+    return [
+        f"tests/{path}::{name}"
+        for path, _, name in named
+        if not (ROOT / "tests" / path).is_file()
+        or not re.search(rf"^def {name}\b", (ROOT / "tests" / path).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return the rows of a section."""
+    lines = ["| capability | of | command | check | tests | state | what remains |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        found = outcome(row.command)
+        state = "missing" if found.startswith("refused") else "partly" if row.remains else "works"
+        tests = "<br>".join(f"`{test}`" for test in row.tests)
+        command = f"`embodrl {row.command}`" if row.command else ""
+        lines.append(f"| {row.name} | {row.systems} | {command} | {found} | {tests} | {state} | {row.remains} |")
+    return lines
+
+
+def render() -> str:
+    """Return the page."""
+    parts = [INTRODUCTION]
+    for title, rows in SECTIONS.items():
+        parts += [f"## {title}\n", "\n".join(table(rows)) + "\n"]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    if absent := missing_tests():
+        print("not there:", *absent, sep="\n  ")
+        return 1
+    text = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
+        print(f"{PAGE.relative_to(ROOT)} is out of date: run python scripts/make_capabilities.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
