@@ -29,8 +29,7 @@ class Context:
         rollout: gathers experience.
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
-        replay: of off-policy runs; see ``stores``.
-        recorded: of offline runs; see ``dataset``.
+        replay: of off-policy and offline runs; see ``stores`` and ``dataset``.
     """
 
     config: Config
@@ -39,8 +38,7 @@ class Context:
     rollout: Collector
     rewards: RewardWorker
     shuffle: torch.Generator
-    replay: ReplayStores | None = None
-    recorded: OfflineData | None = None
+    replay: ReplayStores | OfflineData | None = None
 
     @property
     def stores(self) -> ReplayStores:
@@ -49,7 +47,9 @@ class Context:
         Raises:
             PipelineError: ``algorithm.loss_type`` is not off-policy.
         """
-        if self.replay is None:
+        from embodrl.data.replay import ReplayStores
+
+        if not isinstance(self.replay, ReplayStores):
             raise PipelineError(
                 "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="replay-missing"
             )
@@ -62,8 +62,10 @@ class Context:
         Raises:
             PipelineError: ``algorithm.loss_type`` is not offline.
         """
-        if self.recorded is None:
+        from embodrl.data.offline import OfflineData
+
+        if not isinstance(self.replay, OfflineData):
             raise PipelineError(
                 "the run has no dataset", "set algorithm.loss_type to an offline loss", code="dataset-missing"
             )
-        return self.recorded
+        return self.replay

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.data.offline import OfflineData
-from embodrl.data.replay import ReplayStores
 from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
 from embodrl.deployment import Deployment
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EmbodrlError, OutputError, PipelineError
@@ -221,9 +219,7 @@ class Runner:
 
     def _context(self) -> Context:
         engine, rewards = self.engine, self.rewards
-        replay = self.stores if isinstance(self.stores, ReplayStores) else None
-        recorded = self.stores if isinstance(self.stores, OfflineData) else None
-        return Context(self.config, self.iteration, engine, self.collector, rewards, self.shuffle, replay, recorded)
+        return Context(self.config, self.iteration, engine, self.collector, rewards, self.shuffle, self.stores)
 
     def _count(self, metrics: Metrics, start: float) -> None:
         """Count an iteration that began at ``start`` (``time.perf_counter``); its metrics are pending.
