@@ -142,6 +142,8 @@ class EnvStep:
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
+CHOSEN = "chosen"
+"""In ``PolicyOutput.forward_inputs``: what an off-policy actor chose, ``float32[B,...]``, if not the actions."""
 TOKEN_MASK = "token_mask"
 """In ``forward_inputs``, of policies whose tokens stand for a whole chunk: ``bool[B,M]``, which of M tokens there are.
 

@@ -70,7 +70,8 @@ class TrajectoryBatch(Batch):
         call_id: ``int64[T,B]``, at the last chunk of an episode the number of the call of ``reward.fn`` that judges it,
             -1 elsewhere; None where no call has begun.
         ref_logprobs: ``float32[T,B,C,A]`` under the reference policy; None without one.
-        actions: ``float32[T,B,C,A]`` in environment units; this and the next two of off-policy runs only.
+        actions: ``float32[T,B,C,A]`` in environment units, or what the policy chose in their place (``types.CHOSEN``);
+            this and the next two of off-policy runs only.
         source: ``int8[T,B]``, who chose the chunk: 0 the policy, 1 an expert, 2 a human.
         final_inputs: a group of columns ``[T,B,...]``, what the policy sees after the chunk where an episode was
             truncated or the rollout ended there, as ``VLAPolicy.preprocess`` returns it; zeros elsewhere.

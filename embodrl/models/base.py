@@ -281,6 +281,11 @@ class OffPolicyActor(ABC):
     def feature_dim(self) -> int:
         """F: what ``features`` returns."""
 
+    @property
+    @abstractmethod
+    def chunk_shape(self) -> tuple[int, int]:
+        """What ``sample_chunk`` returns of a row: as a rule C and A."""
+
     @abstractmethod
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return what critics see, ``float32[B,F]``, of what ``preprocess`` returned; with gradients."""

@@ -81,8 +81,12 @@ def build_policy(
     from embodrl.models.base import VLAPolicy
     from embodrl.models.common.lora import continue_adapters
     from embodrl.models.common.trainable import apply_trainable
+    from embodrl.models.gaussian.on_frozen import actor_of, build_on_frozen, value_head_of
 
     build = MODELS.get(SupportedModel(config.model_type))
+    actor, directory = actor_of(config)
+    if actor.kind is not None:
+        config = value_head_of(config, actor)
     try:
         policy, report = build(config, device=device, dtype=dtype, seed=seed)
     except TypeError as error:
@@ -108,4 +112,6 @@ def build_policy(
             "give the base model as model.model_path, or leave model.lora_path out",
             code="adapter-base",
         )
+    if actor.kind is not None:
+        policy = build_on_frozen(policy, config, actor, directory, report, seed)
     return policy, report

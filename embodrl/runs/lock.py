@@ -183,12 +183,11 @@ def refuse_links(directory: Path) -> None:
     for place, directories, files in os.walk(directory):
         links = (Path(place) / name for name in (*directories, *files) if (Path(place) / name).is_symlink())
         for path in links:
-            if path.relative_to(directory).as_posix() in _OWN_LINKS:
+            if "/".join(path.parts[-2:]) in _OWN_LINKS:  # of a run, or of one below the directory of a sweep
                 continue
             raise OutputError(
                 f"{path} is a symbolic link to {path.readlink()}; a run does not write through links",
                 "replace it by what it leads to, or set runner.output_dir to the directory on the other disk",
                 code="run-directory-link",
             )
-        if Path(place) == directory:
-            directories[:] = [name for name in directories if name not in _LINKS_OF_OTHERS]
+        directories[:] = [name for name in directories if name not in _LINKS_OF_OTHERS]

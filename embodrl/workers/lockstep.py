@@ -21,7 +21,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.trace import record
 from embodrl.specs import LOSSES
-from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.types import CHOSEN, EnvStep, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector
 from embodrl.workers.reward import Episode
 
@@ -250,6 +250,7 @@ class LockstepRunner:
         self._inputs: list[dict[str, Tensor]] = []
         self._final_inputs: list[dict[str, Tensor]] = []
         self._labels: list[dict[str, Tensor]] = []
+        self._blank: dict[str, Tensor] = {}  # inputs of one row, zeros
         self._seen: list[_Seen] = []
         self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
 
@@ -347,7 +348,8 @@ class LockstepRunner:
 
     def _keep_transition(self, output: PolicyOutput, step: EnvStep) -> None:
         """Keep the actions, who chose them, and what was seen last where the step limit ended an episode."""
-        self._steps[-1]["actions"] = torch.from_numpy(output.actions.copy())
+        chosen = output.forward_inputs.get(CHOSEN)
+        self._steps[-1]["actions"] = torch.from_numpy(output.actions.copy()) if chosen is None else chosen.cpu()
         self._steps[-1]["source"] = torch.zeros(len(output.actions), dtype=torch.int8)
         rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
         self._final_inputs.append(self._final(step.final_observation, rows))
@@ -355,11 +357,14 @@ class LockstepRunner:
     def _final(self, observation: Observation | None, rows: NDArray[np.int64]) -> dict[str, Tensor]:
         """Return the policy's inputs ``[B,...]`` of an observation in ``rows``, zeros elsewhere."""
         assert self._observation is not None
-        whole = self.engine.inputs(self._observation if observation is None else observation)
-        others = torch.ones(self._observation.batch_size, dtype=torch.bool)
-        others[torch.from_numpy(rows)] = False
-        for tensor in whole.values():
-            tensor[others] = 0
+        seen = self._observation if observation is None else observation
+        if not self._blank:
+            one = self.engine.inputs(seen.select(np.zeros(1, np.int64)))
+            self._blank = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
+        whole = {name: blank.repeat(seen.batch_size, *[1] * (blank.ndim - 1)) for name, blank in self._blank.items()}
+        if len(rows):  # of these alone: inputs may cost as much as acting
+            for name, tensor in self.engine.inputs(seen.select(rows)).items():
+                whole[name][torch.from_numpy(rows)] = tensor
         return whole
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:

@@ -236,6 +236,33 @@ FAMILIES += [
         ("algorithm.bc_coef=0.1", *SAC),
     ),
     Wrong(
+        "a small actor that PPO would train",
+        "model.small_actor.kind",
+        "small-actor-can-learn",
+        ("model.small_actor.kind=residual",),
+        more=("model.warm_start",),
+    ),
+    Wrong(
+        "a small actor on random weights",
+        "model.warm_start",
+        "small-actor-can-learn",
+        ("model.small_actor.kind=residual", *SAC),
+    ),
+    Wrong(
+        "noise of a policy that has none",
+        "model.model_type",
+        "small-actor-can-learn",
+        ("model.small_actor.kind=dsrl", *SAC),
+        more=("model.warm_start",),
+    ),
+    Wrong(
+        "noise of demonstrations",
+        "algorithm.off_policy.demos",
+        "small-actor-can-learn",
+        ("algorithm.off_policy.demos={tmp}", "model.small_actor.kind=dsrl", *SAC),
+        more=("model.warm_start", "model.model_type", "algorithm.off_policy.demo_fraction"),
+    ),
+    Wrong(
         "an expert who labels chunks",
         "model.num_action_chunks",
         "expert-labels-what-is-seen",

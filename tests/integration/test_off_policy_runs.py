@@ -49,6 +49,21 @@ def demos(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def base(config: Path, demos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that was imitated for a short time."""
+    directory = tmp_path_factory.mktemp("base") / "sft"
+    few = ["sft.max_steps=80", "sft.lr_warmup_steps=5"]
+    outcome = embodrl("sft", "--config", config, f"sft.data_dir={demos}", *few, f"sft.output_dir={directory}")
+    assert outcome.code == 0, outcome.stderr
+    return directory / "policy"
+
+
+def on(base: Path) -> list[object]:
+    small = ["hidden_sizes=[64,64]", "scale=0.5"]
+    return [f"model.warm_start={base}", "algorithm.off_policy.num_q=4", *(f"model.small_actor.{key}" for key in small)]
+
+
 def settings(algorithm: str, config: Path, demos: Path, iterations: int, run_dir: Path) -> list[object]:
     given = [f"algorithm.off_policy.demos={demos}"] if algorithm == "rlpd" else []
     chosen = [f"algorithm={algorithm}", *given, "algorithm.off_policy.warm_up=300", f"runner.output_dir={run_dir}"]
@@ -72,6 +87,68 @@ def test_it_learns_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: 
     assert all(isinstance(rows[-1][f"train/{name}"], float) for name in names)
 
 
+def test_a_residual_learns_beyond_the_frozen_base(config: Path, demos: Path, base: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    outcome = embodrl(*settings("residual", config, demos, 12, run_dir), *on(base))
+    assert outcome.code == 0, outcome.stderr
+    rows = rows_of(run_dir)
+    assert rows[0]["eval/success_rate"] < 0.4  # as the base acts
+    assert rows[-1]["eval/success_rate"] > 0.8
+    before, after = (load_file(path / "model.safetensors") for path in (base, run_dir / "policy"))
+    assert all(after[name].equal(before[name]) for name in before)
+    found = tmp_path / "eval.json"
+    exported = ["--config", config, f"model.warm_start={run_dir / 'policy'}", "-o", tmp_path / "eval"]
+    assert embodrl("eval", *exported, "--json", found).code == 0, "the policy says itself that it has a small actor"
+    assert json.loads(found.read_text())["success_rate"] == rows[-1]["eval/success_rate"]
+
+
+FLOW = """
+presets: {env: toy, model: pi0}
+env:
+  state: full
+  include_state: true
+  pin_cpus: false
+  cameras: [{height: 16, width: 16}]
+  train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
+  eval: {num_episodes: 64}
+model:
+  num_action_chunks: 1
+  warm_start: null
+  pi:
+    image_size: 16
+    siglip: {width: 16, depth: 1, num_heads: 2, mlp_dim: 32}
+    depth: 2
+    num_heads: 2
+    head_dim: 16
+    vlm_width: 32
+    vlm_mlp_dim: 64
+    expert_width: 32
+    expert_mlp_dim: 64
+    max_action_dim: 8
+    action_horizon: 1
+  small_actor: {hidden_sizes: [64, 64], scale: 1.0}
+algorithm: {off_policy: {critic_hidden_sizes: [64, 64], warm_up: 300, num_q: 4}}
+actor: {global_batch_size: 64, micro_batch_size: 64}
+cluster: {num_threads: 1}
+runner:
+  max_iterations: 12
+  eval_interval: 12
+  logger: {tensorboard: false, console: plain}
+"""
+
+
+def test_chosen_noise_makes_a_frozen_flow_policy_better(demos: Path, tmp_path: Path) -> None:
+    config, base, run_dir = tmp_path / "flow.yaml", tmp_path / "sft", tmp_path / "run"
+    config.write_text(FLOW)
+    few = [f"sft.data_dir={demos}", "sft.max_steps=300", "sft.lr=1.0e-3", "sft.batch_size=32", f"sft.output_dir={base}"]
+    assert embodrl("sft", "--config", config, *few).code == 0
+    given = ["algorithm=dsrl", f"model.warm_start={base / 'policy'}", f"runner.output_dir={run_dir}"]
+    outcome = embodrl("train", "--config", config, *given)
+    assert outcome.code == 0, outcome.stderr
+    rows = rows_of(run_dir)
+    assert rows[0]["eval/success_rate"] < 0.4 and rows[-1]["eval/success_rate"] > 0.6
+
+
 @pytest.mark.parametrize("algorithm", ["dagger", "hg_dagger"])
 def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
     arguments = settings(algorithm, config, demos, 6, tmp_path / "run")
@@ -83,25 +160,32 @@ def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tm
     assert rows[-1]["eval/success_rate"] > 0.8
     steps = rows[-1]["env_steps"]
     assert rows[-1]["dagger/labels"] == steps if algorithm == "dagger" else rows[-1]["dagger/labels"] < steps
-    assert rows[-1]["dagger/expert_share"] < 0.5 < rows[1]["dagger/expert_share"]
+    first, last = (row["dagger/expert_share"] for row in (rows[1], rows[-1]))
+    assert last < (0.5 if algorithm == "dagger" else first)  # episodes are as short as an intervention
 
 
-KILLED = [("sac", "act:71"), ("rlpd", "store:5"), ("sac", "learn:400"), ("dagger", "act:71")]
+KILLED = [
+    *[("sac", "act:71"), ("rlpd", "store:5"), ("sac", "learn:400")],
+    *[("dagger", "act:71"), ("residual", "learn:400")],
+]
 
 
 @pytest.mark.parametrize(("algorithm", "when"), KILLED)
 def test_a_killed_run_is_resumed_bit_exactly(
-    algorithm: str, when: str, config: Path, demos: Path, tmp_path: Path
+    algorithm: str, when: str, config: Path, demos: Path, base: Path, tmp_path: Path
 ) -> None:
+    more = on(base) if algorithm == "residual" else []
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
-    assert embodrl(*settings(algorithm, config, demos, 5, whole)).code == 0
-    assert embodrl(*settings(algorithm, config, demos, 5, run_dir), stop_at=f"{when}:SIGKILL").code == -signal.SIGKILL
+    assert embodrl(*settings(algorithm, config, demos, 5, whole), *more).code == 0
+    killed = embodrl(*settings(algorithm, config, demos, 5, run_dir), *more, stop_at=f"{when}:SIGKILL")
+    assert killed.code == -signal.SIGKILL
     assert len(rows_of(run_dir)) in (3, 4, 5), "it was killed after the first checkpoint"
     outcome = embodrl("resume", run_dir)
     assert outcome.code == 0 and "starts over" not in outcome.stderr, outcome.stderr
     assert metrics(run_dir) == metrics(whole)
-    left, right = (load_file(path / "policy" / "model.safetensors") for path in (run_dir, whole))
-    assert all(left[name].equal(right[name]) for name in left) and left.keys() == right.keys()
+    for path in sorted((whole / "policy").glob("*.safetensors")):
+        left, right = load_file(path), load_file(run_dir / "policy" / path.name)
+        assert all(left[name].equal(right[name]) for name in left) and left.keys() == right.keys()
 
 
 def test_demonstrations_that_changed_are_refused_when_a_run_is_resumed(

@@ -46,16 +46,55 @@ def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.loss_type", message, hint, able, others=("algorithm.adv_type",))
 
 
-@rule("algorithm.loss_type", "model.model_type")
+@rule("algorithm.loss_type", "model.model_type", "model.small_actor.kind")
 def actor_can_be_differentiated(context: Context) -> Iterator[Finding]:
     """The actor climbs Q through its own actions."""
     family = context.family
+    if context.config.model.small_actor.kind is not None:
+        return
     if context.loss.off_policy and not context.loss.imitates and family is not None and not family.off_policy:
         able = ", ".join(spec.name for spec in MODELS.all() if spec.off_policy)
         message = f"loss_type '{context.config.algorithm.loss_type}' needs re-parameterised actions, which"
         message += f" {family.name} does not have"
-        hint = "choose model=mlp or model=cnn, or algorithm=ppo"
+        hint = "put a small actor on it: algorithm=residual, or of flow policies dsrl; or choose model=mlp or model=cnn"
         yield Finding("model.model_type", message, hint, able, others=("algorithm.loss_type",))
+
+
+@rule("algorithm.loss_type", "algorithm.off_policy.demos", "model")
+def small_actor_can_learn(context: Context) -> Iterator[Finding]:
+    """A small actor learns off-policy, on a policy that is worth freezing and has what the actor reads and does."""
+    model, family, key = context.config.model, context.family, "model.small_actor.kind"
+    kind = model.small_actor.kind
+    if kind is None:
+        return
+    if not context.loss.off_policy or context.loss.imitates:
+        message = f"loss_type '{context.config.algorithm.loss_type}' does not train a small actor on a frozen policy"
+        hint = f"choose algorithm={kind}; to act or evaluate leave it out: a saved policy says it itself"
+        yield Finding(key, message, hint, "null", others=("algorithm.loss_type",))
+    if model.model_path is None and model.warm_start is None:
+        message = f"the frozen policy of '{kind}' would be random"
+        hint = "give what `embodrl sft` wrote, or a checkpoint as model.model_path"
+        yield Finding("model.warm_start", message, hint, "a directory", others=(key,))
+    able = [spec.name for spec in MODELS.all() if spec.value_head and (kind != "dsrl" or spec.kind == "flow")]
+    if family is not None and (family.only_acts or family.name not in able):
+        wanted = "noise that is denoised" if kind == "dsrl" else "features, which are read where a value head would be"
+        message = f"'{kind}' needs {wanted}: {family.name} has none"
+        yield Finding("model.model_type", message, "choose another model", ", ".join(able), others=(key,))
+    if kind == "dsrl" and context.config.algorithm.off_policy.demos is not None:
+        message = "demonstrations do not tell the noise that their actions came from"
+        yield Finding(
+            f"{SECTION}.demos", message, "set it to null, or choose algorithm=residual", "null", others=(key,)
+        )
+
+
+@note("model.small_actor", "model.model_path", "model.warm_start")
+def small_actor_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings of an actor that there is not."""
+    settings = context.config.model.small_actor
+    for name in type(settings).model_fields if settings.kind is None else ():
+        if name != "kind" and context.by_user(f"model.small_actor.{name}"):
+            message = "has no effect: model.small_actor.kind is null"
+            yield Finding(f"model.small_actor.{name}", message, "leave it out")
 
 
 @rule("algorithm", "actor", "rollout", "model", "runner.max_staleness", "cluster")

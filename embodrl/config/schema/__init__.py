@@ -25,7 +25,7 @@ from embodrl.config.schema.engines import (
     VllmConfig,
 )
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
-from embodrl.config.schema.model import LoraConfig, ModelConfig, ValueHeadConfig
+from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
 from embodrl.config.schema.run import (
     CollectConfig,
     LoggerConfig,
@@ -93,6 +93,7 @@ __all__ = [
     "ServeConfig",
     "ServeProtocol",
     "SftConfig",
+    "SmallActorConfig",
     "SrpoConfig",
     "StoreConfig",
     "ValueHeadConfig",

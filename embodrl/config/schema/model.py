@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import PositiveInt, Section
+from embodrl.config.schema.section import PositiveFloat, PositiveInt, Section
 from embodrl.specs import DEFAULT_MODEL
 
 
@@ -32,6 +32,20 @@ class ValueHeadConfig(Section):
     detach: bool = Field(default=False, description="the value loss trains the value head only")
     hidden_sizes: tuple[PositiveInt, ...] = Field(default=(512, 128), description="hidden units")
     output: Literal["chunk", "action"] = Field(default="chunk", description="one value per chunk, or one per action")
+
+
+class SmallActorConfig(Section):
+    """A small Gaussian actor that learns off-policy on a frozen policy of any family."""
+
+    kind: Literal["residual", "dsrl"] | None = Field(
+        default=None,
+        description="residual: adds to the action; dsrl: chooses the noise that a flow policy denoises; null: none, or"
+        " that of the checkpoint",
+    )
+    scale: PositiveFloat = Field(default=0.2, description="largest change of an action (residual), or noise (dsrl)")
+    hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of its MLP")
+    initial_std: PositiveFloat = Field(default=0.6, description="standard deviation that it begins with", lt=7)
+    max_state_dim: PositiveInt = Field(default=64, description="it reads the state, padded to this with zeros")
 
 
 class ModelConfig(Section):
@@ -69,6 +83,9 @@ class ModelConfig(Section):
     )
     add_value_head: bool = Field(default=True, description="needed by actor-critic losses")
     value_head: ValueHeadConfig = Field(default=ValueHeadConfig(), description="shape of the value head")
+    small_actor: SmallActorConfig = Field(
+        default=SmallActorConfig(), description="a small actor on the frozen policy (algorithm=residual, dsrl)"
+    )
     center_crop: bool = Field(
         default=False, description="crop 90 % of the image's area, for checkpoints trained with random crops"
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from embodrl.envs.experts.base import Expert
-from embodrl.envs.maniskill.experts import EXPERTS
+from embodrl.envs.maniskill import experts, tool_experts
 from embodrl.errors import EnvError
+
+EXPERTS = {**experts.EXPERTS, **tool_experts.EXPERTS}
 
 
 def make_expert(task: str) -> Expert:

@@ -54,15 +54,23 @@ class Task(Protocol):
     goal_site: Actor
     cubeA: Actor
     cubeB: Actor
+    cube: Actor
+    ball: Actor
+    bin: Actor
+    l_shape_tool: Actor
     peg: Actor
+    peg_head_pose: Pose
+    box_hole_pose: Pose
 
 
-def _position(thing: Actor) -> Vector:
+def position(thing: Actor) -> Vector:
+    """Return where it is, ``float32[3]``, m."""
     result: Vector = thing.pose.p[0].cpu().numpy().astype(np.float32)
     return result
 
 
-def _offset(point: Vector, x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Vector:
+def offset(point: Vector, x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Vector:
+    """Return a point moved by so many metres."""
     return point + np.array([x, y, z], np.float32)
 
 
@@ -81,8 +89,8 @@ class SlideCube(Expert):
         self.direction = direction
 
     def act(self, env: Task) -> Vector:
-        tcp, cube, goal = _position(env.agent.tcp), _position(env.obj), _position(env.goal_region)
-        start = _offset(cube, x=-self.direction * self.behind_m)
+        tcp, cube, goal = position(env.agent.tcp), position(env.obj), position(env.goal_region)
+        start = offset(cube, x=-self.direction * self.behind_m)
         start[2] = self.height_m
         # How far the tool is short of the place behind the cube, along the way of the cube.
         ahead = self.direction * (tcp[0] - start[0])
@@ -110,7 +118,7 @@ class PickCube(Expert):
         self.closing = 0
 
     def act(self, env: Task) -> Vector:
-        tcp, cube = _position(env.agent.tcp), _position(getattr(env, self.cube))
+        tcp, cube = position(env.agent.tcp), position(getattr(env, self.cube))
         if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
             return self.carry(env, tcp, cube)
         return self.grasp(env, tcp, cube)
@@ -128,7 +136,7 @@ class PickCube(Expert):
 
     def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
         """Return the action with the cube in hand."""
-        return reach(tcp, tcp + _position(env.goal_site) - cube, CLOSED)
+        return reach(tcp, tcp + position(env.goal_site) - cube, CLOSED)
 
 
 class StackCube(PickCube):
@@ -140,16 +148,16 @@ class StackCube(PickCube):
         super().__init__("cubeA")
 
     def act(self, env: Task) -> Vector:
-        tcp, top, base = _position(env.agent.tcp), _position(env.cubeA), _position(env.cubeB)
+        tcp, top, base = position(env.agent.tcp), position(env.cubeA), position(env.cubeB)
         if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
-            return reach(tcp, _offset(tcp, z=0.02), OPEN)
+            return reach(tcp, offset(tcp, z=0.02), OPEN)
         return super().act(env)
 
     def grasp(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
         """Turn the gripper where it would hold the cube by its edges, which slips on the way."""
         turn_rad = self._misalignment(env)
         if abs(turn_rad) > self.aligned_rad and self.closing == 0:
-            over = _offset(cube, z=self.approach_m)
+            over = offset(cube, z=self.approach_m)
             action = reach(tcp, over, OPEN)
         else:
             action = super().grasp(env, tcp, cube)
@@ -166,7 +174,7 @@ class StackCube(PickCube):
         return (angle + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
     def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
-        base = _position(env.cubeB)
+        base = position(env.cubeB)
         apart = float(np.linalg.norm(cube[:2] - base[:2]))
         if apart > 0.012:
             height = base[2] + 0.09
@@ -174,7 +182,7 @@ class StackCube(PickCube):
             if apart > 0.05 and cube[2] < base[2] + 0.06:
                 target[:2] = cube[:2]
             return reach(tcp, tcp + target - cube, CLOSED)
-        return reach(tcp, tcp + _offset(base, z=0.04) - cube, CLOSED)
+        return reach(tcp, tcp + offset(base, z=0.04) - cube, CLOSED)
 
 
 class LiftPegUpright(Expert):
@@ -195,7 +203,7 @@ class LiftPegUpright(Expert):
         self.side = 0.0
 
     def act(self, env: Task) -> Vector:
-        tcp, peg = _position(env.agent.tcp), _position(env.peg)
+        tcp, peg = position(env.agent.tcp), position(env.peg)
         axis = env.peg.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy().astype(np.float32)
         if self.side == 0.0:
             self.side = 1.0 if axis[0] > 0 else -1.0

@@ -76,7 +76,7 @@ class OffPolicyEngine(NativeTrainEngine):
         super().__init__(policy, options, device, num_threads)
         assert isinstance(policy, OffPolicyActor), "the configuration was checked"
         self.actor, self.settings = policy, settings
-        chunk = policy.num_action_chunks * policy.action_dim
+        chunk = math.prod(policy.chunk_shape)
         shape = (policy.feature_dim + chunk, settings.critic_hidden_sizes, settings.layer_norm)
         self.critic = QEnsemble(settings.num_q, *shape)
         self.critic.init_weights(torch.Generator().manual_seed(seed))
@@ -183,7 +183,7 @@ class OffPolicyEngine(NativeTrainEngine):
         return {"policy_loss": loss, "grad_norm": norm, **metrics}
 
     def _noise(self, rows: int, generator: torch.Generator) -> Tensor:
-        return torch.randn(rows, self.policy.num_action_chunks, self.policy.action_dim, generator=generator)
+        return torch.randn(rows, *self.actor.chunk_shape, generator=generator)
 
     def _backward(
         self,

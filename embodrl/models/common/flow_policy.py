@@ -265,6 +265,16 @@ class FlowPolicy(VLAPolicy):
             l1 = (error * weight).sum() / (total * self.action_dim)
         return loss, {"l1": l1}
 
+    # Noise that another policy chooses ---------------------------------------------------------------------------
+
+    def encode_observation(self, observation: Observation) -> Any:
+        """Return what ``encode`` makes of an observation."""
+        return self.encode(self.preprocess(observation))
+
+    def denoise(self, context: Any, noise: Tensor, observation: Observation) -> NDArray[np.float32]:
+        """Return the actions ``float32[B,C,A]``, in environment units, that the ODE reaches from ``float32[B,H,D]``."""
+        return self._to_environment(self._integrate(self.velocity(context), noise)[0], observation)
+
     # Parts -------------------------------------------------------------------------------------------------------
 
     @property

@@ -16,7 +16,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import NoiseHead
 from embodrl.models.common.flow_spec import FlowModelConfig
-from embodrl.models.common.value_head import ValueHead
+from embodrl.models.common.value_head import FeatureTap, ValueHead
 from embodrl.storage.files import write_safetensors
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def build_noise_head(
 def save_heads(directory: Path, value_head: ValueHead | None, noise_head: NoiseHead | None) -> None:
     """Write the heads that there are."""
     for head, name in ((value_head, VALUE_HEAD_FILE), (noise_head, NOISE_HEAD_FILE)):
-        if head is not None:
+        if head is not None and not isinstance(head, FeatureTap):
             write_safetensors(directory / name, head.state_dict())
 
 

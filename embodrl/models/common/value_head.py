@@ -45,6 +45,16 @@ class ValueHead(nn.Module):
             return self.out(x)
 
 
+class FeatureTap(ValueHead):
+    """Takes the place of a value head, and returns what that would read: ``float32[B,D]``."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden.float()
+
+
 def masked_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean ``float32[B,D]`` of ``[B,S,D]`` over the tokens where ``mask [B,S]`` is not 0; None: all."""
     hidden = hidden.float()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.fields import Fields
@@ -40,13 +41,13 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
 
     Args:
         model: the network.
-        config: section ``model``.
+        config: section ``model``, of any family.
         value_head: the critic of PPO, on the features.
     """
 
     draws_by_row = True
 
-    def __init__(self, model: GaussianModel, config: GaussianModelConfig, value_head: ValueHead | None) -> None:
+    def __init__(self, model: GaussianModel, config: ModelConfig, value_head: ValueHead | None) -> None:
         super().__init__()
         self.model, self.value_head = model, value_head
         self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
@@ -60,17 +61,10 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         Raises:
             EmbodrlError: the state has more numbers than there is room for, or there are other cameras.
         """
-        spec, rows = self.model.spec, observation.batch_size
-        dims, cameras = observation.state.shape[1], observation.images.shape[1]
-        if dims > spec.max_state_dim:
-            raise EmbodrlError(
-                f"the state has {dims} numbers, the policy has room for {spec.max_state_dim}",
-                f"set model.gaussian.max_state_dim={dims} without a checkpoint, or env.include_state=false",
-                code="state-size",
-            )
-        state = torch.zeros(rows, spec.max_state_dim)
-        state[:, :dims] = torch.from_numpy(np.ascontiguousarray(observation.state))
+        spec, rows, cameras = self.model.spec, observation.batch_size, observation.images.shape[1]
+        state = padded_state(observation, spec.max_state_dim, "model.gaussian")
         if any(signs := signs_of(observation.instruction)):
+            dims = observation.state.shape[1]
             if dims == spec.max_state_dim:
                 raise EmbodrlError(
                     f"the policy has room for the {dims} numbers of the state, and not for the condition",
@@ -106,18 +100,18 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
         inputs = self.preprocess(observation)
-        features = self.model.features(inputs)
+        features = self.features(inputs)
         chunk = self.model.distribution(features)
         u = chunk.mean
         if mode == "train":
             u = chunk.sample(standard_normal(u.shape, generator, self.device))
         values = self._values(features) if compute_values else None
-        actions = torch.tanh(u).cpu().numpy()
+        actions = self.chosen(features, u).cpu().numpy()
         return PolicyOutput(actions, chunk.log_prob(u), values, {**inputs, DRAWN: u})
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        return self._values(self.model.features(self.preprocess(observation)))
+        return self._values(self.features(self.preprocess(observation)))
 
     def evaluate_actions(
         self,
@@ -126,7 +120,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        features = self.model.features(forward_inputs)
+        features = self.features(forward_inputs)
         chunk = self.model.distribution(features)
         entropy = chunk.entropy() if compute_entropy else None
         values = self._values(features) if compute_values else None
@@ -152,8 +146,9 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
             batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
             label_smoothing_bins: for token policies.
         """
-        chunk: TanhGaussian = self.model.distribution(self.model.features(batch))
-        error = torch.tanh(chunk.mean) - batch["target"]
+        features = self.features(batch)
+        chunk: TanhGaussian = self.model.distribution(features)
+        error = self.chosen(features, chunk.mean) - batch["target"]
         weight = torch.ones_like(error)
         if "action_mask" in batch:
             weight = weight * batch["action_mask"][..., None]
@@ -167,6 +162,10 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def feature_dim(self) -> int:
         return self.model.spec.num_features
 
+    @property
+    def chunk_shape(self) -> tuple[int, int]:
+        return self.model.spec.num_action_chunks, self.model.spec.action_dim
+
     def features(self, inputs: dict[str, Tensor]) -> Tensor:
         return self.model.features(inputs)
 
@@ -176,7 +175,11 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def sample_chunk(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         chunk = self.model.distribution(features)
         u = chunk.sample(noise)
-        return torch.tanh(u), chunk.log_prob(u).sum((1, 2))
+        return self.chosen(features, u), chunk.log_prob(u).sum((1, 2))
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        """Return what is done ``float32[B,C,A]`` where ``u`` of the same shape was drawn."""
+        return torch.tanh(u)
 
     # Parts and files -------------------------------------------------------------------------------------------------
 
@@ -200,6 +203,24 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
             checkpoint.save_weights(self.model.state_dict(), staging, one_file=True)
             save_heads(staging, self.value_head, None)
             checkpoint.write_json(staging / CONFIG_FILE, {"model_type": FAMILY, **asdict(self.model.spec)})
+
+
+def padded_state(observation: Observation, size: int, section: str) -> Tensor:
+    """Return the state as ``float32[B,size]``.
+
+    Raises:
+        EmbodrlError: it has more numbers than that; names the section with the setting.
+    """
+    dims = observation.state.shape[1]
+    if dims > size:
+        raise EmbodrlError(
+            f"the state has {dims} numbers, the policy has room for {size}",
+            f"set {section}.max_state_dim={dims} without a checkpoint, or env.include_state=false",
+            code="state-size",
+        )
+    state = torch.zeros(observation.batch_size, size)
+    state[:, :dims] = torch.from_numpy(np.ascontiguousarray(observation.state))
+    return state
 
 
 def build_gaussian(

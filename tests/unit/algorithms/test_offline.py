@@ -51,7 +51,7 @@ def test_advantages_add_up_n_rewards_and_the_value_after_them() -> None:
 def test_the_indicator_marks_the_best_share() -> None:
     advantages = torch.tensor([0.1, -3.0, 0.2, 5.0, 0.0, -1.0, 0.3, -2.0, 1.0, 0.4])
     assert advantage_indicator(advantages, 0.3).nonzero()[:, 0].tolist() == [3, 8, 9]
-    assert advantage_indicator(torch.zeros(4), 0.5).all()  # all the same: at the percentile
+    assert advantage_indicator(torch.zeros(4), 0.5).all()  # equal ones are at the percentile
 
 
 def test_bins_share_a_target_by_its_distance() -> None:

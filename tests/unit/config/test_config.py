@@ -49,6 +49,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
         "recap": ["env=toy", "model=mlp", "algorithm=recap", f"algorithm.off_policy.demos={tmp_path}"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
+        "dsrl": ["model=pi0", f"model.warm_start={tmp_path}"],
         "sac": ["env=toy", "model=mlp", *(["algorithm=sac"] if group == "pipeline" else [])],
     }.get(name, [])
     if group == "experiment" and name not in ("hybrid", "push_and_pull"):  # demonstrations are of an earlier stage

@@ -73,7 +73,8 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
-    assert presets("algorithm") == sorted([*PIPELINES, "rlpd", "hg_dagger"])  # whose graphs are those of sac and dagger
+    others = ("rlpd", "residual", "dsrl", "hg_dagger")  # whose graphs are those of sac and dagger
+    assert presets("algorithm") == sorted([*PIPELINES, *others])
 
 
 @pytest.mark.parametrize(

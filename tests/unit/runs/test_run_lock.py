@@ -106,6 +106,16 @@ def test_links_are_refused_but_for_those_of_the_run_and_of_wandb(tmp_path: Path)
         pass
 
 
+def test_a_sweep_may_have_runs_with_links_of_their_own(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "seed-0", 1)
+    manager.save(1, {}, {})
+    manager.keep_best(1)
+    (tmp_path / "seed-0" / "wandb").mkdir()
+    (tmp_path / "seed-0" / "wandb" / "latest-run").symlink_to("run-1")
+    with run_lock(tmp_path):
+        pass
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "logs"])
 def test_a_file_in_the_place_of_a_directory_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()

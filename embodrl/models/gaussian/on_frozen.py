@@ -1,0 +1,272 @@
+"""A small Gaussian actor on a frozen policy of any family, which corrects its actions or chooses its noise.
+
+Residual: ``a = a_base + s tanh(u)``, Yuan et al. 2024, "Policy Decorator", arXiv 2412.13630. DSRL: the noise that a
+flow policy denoises is ``w = s tanh(u)``, Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space
+Reinforcement Learning", arXiv 2506.15799. In both ``u`` is Gaussian given what the frozen policy makes of an
+observation, which is computed once and kept in the replay buffer in place of pictures.
+
+Shapes: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions, G features of the
+frozen policy, S padded state.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodrl.config.schema import ModelConfig, SmallActorConfig
+from embodrl.data.rng import RandomSource
+from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
+from embodrl.fields import read_fields
+from embodrl.hub import parse
+from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.common import checkpoint
+from embodrl.models.common.flow import standard_normal
+from embodrl.models.common.flow_policy import FlowPolicy
+from embodrl.models.common.init import new_generator
+from embodrl.models.common.value_head import FeatureTap, ValueHead
+from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec
+from embodrl.models.gaussian.policy import GaussianPolicy, padded_state
+from embodrl.specs import MODELS
+from embodrl.storage.files import write_safetensors
+from embodrl.types import CHOSEN, Observation, PolicyOutput, SamplingParams
+
+ACTOR_CONFIG, ACTOR_WEIGHTS = "small_actor.json", "small_actor.safetensors"
+GREEDY = SamplingParams()
+
+
+class OnFrozenPolicy(GaussianPolicy):
+    """A Gaussian actor whose inputs a frozen policy makes.
+
+    Args:
+        base: the frozen policy.
+        model: the actor's network, of ``spec_of``.
+        config: section ``model``.
+        settings: section ``model.small_actor``.
+    """
+
+    def __init__(self, base: VLAPolicy, model: GaussianModel, config: ModelConfig, settings: SmallActorConfig) -> None:
+        super().__init__(model, config, None)
+        self.base = base.requires_grad_(False)
+        self.settings = settings
+
+    @staticmethod
+    @abstractmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        """Return the dimensions of the actor on a policy with G = ``width``."""
+
+    @abstractmethod
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return what is stored of an observation: ``seen float32[B,G]``, ``state float32[B,S]``, and what else it is.
+
+        Runs the frozen policy once, without gradients.
+        """
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what was seen, of mean 0 and deviation 1 in each row, and the other inputs, side by side."""
+        seen = inputs["seen"].float()
+        parts = [F.layer_norm(seen, seen.shape[-1:]), inputs["state"].float()]
+        return torch.cat([*parts, *([inputs["base"].float().flatten(1)] if "base" in inputs else [])], -1)
+
+    def _values(self, features: Tensor) -> NoReturn:
+        raise _off_policy_only()
+
+    def evaluate_actions(self, *args: object, **kwargs: object) -> NoReturn:
+        raise _off_policy_only()
+
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``small_actor``, and the parts of the frozen policy."""
+        return {"small_actor": self.model, **self.base.parts()}
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        return self.base.unused_parameters()
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the frozen policy in its family's layout, and the actor beside it."""
+        with checkpoint.policy_directory(directory) as staging:
+            self.base.save_pretrained(staging)
+            write_safetensors(staging / ACTOR_WEIGHTS, self.model.state_dict())
+            checkpoint.write_json(staging / ACTOR_CONFIG, self.settings.model_dump(mode="json"))
+
+    def _state(self, observation: Observation) -> Tensor:
+        return padded_state(observation, self.settings.max_state_dim, "model.small_actor").to(self.device)
+
+
+class ResidualPolicy(OnFrozenPolicy):
+    """Adds at most ``scale`` to each number of the frozen policy's greedy action, within -1 to 1."""
+
+    @staticmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        chunk, dims = base.num_action_chunks, base.action_dim
+        return _mlp(chunk, dims, width + settings.max_state_dim + chunk * dims, settings)
+
+    @torch.no_grad()
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Besides ``seen`` and ``state``, return ``base float32[B,C,A]``: the frozen policy's action."""
+        output = self.base.predict_action_batch(observation, "eval", GREEDY, compute_values=True)
+        assert output.values is not None
+        base = torch.from_numpy(output.actions).to(self.device)
+        return {"seen": output.values.float(), "state": self._state(observation), "base": base}
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        base = features[:, -u[0].numel() :].view_as(u)
+        return (base + self.settings.scale * torch.tanh(u)).clamp(-1.0, 1.0)
+
+
+class NoisePolicy(OnFrozenPolicy):
+    """Chooses the noise ``float32[B,1,D]`` that a frozen flow policy begins with at each of its H actions."""
+
+    base: FlowPolicy
+
+    @staticmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        assert isinstance(base, FlowPolicy), "the configuration was checked"
+        return _mlp(1, base.padded_action_dim, width + settings.max_state_dim, settings)
+
+    @torch.no_grad()
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        return self._inputs(observation, self.base.prefix_features(self.base.encode_observation(observation)))
+
+    def _inputs(self, observation: Observation, seen: Tensor) -> dict[str, Tensor]:
+        return {"seen": seen.float(), "state": self._state(observation)}
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        return self.settings.scale * torch.tanh(u)
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: Literal["train", "eval"],
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """As of ``GaussianPolicy``; ``forward_inputs`` has the noise, and log-probs are 0."""
+        context = self.base.encode_observation(observation)
+        inputs = self._inputs(observation, self.base.prefix_features(context))
+        features = self.features(inputs)
+        noise = self.model.distribution(features)
+        u = noise.mean
+        if mode == "train":
+            u = noise.sample(standard_normal(u.shape, generator, self.device))
+        w = self.chosen(features, u)
+        actions = self.base.denoise(context, w.expand(-1, self.base.horizon, -1), observation)
+        return PolicyOutput(actions, torch.zeros(actions.shape), None, {**inputs, CHOSEN: w})
+
+    def sft_loss(self, *args: object, **kwargs: object) -> NoReturn:
+        raise _off_policy_only()
+
+
+def _off_policy_only() -> EmbodrlError:
+    return EmbodrlError(
+        "a small actor on a frozen policy learns off-policy only",
+        "choose algorithm=residual or algorithm=dsrl",
+        code="small-actor-loss",
+    )
+
+
+KINDS: Mapping[str, type[OnFrozenPolicy]] = {"residual": ResidualPolicy, "dsrl": NoisePolicy}
+
+
+def _mlp(chunk: int, dims: int, inputs: int, settings: SmallActorConfig) -> GaussianSpec:
+    return GaussianSpec(
+        num_action_chunks=chunk,
+        action_dim=dims,
+        use_images=False,
+        image_size=1,
+        num_cameras=1,
+        channels=(),
+        feature_dim=1,
+        max_state_dim=inputs,
+        hidden_sizes=settings.hidden_sizes,
+        initial_std=settings.initial_std,
+    )
+
+
+def actor_of(config: ModelConfig) -> tuple[SmallActorConfig, Path | None]:
+    """Return the small actor that a configuration or its checkpoint has, and the checkpoint's directory if that has it.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or its actor is not the one that is configured.
+        PolicyFileError: its settings are damaged.
+    """
+    wanted, directory = config.small_actor, Path(config.model_path or config.warm_start or "builtin").expanduser()
+    if config.model_path is not None and not directory.is_dir() and parse(config.model_path) is not None:
+        directory = directory if MODELS.entry(config.model_type).only_acts else checkpoint.resolve(config.model_path)
+    if not (directory / ACTOR_CONFIG).is_file():
+        return wanted, None
+    checkpoint.check_link(directory / ACTOR_CONFIG, directory)
+    fields = read_fields(directory / ACTOR_CONFIG, PolicyFileError, "save the policy again")
+    try:
+        stored = SmallActorConfig.model_validate_json(json.dumps(dict(fields.content)))
+    except ValueError as error:
+        raise PolicyFileError(f"{directory / ACTOR_CONFIG}: {error}", "save the policy again") from error
+    if stored.kind is None or (wanted.kind is not None and stored != wanted):
+        raise CheckpointError(
+            f"{directory} has a small actor with {stored.model_dump()}, and {wanted.model_dump()} is wanted",
+            "leave model.small_actor out, which takes that of the checkpoint, or set it to the same",
+            code="small-actor-differs",
+        )
+    return stored, directory
+
+
+def value_head_of(config: ModelConfig, settings: SmallActorConfig) -> ModelConfig:
+    """Return the configuration of the frozen policy: its critic's place is where features are read."""
+    head = config.value_head
+    if settings.kind == "dsrl":  # features that do not depend on the noise
+        head = head.model_copy(update={"input": "prefix"})
+    return config.model_copy(update={"add_value_head": True, "value_head": head})
+
+
+def build_on_frozen(
+    base: VLAPolicy,
+    config: ModelConfig,
+    settings: SmallActorConfig,
+    directory: Path | None,
+    report: LoadReport,
+    seed: int,
+) -> OnFrozenPolicy:
+    """Return the small actor on a policy with a value head, whose place it takes.
+
+    Args:
+        base: the policy.
+        config: section ``model``.
+        settings: of the actor.
+        directory: of its weights; None draws new ones.
+        report: of the base, filled in.
+        seed: of new weights.
+
+    Raises:
+        CheckpointError: the weights do not fit.
+    """
+    head = getattr(base, "value_head", None)
+    assert isinstance(head, ValueHead), "the configuration was checked"
+    first = head.hidden[0] if len(head.hidden) else head.out
+    assert isinstance(first, nn.Linear)
+    width = first.in_features
+    base.value_head = FeatureTap()
+    for name in [name for name in report.initialized if name.startswith("value_head.")]:
+        del report.initialized[name]
+    kind = KINDS[str(settings.kind)]
+    device = base.device
+    with torch.device("meta"):
+        model = GaussianModel(kind.spec_of(base, width, settings))
+    files = [] if directory is None else [directory / ACTOR_WEIGHTS]
+    own = LoadReport(str(directory))
+    generator = new_generator(device, seed)
+    checkpoint.fill(model, files, own, lambda: model.init_weights(generator), device=device, dtype=torch.float32)
+    report.initialized |= {f"small_actor.{name}": reason for name, reason in own.initialized.items()}
+    report.num_loaded += own.num_loaded
+    report.conventions["small actor"] = f"{settings.kind}, scale {settings.scale:g}, on a frozen {config.model_type}"
+    return kind(base, model, config, settings)
