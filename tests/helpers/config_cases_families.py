@@ -151,11 +151,29 @@ FAMILIES += [
         ("env.include_images=false", "model=cnn"),
     ),
     Wrong(
+        "a setting of evaluations that the simulator does not have",
+        "env.eval.settings.suite",
+        "evaluations-can-be-played",
+        ("env.eval.settings={suite: libero_10}",),
+    ),
+    Wrong(
+        "a protocol, and evaluations of another length",
+        "env.eval.max_episode_steps",
+        "evaluations-follow-what-is-given",
+        ("env.eval.max_episode_steps=300", "env=libero_spatial", "model=openvla_oft", "protocol=openvla_oft"),
+        more=("env.tasks",),
+    ),
+    Wrong(
+        "an early stop after more evaluations than there are",
+        "runner.stop_evaluations",
+        "early-stop-can-happen",
+        ("runner.stop_evaluations=50000", "runner.stop_at_success=0.9"),
+    ),
+    Wrong(
         "a state that the simulator does not tell",
         "env.state",
         "full-state-is-offered",
-        ("env.state=full", "env=metaworld", "model=mlp"),
-        more=("env.tasks",),
+        ("env.state=full", "env=gymnasium_reacher", "model=mlp"),
     ),
     Wrong(
         "a state that is not observed",
