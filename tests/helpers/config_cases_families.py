@@ -324,7 +324,13 @@ FAMILIES += [
         "RECAP without labels",
         "algorithm.offline.tag",
         "labels-are-there",
-        ("algorithm.offline.tag=mine", "algorithm.off_policy.demos={tmp}", "algorithm=recap", "model=mlp"),
+        (
+            "algorithm.offline.tag=mine",
+            "algorithm.off_policy.demos={tmp}",
+            "algorithm=recap",
+            "model=mlp",
+            "actor.optim.critic_warmup_iterations=0",
+        ),
     ),
     Wrong(
         "IQL with rewards of its own",
