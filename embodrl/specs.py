@@ -288,6 +288,7 @@ class FunctionSpec(Entry):
         needs_values: it works with the values of a critic.
         needs_groups: it compares episodes of a group.
         off_policy: it learns from a replay buffer, by critics of its own; of an estimator: there are no advantages.
+        offline: it learns from a dataset, without rollouts.
         imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for built-in ones.
@@ -296,9 +297,15 @@ class FunctionSpec(Entry):
     needs_values: bool = False
     needs_groups: bool = False
     off_policy: bool = False
+    offline: bool = False
     imitates: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
+
+    @property
+    def learns_from_records(self) -> bool:
+        """It needs no advantages of a rollout."""
+        return self.off_policy or self.offline
 
 
 @dataclass(frozen=True)
@@ -459,7 +466,10 @@ ADVANTAGES = FunctionRegistry(
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "sac", "dagger")},
+    {
+        name: f"embodrl.algorithms.spec:{name.upper()}"
+        for name in ("actor_critic", "actor", "sac", "iql", "recap", "dagger")
+    },
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )
 PIPELINES = Registry(
@@ -467,7 +477,20 @@ PIPELINES = Registry(
     PipelineSpec,
     builtin={
         name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in ("srpo", "dapo", "cpgd", "gspo", "sac", "dagger", "ppo", "grpo", "rloo", "reinforce_pp")
+        for name in (
+            "srpo",
+            "dapo",
+            "cpgd",
+            "gspo",
+            "sac",
+            "iql",
+            "recap",
+            "dagger",
+            "ppo",
+            "grpo",
+            "rloo",
+            "reinforce_pp",
+        )
     },
 )
 

@@ -19,6 +19,7 @@ from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
+from embodrl.cli.label import label
 from embodrl.cli.list import list_names
 from embodrl.cli.parity import parity
 from embodrl.cli.profile import profile
@@ -83,6 +84,7 @@ add(app, serve)
 add(app, collect)
 add(app, convert)
 add(app, sft)
+add(app, label)
 add(app, run)
 add(app, sweep)
 add(app, resume)

@@ -39,6 +39,7 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         "interface": _interface(config),
         "num_action_chunks": config.model.num_action_chunks,
         "action_dim": config.model.action_dim,
+        "condition": config.model.condition,
         "seed": config.runner.seed,
         **facts,
     }
@@ -122,6 +123,8 @@ def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str
         some = "" if len(unknown) == len(env.tasks) else f" of {len(env.tasks)} tasks"
         yield "env.tasks", f"the policy was trained in {trained}, not on {', '.join(unknown[:4])}{some}"
     here = policy_card(config)
+    if card.get("condition") not in (None, here["condition"]):
+        yield "model.condition", f"the policy was trained to act with model.condition={card['condition']}"
     for index, (there, view) in enumerate(zip(card.get("cameras", []), here["cameras"], strict=False)):
         # A pose of null is the simulator's own, which may be the same as one that is written out.
         posed = [key for key in ("eye", "target") if there.get(key) is None or view[key] is None]

@@ -14,6 +14,7 @@ from torch import Tensor
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
+from embodrl.data.offline import OfflineData
 from embodrl.data.replay import ReplayStores
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
@@ -115,6 +116,29 @@ class TrainEngine(ABC):
             f"{type(self).__name__} does not learn from a replay buffer",
             "set actor.training_backend=native and an off-policy algorithm.loss_type",
             code="off-policy-engine",
+        )
+
+    def learn_offline(
+        self, data: OfflineData, algorithm: AlgorithmConfig, generator: torch.Generator
+    ) -> dict[str, float | None]:
+        """Take ``algorithm.offline.updates`` steps on frames of a dataset and raise ``version`` by one.
+
+        Args:
+            data: what was recorded.
+            algorithm: its sections ``offline`` and ``off_policy``.
+            generator: on the CPU; of what is drawn.
+
+        Returns:
+            metrics named ``train/...``.
+
+        Raises:
+            NonFiniteError: a loss or several steps in a row were not finite.
+            EmbodrlError: this backend does not learn offline.
+        """
+        raise EmbodrlError(
+            f"{type(self).__name__} does not learn from a dataset",
+            "set actor.training_backend=native and an offline algorithm.loss_type",
+            code="offline-engine",
         )
 
     @abstractmethod

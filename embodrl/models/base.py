@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import BatchShapeError, EmbodrlError
+from embodrl.models.common.condition import Condition, told
 from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -90,11 +91,13 @@ class VLAPolicy(nn.Module, ABC):
         num_action_chunks: C.
         action_dim: A.
         draws_by_row: ``predict_action_batch`` takes a RowGenerators as well.
+        condition: what those who act say of the advantage with every instruction (``model.condition``).
     """
 
     num_action_chunks: int
     action_dim: int
     draws_by_row: ClassVar[bool] = False
+    condition: Condition | None = None
 
     @property
     def action_horizon(self) -> int:
@@ -156,7 +159,7 @@ class VLAPolicy(nn.Module, ABC):
         rows = len(pictures)
         texts = [instruction] * rows if isinstance(instruction, str) else list(instruction)
         states = np.zeros((rows, 0), np.float32) if state is None else np.asarray(state, np.float32).reshape(rows, -1)
-        observation = Observation(pictures, states, texts, np.zeros(rows, np.int32))
+        observation = told(Observation(pictures, states, texts, np.zeros(rows, np.int32)), self.condition)
         with torch.no_grad():
             output = self.predict_action_batch(observation, "eval", SamplingParams(), compute_values=False)
         return output.actions if is_batch else output.actions[0]

@@ -57,6 +57,16 @@ def sac(config: Config) -> Pipeline:
     return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
+def iql(config: Config) -> Pipeline:
+    """Implicit Q-learning."""
+    return _offline(Pipeline("iql"))
+
+
+def recap(config: Config) -> Pipeline:
+    """Advantage-conditioned imitation."""
+    return _offline(Pipeline("recap"))
+
+
 def dagger(config: Config) -> Pipeline:
     """Dataset aggregation: an expert labels what the policy sees, and the update imitates all labels so far."""
     pipeline = _gather(Pipeline("dagger")).add_node("store", f"{NODES}:store_labels", ("rollout",), "store")
@@ -74,6 +84,12 @@ def srpo(config: Config) -> Pipeline:
 
 def _gather(pipeline: Pipeline) -> Pipeline:
     return pipeline.add_node("rollout", f"{NODES}:rollout", role="rollout")
+
+
+def _offline(pipeline: Pipeline) -> Pipeline:
+    pipeline.add_node("dataset", f"{NODES}:dataset", role="dataset")
+    pipeline.add_node("train", f"{NODES}:train_offline", ("dataset",), "train")
+    return pipeline.add_node("sync", f"{NODES}:sync", ("train",), "sync")
 
 
 def _sample(pipeline: Pipeline) -> Pipeline:
@@ -129,6 +145,18 @@ SAC = PipelineSpec(
     target=sac,
     description="a replay buffer and critics of its own",
     setting=("algorithm.loss_type", "sac"),
+)
+IQL = PipelineSpec(
+    name="iql",
+    target=iql,
+    description="a dataset and critics; no rollouts",
+    setting=("algorithm.loss_type", "iql"),
+)
+RECAP = PipelineSpec(
+    name="recap",
+    target=recap,
+    description="a dataset labelled by `embodrl label`; no rollouts",
+    setting=("algorithm.loss_type", "recap"),
 )
 DAGGER = PipelineSpec(
     name="dagger",

@@ -14,7 +14,8 @@ from embodrl.errors import EmbodrlError, PipelineProblem
 from embodrl.names import import_function, nearest
 
 ROLES: dict[str, str] = {
-    "rollout": "gathers experience; exactly one",
+    "rollout": "gathers experience; exactly one, or a dataset",
+    "dataset": "stands for recorded experience; goes with an offline algorithm.loss_type",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
     "reward": "judges episodes; goes with reward.fn and algorithm.srpo.enabled",
     "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
@@ -237,7 +238,8 @@ def _needed_roles(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
             name, message, "raise algorithm.rollout_epoch for more of them per update", code="pipeline-role-twice"
         )
     for role in ("rollout", "sync"):
-        if all(spec.role != role for spec in specs):
+        stand_ins = {"rollout": ("rollout", "dataset")}.get(role, (role,))
+        if all(spec.role not in stand_ins for spec in specs):
             hint = f"add one, e.g. embodrl.pipelines.nodes:{role}"
             yield PipelineProblem("", f"no node has the role '{role}'", hint, code="pipeline-role-missing")
 
@@ -249,7 +251,7 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
     if train is None:
         return
     for spec in specs:
-        if spec.role in ("rollout", "dynamic_sampling", "store") and spec.name not in upstream(train, deps):
+        if spec.role in ("rollout", "dataset", "dynamic_sampling", "store") and spec.name not in upstream(train, deps):
             message = f"'{train}', which trains, does not depend on it"
             yield PipelineProblem(spec.name, message, f"connect its output to '{train}'", code="pipeline-disconnected")
         elif spec.role == "sync" and train not in upstream(spec.name, deps):

@@ -11,6 +11,7 @@ from embodrl.errors import PipelineError
 if TYPE_CHECKING:
     import torch
 
+    from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
     from embodrl.hybrid_engines.base import TrainEngine
     from embodrl.workers.collector import Collector
@@ -28,7 +29,7 @@ class Context:
         rollout: gathers experience.
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
-        replay: of off-policy runs; see ``stores``.
+        replay: of off-policy and offline runs; see ``stores`` and ``dataset``.
     """
 
     config: Config
@@ -37,7 +38,7 @@ class Context:
     rollout: Collector
     rewards: RewardWorker
     shuffle: torch.Generator
-    replay: ReplayStores | None = None
+    replay: ReplayStores | OfflineData | None = None
 
     @property
     def stores(self) -> ReplayStores:
@@ -46,8 +47,25 @@ class Context:
         Raises:
             PipelineError: ``algorithm.loss_type`` is not off-policy.
         """
-        if self.replay is None:
+        from embodrl.data.replay import ReplayStores
+
+        if not isinstance(self.replay, ReplayStores):
             raise PipelineError(
                 "the run has no replay buffer", "set algorithm.loss_type to an off-policy loss", code="replay-missing"
+            )
+        return self.replay
+
+    @property
+    def dataset(self) -> OfflineData:
+        """What an offline run learns from.
+
+        Raises:
+            PipelineError: ``algorithm.loss_type`` is not offline.
+        """
+        from embodrl.data.offline import OfflineData
+
+        if not isinstance(self.replay, OfflineData):
+            raise PipelineError(
+                "the run has no dataset", "set algorithm.loss_type to an offline loss", code="dataset-missing"
             )
         return self.replay

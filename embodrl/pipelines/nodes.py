@@ -90,6 +90,16 @@ def train_off_policy(context: Context, stored: None) -> tuple[None, Metrics]:
     return None, {**context.engine.learn(context.stores, context.config.algorithm, context.shuffle)}
 
 
+def dataset(context: Context) -> tuple[None, Metrics]:
+    """Stand where others roll out: what is learned from is recorded, and nothing is simulated for it."""
+    return None, {"env_steps": 0}
+
+
+def train_offline(context: Context, recorded: None) -> tuple[None, Metrics]:
+    """Update the policy, and critics if there are some, on batches drawn from the dataset."""
+    return None, {**context.engine.learn_offline(context.dataset, context.config.algorithm, context.shuffle)}
+
+
 def sync(context: Context, trained: None) -> None:
     """Hand the new weights, and their version, to the rollout."""
     context.rollout.update_weights(context.engine.weights(), context.engine.version)

@@ -56,6 +56,13 @@ NEEDS = (
         "algorithm.loss_type=actor_critic",
         True,
     ),
+    Need(
+        "dataset",
+        "an offline algorithm.loss_type",
+        lambda c: c.algorithm.loss_type in LOSSES and LOSSES.entry(c.algorithm.loss_type).offline,
+        "algorithm.loss_type=actor_critic",
+        True,
+    ),
     Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),
     Need(
         "reward",

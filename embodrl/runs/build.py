@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from embodrl.config.schema import Config
+from embodrl.data.offline import OfflineData
 from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import TrainEngine
@@ -23,14 +24,16 @@ from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.runs.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR
+from embodrl.runs.offline import load_offline
 from embodrl.runs.replay import make_stores
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
-from embodrl.workers.actor import launch_trainers, make_native_engine
+from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.offline import OfflineBackend
 from embodrl.workers.policy import build_policy, check_memory, resolve_device
 from embodrl.workers.remote_backend import (
     RemoteBackend,
@@ -55,14 +58,14 @@ class Parts:
         engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
-        stores: of off-policy runs.
+        stores: of off-policy and offline runs.
     """
 
     policy: VLAPolicy
     engine: TrainEngine
     rollouts: RolloutBackend
     rewards: RewardWorker
-    stores: ReplayStores | None = None
+    stores: ReplayStores | OfflineData | None = None
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
@@ -112,6 +115,8 @@ def build(
     """
     log_dir, keep_frames = run_dir / "logs", needs_frames(config)
     closing.enter_context(MemoryWatch())
+    if LOSSES.entry(config.algorithm.loss_type).offline:
+        return _build_offline(config, weights_from, deployment, log_dir, device, stopped, closing)
     launcher = make_launcher(config, deployment)
     if launcher is not None:
         closing.callback(launcher.close)
@@ -185,6 +190,25 @@ def build(
     if pool is not None and LOSSES.entry(config.algorithm.loss_type).off_policy:
         stores = make_stores(config, policy, pool)
     return Parts(policy, engine, rollouts, rewards, stores)
+
+
+def _build_offline(
+    config: Config,
+    weights_from: Config,
+    deployment: Deployment,
+    log_dir: Path,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+) -> Parts:
+    """As ``build``, of a run that learns from a dataset: simulators start with the first evaluation."""
+    policy = build_policy(weights_from, device)
+    data, seen = load_offline(config, policy)
+    engine = make_offline_engine(config, deployment, policy, seen)
+    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, stopped)
+    closing.callback(rollouts.close)
+    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data)
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

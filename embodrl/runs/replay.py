@@ -56,7 +56,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
         return ReplayStores(online)
     config = config.model_copy(update={"sft": SftConfig(data_dir=settings.demos)})
     check_robot(config)
-    _check_rewards(Path(settings.demos).expanduser(), config)
+    check_rewards(Path(settings.demos).expanduser(), config)
     demos = load_configured_demos(config)
     check_demos(demos, config)
     known, wanted = demos.state.shape[1], pool.spec.state_dim
@@ -67,7 +67,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
             code="demos-other-state",
         )
     if demos.outcomes is None:
-        raise _no_rewards(settings.demos)
+        raise no_rewards(settings.demos)
     frames = demo_frames(demos, demos.outcomes, policy)
     kept = ReplayBuffer(len(frames["acted"]), 2**62)
     kept.add_frames(frames)
@@ -75,16 +75,16 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     return ReplayStores(online, kept)
 
 
-def _check_rewards(directory: Path, config: Config) -> None:
+def check_rewards(directory: Path, config: Config) -> None:
     """Refuse demonstrations whose rewards were made otherwise than those of the run."""
     path = directory / (OWN_META if is_lerobot(directory) else RAW_INDEX)
     if not path.is_file():
-        raise _no_rewards(str(directory))
+        raise no_rewards(str(directory))
     made = read_fields(path, FileDamagedError, "re-collect the demonstrations")
     made = made if is_lerobot(directory) else made.fields("meta", {})
     found, wanted = made.fields(REWARDS, {}).content, reward_settings(config)
     if not found:
-        raise _no_rewards(str(directory))
+        raise no_rewards(str(directory))
     if found != wanted:
         raise EmbodrlError(
             f"the rewards of {directory} are not those of the run: {dict(found)} instead of {wanted}",
@@ -93,7 +93,8 @@ def _check_rewards(directory: Path, config: Config) -> None:
         )
 
 
-def _no_rewards(source: str) -> EmbodrlError:
+def no_rewards(source: str) -> EmbodrlError:
+    """Return the error of a dataset that can only be imitated."""
     return EmbodrlError(
         f"{source} does not tell rewards and executed actions, so that it can only be imitated",
         "collect demonstrations with this version of `embodrl collect`",

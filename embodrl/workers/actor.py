@@ -25,9 +25,11 @@ from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.imitation import ImitationEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
+from embodrl.hybrid_engines.training.offline import IqlCritics, OfflineEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.observation_net import ObservationSpec
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
@@ -98,6 +100,17 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
         settings, seed = config.algorithm.off_policy, config.runner.seed
         return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
+
+
+def make_offline_engine(
+    config: Config, deployment: Deployment, policy: VLAPolicy, seen: ObservationSpec | None
+) -> OfflineEngine:
+    """Return the engine that learns from a dataset in this process, with critics of what they see if that is given."""
+    cores, critics = deployment.threads_of(deployment.of("actor")[0]), None
+    if seen is not None:
+        chunk = policy.num_action_chunks * policy.action_dim
+        critics = IqlCritics(seen, chunk, config.algorithm.off_policy, policy.device, config.runner.seed)
+    return OfflineEngine(policy, EngineOptions.of(config), policy.device, critics, cores)
 
 
 def saves_shards(config: Config, deployment: Deployment) -> bool:

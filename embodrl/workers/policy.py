@@ -16,6 +16,7 @@ from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.condition import conditioned
 from embodrl.models.memory import state_memory
 from embodrl.preflight.doctor import memory_limit_bytes
 
@@ -63,7 +64,8 @@ def check_memory(
     model = model.model_copy(update={"warm_start": None})
     device = resolve_device(config) if device is None else device
     policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
-    policy.check_instructions([text for text in known_instructions(config).values() if text], len(config.env.cameras))
+    known = [conditioned(text, config.model.condition) for text in known_instructions(config).values() if text]
+    policy.check_instructions(known, len(config.env.cameras))
     weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
     needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
@@ -164,6 +166,7 @@ def build_policy(config: Config, device: torch.device | None = None) -> VLAPolic
         len(report.ignored),
     )
     logger.info("%s", report.describe(limit=100))
+    policy.condition = config.model.condition
     policy.eval()
     if config.actor.gradient_checkpointing:
         policy.enable_gradient_checkpointing()

@@ -103,6 +103,7 @@ FAMILIES = [
         ("model.warm_start=builtin", "model=gr00t"),
     ),
 ]
+IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.critic_warmup_iterations=0")
 DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
 DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
@@ -311,5 +312,31 @@ FAMILIES += [
         "algorithm.off_policy.capacity",
         "replay-holds-a-rollout",
         ("algorithm.off_policy.capacity=100", *SAC),
+    ),
+    Wrong("IQL without data", "algorithm.off_policy.demos", "offline-has-data", IQL),
+    Wrong(
+        "IQL on data that are not there",
+        "algorithm.off_policy.demos",
+        "offline-has-data",
+        ("algorithm.off_policy.demos={tmp}/none", *IQL),
+    ),
+    Wrong(
+        "RECAP without labels",
+        "algorithm.offline.tag",
+        "labels-are-there",
+        (
+            "algorithm.offline.tag=mine",
+            "algorithm.off_policy.demos={tmp}",
+            "algorithm=recap",
+            "model=mlp",
+            "actor.optim.critic_warmup_iterations=0",
+        ),
+    ),
+    Wrong(
+        "IQL with rewards of its own",
+        "reward.fn",
+        "offline-has-what-it-needs",
+        ("reward.fn=math:sqrt", "algorithm.off_policy.demos={tmp}", *IQL),
+        more=("pipeline.name",),
     ),
 ]

@@ -31,6 +31,7 @@ POINTS = {
     "publish": "embodrl.storage.checkpoint:publish_directory",
     "store": "embodrl.data.replay:ReplayBuffer.add",
     "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
+    "learn_offline": "embodrl.hybrid_engines.training.offline:OfflineEngine._imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "add_episode": "embodrl.data.raw:RawWriter.add",
     "add_lerobot_episode": "embodrl.data.lerobot_writer:LeRobotWriter.add",

@@ -56,7 +56,7 @@ def test_all_presets_are_here() -> None:
     assert presets("algorithm") == sorted([*EXPECTED, *OFF_POLICY])
 
 
-OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "dagger", "hg_dagger")  # test_off_policy_runs.py
+OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "dagger", "hg_dagger", "iql", "recap")  # tests of their runs
 EXPECTED = {
     "ppo": {"train/value_loss"},
     "grpo": set(),

@@ -38,7 +38,7 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
     algorithm = context.config.algorithm
     if algorithm.adv_type not in ADVANTAGES or algorithm.loss_type not in LOSSES:
         return
-    if context.estimator.off_policy != context.loss.off_policy:
+    if context.estimator.off_policy != context.loss.learns_from_records:
         return  # a rule of its own reports it
     adv, loss = context.estimator.needs_values, context.loss.needs_values
     both = ("algorithm.adv_type", "algorithm.loss_type")
@@ -274,7 +274,7 @@ def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     """A rollout is a whole number of optimizer steps."""
     config = context.config
     train, batch = config.env.train, config.actor.global_batch_size
-    if not train.auto_reset or config.algorithm.filter.enabled or context.loss.off_policy:
+    if not train.auto_reset or config.algorithm.filter.enabled or context.loss.learns_from_records:
         return  # how many chunks there are shows when they have been run; batches are made as even as can be
     chunks = config.rollout_chunks
     total = train.total_num_envs * chunks * config.algorithm.rollout_epoch
@@ -379,11 +379,12 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     without_critic = not loss.needs_values
     no_critic = f"loss_type '{algorithm.loss_type}' has no critic"
     adv_type = f"adv_type is '{algorithm.adv_type}'"
-    off_policy = f"loss_type '{algorithm.loss_type}' learns from a replay buffer"
+    recorded = f"loss_type '{algorithm.loss_type}' learns from what is recorded"
     for name in (*LOSS_KEYS.values(), *ON_POLICY):
-        yield f"algorithm.{name}", loss.off_policy, off_policy
+        yield f"algorithm.{name}", loss.learns_from_records, recorded
     on_policy = f"loss_type '{algorithm.loss_type}' learns from its rollouts alone"
-    yield "algorithm.off_policy", not loss.off_policy, on_policy
+    yield "algorithm.off_policy", not loss.learns_from_records, on_policy
+    yield "algorithm.offline", not loss.offline, f"loss_type '{algorithm.loss_type}' learns from rollouts"
     yield "algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
     for name in ("value_clip", "value_loss_coef", "huber_delta"):

@@ -286,6 +286,8 @@ def policy_was_trained_for_this(context: Context) -> Iterator[Finding]:
     for at, difference in card_differences(card, context.config):
         if at.startswith("env.cameras"):
             yield Finding(key, difference, "use the camera that it was trained with", others=(at,))
+        elif at == "model.condition":
+            yield Finding(at, difference, f"set model.condition={card['condition']}", others=(key,))
         else:
             hint = "train it on this task first (embodrl collect, then sft), or choose what it knows:"
             hint += f" {card.get('env_type')} tasks {tasks}"

@@ -36,12 +36,12 @@ CRITICS_ONLY = {"actor.precision", "rollout.precision", "actor.param_dtype", "mo
 def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
     """A loss on a replay buffer has no advantages, any other has."""
     algorithm = context.config.algorithm
-    if context.loss.off_policy and not context.estimator.off_policy:
+    if context.loss.learns_from_records and not context.estimator.off_policy:
         message = f"loss_type '{algorithm.loss_type}' uses no advantages"
         yield Finding("algorithm.adv_type", message, "set it to none", "none", others=("algorithm.loss_type",))
-    if context.estimator.off_policy and not context.loss.off_policy:
+    if context.estimator.off_policy and not context.loss.learns_from_records:
         message = f"adv_type '{algorithm.adv_type}' gives no advantages, which loss_type '{algorithm.loss_type}' needs"
-        able = ", ".join(name for name in LOSSES if LOSSES.entry(name).off_policy)
+        able = ", ".join(name for name in LOSSES if LOSSES.entry(name).learns_from_records)
         hint = "set algorithm.adv_type=gae, or choose algorithm=sac"
         yield Finding("algorithm.loss_type", message, hint, able, others=("algorithm.adv_type",))
 

@@ -136,6 +136,28 @@ class OffPolicyConfig(Section):
     demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
 
 
+class OfflineConfig(Section):
+    """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
+
+    updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
+    expectile: float = Field(
+        default=0.7, gt=0, lt=1, description="of the Q values that V becomes; 0.5 their mean, towards 1 their largest"
+    )
+    temperature: NonNegativeFloat = Field(
+        default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
+    )
+    max_weight: PositiveFloat = Field(default=100.0, description="largest weight of an action")
+    tag: str = Field(
+        default="recap", description="RECAP: of the labels that `embodrl label` has written beside the data"
+    )
+    condition_dropout: Fraction = Field(
+        default=0.3, description="RECAP: share of the frames whose instruction does not say the advantage"
+    )
+    label_smoothing_bins: NonNegativeFloat = Field(
+        default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
+    )
+
+
 class DaggerConfig(Section):
     """DAgger and HG-DAgger: who acts while an expert labels what is seen."""
 
@@ -240,5 +262,6 @@ class AlgorithmConfig(Section):
         description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
+    offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL and RECAP")
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -89,6 +89,11 @@ class ModelConfig(Section):
     center_crop: bool = Field(
         default=False, description="crop 90 % of the image's area, for checkpoints trained with random crops"
     )
+    condition: Literal["positive", "negative"] | None = Field(
+        default=None,
+        description="what every instruction says of the advantage of the actions to come, where the policy acts: for"
+        " policies that algorithm=recap has trained; null says nothing",
+    )
     freeze_vision: bool = Field(default=False, description="do not train the vision backbone")
     trainable: Literal["all", "lora", "action_expert", "head"] = Field(
         default="all",

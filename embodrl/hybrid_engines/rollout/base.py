@@ -18,6 +18,7 @@ from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.condition import told
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
 
@@ -131,11 +132,13 @@ class RolloutEngine(ABC):
         self, observation: Observation, compute_values: bool, generators: Sequence[RandomSource] | None = None
     ) -> PolicyOutput:
         """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
-        return self._predict(ActRequest(observation, "train", compute_values, generators or self.generators))
+        return self._predict(
+            ActRequest(self._told(observation), "train", compute_values, generators or self.generators)
+        )
 
     def act_greedily(self, observation: Observation) -> PolicyOutput:
         """Choose the most probable chunk of actions for each row."""
-        return self._predict(ActRequest(observation, "eval", False, self.generators))
+        return self._predict(ActRequest(self._told(observation), "eval", False, self.generators))
 
     def values(self, observation: Observation) -> Tensor:
         """Return ``float32[B,K]`` on the CPU."""
@@ -144,14 +147,17 @@ class RolloutEngine(ABC):
             with torch.no_grad(), autocast(self.precision, self.device):
                 return self.policy.predict_values(part).float().cpu()
 
-        tasks = [lambda part=part: compute(part) for part in self._parts(observation)]
+        tasks = [lambda part=part: compute(part) for part in self._parts(self._told(observation))]
         with self._lock:
             return torch.cat(on_threads(tasks, self.num_threads))
 
     def inputs(self, observation: Observation) -> dict[str, Tensor]:
         """Return what the policy makes of observations (``VLAPolicy.preprocess``), on the CPU."""
         with self._lock:
-            return {name: tensor.cpu() for name, tensor in self.policy.preprocess(observation).items()}
+            return {name: tensor.cpu() for name, tensor in self.policy.preprocess(self._told(observation)).items()}
+
+    def _told(self, observation: Observation) -> Observation:
+        return told(observation, self.policy.condition)
 
     def _parts(self, observation: Observation) -> list[Observation]:
         rows = np.array_split(np.arange(observation.batch_size), min(self.num_threads, observation.batch_size))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.init import init_matrix
+from embodrl.models.common.observation_net import Cnn
 from embodrl.models.gaussian.spec import GaussianArchitectureConfig
 
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
@@ -94,25 +95,6 @@ def log_slope(u: Tensor) -> Tensor:
     return 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
 
 
-class Cnn(nn.Module):
-    """Convolutions of stride 2, a linear layer and a norm: ``uint8[B,V,H,H,3]`` to ``float32[B,feature_dim]``."""
-
-    def __init__(self, spec: GaussianSpec) -> None:
-        super().__init__()
-        channels, side = (3 * spec.num_cameras, *spec.channels), spec.image_size
-        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairwise(channels))
-        for _ in spec.channels:
-            side = (side + 1) // 2
-        self.proj = nn.Linear(channels[-1] * side * side, spec.feature_dim)
-        self.norm = nn.LayerNorm(spec.feature_dim)
-
-    def forward(self, images: Tensor) -> Tensor:
-        x = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float() / 255.0 - 0.5
-        for conv in self.convs:
-            x = F.relu(conv(x))
-        return torch.tanh(self.norm(self.proj(x.flatten(1))))
-
-
 class GaussianModel(nn.Module):
     """Features of an observation, and the distribution of a chunk given these.
 
@@ -128,7 +110,9 @@ class GaussianModel(nn.Module):
         self.spec = spec
         if spec.normalise_state:
             self.normalise_state([], [])
-        self.vision = Cnn(spec) if spec.use_images else None
+        self.vision = (
+            Cnn(spec.num_cameras, spec.image_size, spec.channels, spec.feature_dim) if spec.use_images else None
+        )
         sizes = (spec.num_features, *spec.hidden_sizes)
         self.policy = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(sizes))
         self.policy.append(nn.Linear(sizes[-1], 2 * spec.num_action_chunks * spec.action_dim))

@@ -19,6 +19,7 @@ from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint
+from embodrl.models.common.condition import signs_of
 from embodrl.models.common.config_file import CONFIG_FILE, check_family, read_file, size
 from embodrl.models.common.flow import standard_normal
 from embodrl.models.common.heads import build_value_head, save_heads
@@ -55,11 +56,23 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``state float32[B,S]``, padded, and with a CNN ``images uint8[B,V,H,H,3]``.
 
+        What an instruction says of the advantage is the last number of the state: 1 positive, -1 negative.
+
         Raises:
             EmbodrlError: the state has more numbers than there is room for, or there are other cameras.
         """
         spec, rows, cameras = self.model.spec, observation.batch_size, observation.images.shape[1]
-        inputs = {"state": padded_state(observation, spec.max_state_dim, "model.gaussian").to(self.device)}
+        state = padded_state(observation, spec.max_state_dim, "model.gaussian")
+        if any(signs := signs_of(observation.instruction)):
+            dims = observation.state.shape[1]
+            if dims == spec.max_state_dim:
+                raise EmbodrlError(
+                    f"the policy has room for the {dims} numbers of the state, and not for the condition",
+                    f"set model.gaussian.max_state_dim={dims + 1} without a checkpoint",
+                    code="condition-no-room",
+                )
+            state[:, -1] = torch.tensor(signs)
+        inputs = {"state": state.to(self.device)}
         if spec.use_images:
             if cameras != spec.num_cameras:
                 raise EmbodrlError(

@@ -38,12 +38,16 @@ TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "advantages_recap.parquet").touch()
     lerobot = [f"model.python={sys.executable}", f"model.model_path={tmp_path}"]
     extra = {
         "libero_wrist": ["model=openvla_oft"],
         "megatron": [TWO_TRAINERS],
         "lerobot": lerobot,
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
+        "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
+        "recap": ["env=toy", "model=mlp", "algorithm=recap", f"algorithm.off_policy.demos={tmp_path}"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "dsrl": ["model=pi0", f"model.warm_start={tmp_path}"],
         "sac": ["env=toy", "model=mlp", *(["algorithm=sac"] if group == "pipeline" else [])],

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,29 @@ from embodrl.specs import PIPELINES
 
 TOY = ("env=toy", "model.warm_start=null")
 PLAIN = ["rollout", "reward", "advantage", "train", "sync"]
+OFFLINE = ("iql", "recap")
 SAMPLED = ["rollout", "dynamic_sampling", *PLAIN[1:]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A place where offline runs find data and labels."""
+    directory = tmp_path_factory.mktemp("labelled")
+    (directory / "meta").mkdir()
+    (directory / "meta" / "advantages_recap.parquet").touch()
+    DATA.append(str(directory))
+    yield
+    DATA.clear()
+
+
+DATA: list[str] = []
+
+
 def config_of(*overrides: str) -> Config:
-    model = ("model=mlp",) if {"pipeline=sac", "algorithm=sac"} & {*overrides} else ()
-    return load_config([*TOY, *model, *overrides]).config
+    recorded = {f"{group}={name}" for group in ("pipeline", "algorithm") for name in ("sac", *OFFLINE)} & {*overrides}
+    offline = any(name in choice for choice in recorded for name in OFFLINE)
+    data = (f"algorithm.off_policy.demos={DATA[0]}",) if offline else ()
+    return load_config([*TOY, *(("model=mlp",) if recorded else ()), *data, *overrides]).config
 
 
 def links(graph: Graph) -> dict[str, tuple[str, ...]]:
@@ -94,6 +112,15 @@ def test_an_off_policy_loss_stores_before_it_trains() -> None:
         config_of("algorithm=sac", "pipeline.fn=embodrl.pipelines.builtin:ppo")
     with raises_code("pipeline-role-unused", ConfigError, "store"):
         config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:sac")
+
+
+def test_an_offline_loss_has_a_dataset_in_place_of_rollouts() -> None:
+    graph = build_graph(config_of("pipeline=iql"))
+    assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in ("dataset", "train", "sync")]
+    with raises_code("pipeline-role-needed", ConfigError, "dataset"):
+        config_of("algorithm=iql", "pipeline.fn=embodrl.pipelines.builtin:ppo")
+    with raises_code("pipeline-role-unused", ConfigError, "dataset"):
+        config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:iql")
 
 
 def test_labels_are_stored_before_they_are_imitated() -> None:

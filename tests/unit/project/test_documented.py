@@ -157,7 +157,8 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
     for argument in command.arguments:
         key, _, value = argument.partition("=")
         if key == "algorithm.off_policy.demos":
-            (directory / value).mkdir(parents=True)
+            (directory / value / "meta").mkdir(parents=True)
+            (directory / value / "meta" / "advantages_recap.parquet").touch()
         if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")

@@ -1,0 +1,82 @@
+"""The equations of offline algorithms, as pure functions: implicit Q-learning (IQL) and RECAP.
+
+IQL: Kostrikov et al. 2021, "Offline Reinforcement Learning with Implicit Q-Learning", arXiv 2110.06169. RECAP: Physical
+Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759.
+
+Shapes: N frames or transitions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
+    """Return ``|tau - 1(u < 0)| u^2``, ``float32[N]`` (IQL's equation 5).
+
+    Args:
+        difference: ``u = Q(s, a) - V(s)``, ``float32[N]``.
+        expectile: tau; 0.5 is the mean squared error, towards 1 V becomes the largest Q among the actions of the data.
+    """
+    return torch.where(difference < 0, 1.0 - expectile, expectile) * difference.square()
+
+
+def advantage_weights(advantages: Tensor, temperature: float, largest: float) -> Tensor:
+    """Return ``min(exp(beta A), largest)``, ``float32[N]``: what imitation of each action counts (IQL's equation 7).
+
+    Args:
+        advantages: ``A = Q(s, a) - V(s)``, ``float32[N]``.
+        temperature: beta; 0 is behaviour cloning.
+        largest: no weight is above it.
+    """
+    return (temperature * advantages).exp().clamp(max=largest)
+
+
+def steps_to_go_rewards(length: int, success: bool, failure_penalty: float) -> Tensor:
+    """Return RECAP's rewards of an episode ``float32[length]``: -1 a step; at its end 0, or ``-failure_penalty``."""
+    rewards = torch.full((length,), -1.0)
+    rewards[-1] = 0.0 if success else -failure_penalty
+    return rewards
+
+
+def rewards_to_go(rewards: Tensor) -> Tensor:
+    """Return ``G_t = r_t + G_{t+1}`` of an episode, ``float32[n]``: undiscounted, as in RECAP."""
+    return rewards.flip(0).cumsum(0).flip(0)
+
+
+def n_step_advantages(rewards: Tensor, values: Tensor, n: int) -> Tensor:
+    """Return ``A_t = sum_{k<n} r_{t+k} + V(s_{t+n}) - V(s_t)`` of an episode, ``float32[length]``.
+
+    Beyond its end there are no rewards, and values are 0.
+
+    Args:
+        rewards: ``float32[length]``.
+        values: ``float32[length]``, on the scale of the rewards.
+        n: steps looked ahead.
+    """
+    ahead = torch.cat([values, values.new_zeros(n)])[n:]
+    sums = torch.cat([rewards_to_go(rewards), rewards.new_zeros(n)])
+    return sums[: len(rewards)] - sums[n:] + ahead - values
+
+
+def advantage_indicator(advantages: Tensor, fraction: float) -> Tensor:
+    """Return which advantages ``bool[N]`` are of the best ``fraction``: at or above that percentile."""
+    return advantages >= torch.quantile(advantages.double(), 1.0 - fraction).to(advantages.dtype)
+
+
+def two_hot(targets: Tensor, centers: Tensor) -> Tensor:
+    """Return ``float32[N,K]``: each target shared between its two neighbours among evenly spaced centers.
+
+    Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", arXiv 1707.06887, algorithm 1.
+
+    Args:
+        targets: ``float32[N]``, within the centers.
+        centers: ``float32[K]``, ascending.
+    """
+    place = (targets - centers[0]) / (centers[1] - centers[0])
+    below = place.floor().clamp(0, len(centers) - 2)
+    share = (place - below).clamp(0, 1)[:, None]
+    index = below.long()[:, None]
+    result = targets.new_zeros(len(targets), len(centers))
+    return result.scatter(1, index, 1 - share).scatter(1, index + 1, share)

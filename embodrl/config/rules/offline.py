@@ -1,0 +1,87 @@
+"""Algorithms that learn from a dataset alone: what they work with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.schema import OffPolicyConfig
+
+DATA = "algorithm.off_policy.demos"
+# What such an algorithm needs of other sections, and why.
+NEEDS: tuple[tuple[str, object, str], ...] = (
+    ("actor.training_backend", "native", "trains in one process"),
+    ("actor.own_process", None, "trains in one process"),
+    ("rollout.backend", "native", "evaluates in the process that trains"),
+    ("rollout.own_process", None, "evaluates in the process that trains"),
+    ("rollout.workflow", None, "has no rollouts"),
+    ("rollout.publish_weights", False, "has no rollouts that others could act in"),
+    ("runner.max_staleness", 0, "has no rollouts"),
+    ("algorithm.kl.coef", 0, "keeps no reference policy"),
+    ("algorithm.filter.enabled", False, "has no groups to drop"),
+    ("algorithm.srpo.enabled", False, "takes its rewards from the data"),
+    ("reward.fn", None, "takes its rewards from the data"),
+    ("algorithm.decoupled.enabled", False, "has no ratios"),
+    ("algorithm.recompute_logprobs", "auto", "has no ratios"),
+)
+READ = {"iql": ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n_step"), "recap": ("demos",)}
+"""Settings of ``algorithm.off_policy`` that each loss reads."""
+ONLY = {"iql": ("expectile", "temperature", "max_weight"), "recap": ("tag", "condition_dropout")}
+"""Settings of ``algorithm.offline`` that one loss reads."""
+
+
+@rule("algorithm", "actor", "rollout", "reward.fn", "runner.max_staleness", "cluster")
+def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
+    """Nothing is set that such an algorithm would have to ignore."""
+    if not context.loss.offline:
+        return
+    others = ("algorithm.loss_type",)
+    for key, wanted, reason in NEEDS:
+        if value_of(context.config, key) != wanted:
+            shown = "null" if wanted is None else str(wanted).lower()
+            message = f"loss_type '{context.config.algorithm.loss_type}' {reason}"
+            yield Finding(key, message, f"set it to {shown}", shown, others=others)
+    if (placed := context.deployment) is not None and (placed.rolls_out_in_processes or placed.trains_in_processes):
+        hint = "leave placements at their defaults, and cluster.launcher=process"
+        yield Finding("cluster.component_placement", "offline algorithms run in one process", hint, others=others)
+
+
+@rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
+def offline_has_data(context: Context) -> Iterator[Finding]:
+    """What is learned from is named, and there."""
+    settings = context.config.algorithm.off_policy
+    if not context.loss.offline:
+        return
+    others = ("algorithm.loss_type",)
+    if settings.demos is None:
+        hint = f"set {DATA} to a directory of `embodrl collect`"
+        yield Finding(DATA, "there are no data to learn from", hint, "a directory", others=others)
+    elif path_kind(settings.demos) != "directory":
+        message = f"there is no directory '{settings.demos}'"
+        yield Finding(DATA, message, "make it: embodrl collect collect.output_dir=...", "a directory")
+
+
+@rule("algorithm.offline.tag", DATA, "algorithm.loss_type")
+def labels_are_there(context: Context) -> Iterator[Finding]:
+    """RECAP reads labels, which `embodrl label` writes."""
+    algorithm = context.config.algorithm
+    data, tag = algorithm.off_policy.demos, algorithm.offline.tag
+    if algorithm.loss_type != "recap" or data is None or path_kind(data) != "directory":
+        return
+    if path_kind(str(Path(data) / "meta" / f"advantages_{tag}.parquet")) != "file":
+        message = f"{data} has no labels '{tag}'"
+        yield Finding("algorithm.offline.tag", message, f"embodrl label {data} --tag {tag}", others=(DATA,))
+
+
+@note("algorithm.off_policy", "algorithm.offline", "algorithm.loss_type")
+def offline_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings of replay buffers and temperatures, which there are none of."""
+    if not context.loss.offline:
+        return
+    loss = context.config.algorithm.loss_type
+    unread = [f"off_policy.{name}" for name in OffPolicyConfig.model_fields if name not in READ.get(loss, ("demos",))]
+    unread += [f"offline.{name}" for other, names in ONLY.items() if other != loss for name in names]
+    for key in (f"algorithm.{name}" for name in unread):
+        if context.by_user(key):
+            yield Finding(key, f"has no effect: loss_type '{loss}' does not read it", "leave it out")

@@ -1,0 +1,103 @@
+"""A dataset as what offline algorithms draw from: frames, the actions that followed, and what these led to.
+
+Shapes: N frames, B drawn frames, C actions of a chunk, A action dimensions, n chunks of a return.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.data.demos import Demos
+from embodrl.errors import CheckpointError
+from embodrl.types import Observation
+
+DATASET = "dataset"
+"""Of a checkpoint: the checksum of what the run learns from."""
+
+
+@dataclass(frozen=True)
+class Led:
+    """What the chunk that began at each frame led to.
+
+    Attributes:
+        returns: ``float32[N]``, discounted rewards up to the bootstrap.
+        discount: ``float32[N]``, of the bootstrap's value; 0 after a termination.
+        next: ``int64[N]``, frame of the bootstrap; any frame where ``discount`` is 0.
+        known: ``bool[N]``, False where an episode was cut off within the chunk: its last observation is not recorded.
+    """
+
+    returns: Tensor
+    discount: Tensor
+    next: Tensor
+    known: Tensor
+
+
+@dataclass(frozen=True)
+class OfflineData:
+    """What a run learns from, in place of rollouts.
+
+    Attributes:
+        demos: its actions are those that were executed.
+        chunk: C.
+        seen: what critics look at, ``[N,...]`` by name; empty for algorithms without.
+        led: for algorithms with critics.
+        positive: ``bool[N]``, the advantage indicator of RECAP; None for other algorithms.
+    """
+
+    demos: Demos
+    chunk: int
+    seen: Mapping[str, Tensor]
+    led: Led | None = None
+    positive: NDArray[np.bool_] | None = None
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return frames ``int64[count]``, drawn evenly with replacement from those whose outcome is known."""
+        if self.led is None:
+            return torch.randint(len(self.demos.actions), (count,), generator=generator)
+        usable = self.led.known.nonzero().squeeze(-1)
+        return usable[torch.randint(len(usable), (count,), generator=generator)]
+
+    def observation(self, frames: Tensor, instructions: Sequence[str] | None = None) -> Observation:
+        """Return what was seen; ``instructions``, if given, are said in place of the dataset's."""
+        index, demos = frames.numpy(), self.demos
+        words = list(instructions or (demos.instructions[number] for number in demos.episode[index]))
+        return Observation(demos.images[index], demos.state[index], words, np.zeros(len(index), np.int32))
+
+    def actions(self, frames: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
+        """Return the executed actions ``float32[B,H,A]`` from there on, and which ``bool[B,H]`` are of the episode."""
+        actions, inside = self.demos.action_chunks(frames.numpy(), horizon)
+        return torch.from_numpy(actions), torch.from_numpy(inside)
+
+    def inputs(self, frames: Tensor) -> dict[str, Tensor]:
+        """Return what critics look at: ``[B,...]`` by name."""
+        return {name: column[frames] for name, column in self.seen.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps: a checksum; the dataset is read again when a run is resumed."""
+        pieces = [self.demos.actions, self.demos.state]
+        pieces += [] if self.led is None else [self.led.returns.numpy()]
+        pieces += [] if self.positive is None else [self.positive]
+        result = 0
+        for piece in pieces:
+            result = zlib.crc32(np.ascontiguousarray(piece).tobytes(), result)
+        return {DATASET: torch.tensor(result)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from ``state``.
+
+        Raises:
+            CheckpointError: the dataset has changed.
+        """
+        if not torch.equal(state.get(DATASET, torch.tensor(-1)), self.state()[DATASET]):
+            raise CheckpointError(
+                "the dataset is not the one that the run began with",
+                "resume with algorithm.off_policy.demos as it was, and the dataset and its labels unchanged",
+                code="offline-other-data",
+            )

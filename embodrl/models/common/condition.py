@@ -1,0 +1,30 @@
+"""What an instruction says of the advantage of the actions to come (RECAP: pi*0.6, arXiv 2511.14759)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from embodrl.types import Observation
+
+Condition = Literal["positive", "negative"]
+PREFIX = ", advantage: "
+SIGNS: dict[Condition, int] = {"positive": 1, "negative": -1}
+
+
+def conditioned(instruction: str, condition: Condition | None) -> str:
+    """Return the instruction with the condition at its end; unchanged without one."""
+    return instruction if condition is None else f"{instruction}{PREFIX}{condition}"
+
+
+def told(observation: Observation, condition: Condition | None) -> Observation:
+    """Return an observation whose instructions say the condition."""
+    if condition is None:
+        return observation
+    return replace(observation, instruction=[conditioned(text, condition) for text in observation.instruction])
+
+
+def signs_of(instructions: Sequence[str]) -> list[int]:
+    """Return for policies without language: 1 where an instruction says positive, -1 negative, 0 nothing."""
+    return [next((n for name, n in SIGNS.items() if text.endswith(PREFIX + name)), 0) for text in instructions]

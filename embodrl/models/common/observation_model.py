@@ -1,0 +1,148 @@
+"""A small network that judges observations: a value function, a success classifier, or a progress model, and its files.
+
+Shapes: B batch, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE, read_file
+from embodrl.models.common.images import resize_area
+from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationNet, ObservationSpec
+from embodrl.storage.integrity import check_checksums
+
+MODEL_TYPE, WEIGHTS = "embodrl_observation_model", "model.safetensors"
+KINDS = {"value": 201, "success": 1, "progress": 1}
+"""What a model says, and its outputs K: logits of 201 bins, or one logit."""
+HIDDEN = 128
+ROWS_AT_ONCE = 256
+
+
+class ObservationModel(nn.Module):
+    """A kind of judgement, the instructions that it knows, and the network.
+
+    Args:
+        kind: one of ``KINDS``.
+        spec: what it looks at.
+        instructions: that it tells apart.
+        facts: what is recorded with it, as JSON.
+    """
+
+    def __init__(
+        self, kind: str, spec: ObservationSpec, instructions: Sequence[str], facts: Mapping[str, object] | None = None
+    ) -> None:
+        super().__init__()
+        self.kind, self.spec, self.instructions, self.facts = kind, spec, list(instructions), dict(facts or {})
+        self.net = ObservationNet(spec)
+        self.hidden, self.out = nn.Linear(self.net.num_features, HIDDEN), nn.Linear(HIDDEN, KINDS[kind])
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return logits ``float32[B,K]``."""
+        return self.out(F.relu(self.hidden(self.net(inputs))))
+
+    @property
+    def centers(self) -> Tensor:
+        """Of the bins of values, ``float32[201]``: -1 to 0."""
+        return torch.linspace(-1.0, 0.0, KINDS["value"])
+
+    @torch.no_grad()
+    def judge(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return ``float32[B]``: the expected value, or the probability of success, or progress from 0 to 1."""
+        rows = len(inputs[STATE])
+        parts = [
+            self({name: column[start : start + ROWS_AT_ONCE] for name, column in inputs.items()})
+            for start in range(0, rows, ROWS_AT_ONCE)
+        ]
+        logits = torch.cat(parts) if parts else torch.zeros(0, KINDS[self.kind])
+        return logits.softmax(-1) @ self.centers if self.kind == "value" else logits[:, 0].sigmoid()
+
+    def inputs(
+        self, images: NDArray[np.uint8], state: NDArray[np.float32], instructions: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return inputs of observations ``uint8[B,V,H,W,3]`` and ``float32[B,S]``.
+
+        Raises:
+            EmbodrlError: they are not of the environment that the model was trained for.
+        """
+        spec = self.spec
+        unknown = [text for text in instructions if text not in self.instructions]
+        seen = (images.shape[1], state.shape[1])
+        if unknown or (spec.num_cameras not in (0, seen[0])) or (spec.state_dim not in (0, seen[1])):
+            known = f"{spec.num_cameras} camera(s), {spec.state_dim} numbers of state"
+            wrong = f"the instruction '{unknown[0]}'" if unknown else f"{seen[0]} camera(s), {seen[1]} numbers of state"
+            raise EmbodrlError(
+                f"the {self.kind} model was trained on {known} and {', '.join(self.instructions)}, and sees {wrong}",
+                "train one on data of this environment: embodrl reward train",
+                code="observation-model-input",
+            )
+        numbers = torch.tensor([self.instructions.index(text) for text in instructions], dtype=torch.int64)
+        return network_inputs(spec, images, state, numbers)
+
+    def save(self, directory: Path) -> None:
+        """Write config.json, weights and checksums; the directory appears, or is replaced, as a whole.
+
+        Raises:
+            OutputError: it can't be written.
+        """
+        content = {"model_type": MODEL_TYPE, "kind": self.kind, **asdict(self.spec), "instructions": self.instructions}
+        with checkpoint.policy_directory(directory) as staging:
+            checkpoint.save_weights(self.state_dict(), staging, one_file=True)
+            checkpoint.write_json(staging / CONFIG_FILE, {**content, "facts": self.facts})
+
+    @classmethod
+    def load(cls, directory: Path) -> ObservationModel:
+        """Return the model in a directory.
+
+        Raises:
+            CheckpointError: it is none, or damaged.
+        """
+        fields = read_file(directory / CONFIG_FILE)
+        kind = fields.text("kind", "")
+        if fields.text("model_type", "") != MODEL_TYPE or kind not in KINDS:
+            raise CheckpointError(
+                f"{directory} is no reward model or value function of embodrl",
+                "give a directory of `embodrl reward train`",
+                code="observation-model-kind",
+            )
+        check_checksums(directory)
+        sizes = {name: fields.integer(name, low=0, high=4096) for name in ("num_cameras", "state_dim")}
+        sizes |= {name: fields.integer(name, low=1, high=4096) for name in ("num_tasks", "image_size")}
+        facts = fields.fields("facts", {}).content
+        model = cls(kind, ObservationSpec(**sizes), fields.texts("instructions"), dict(facts))
+        try:
+            model.load_state_dict(load_file(directory / WEIGHTS))
+        except (OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{directory / WEIGHTS}: {error}", code="observation-model-weights") from error
+        return model.eval()
+
+
+def network_inputs(
+    spec: ObservationSpec, images: NDArray[np.uint8], state: NDArray[np.float32], tasks: Tensor
+) -> dict[str, Tensor]:
+    """Return the inputs of an ``ObservationNet``.
+
+    Args:
+        spec: what the network looks at.
+        images: ``uint8[B,V,H,W,3]``.
+        state: ``float32[B,S]``.
+        tasks: numbers of the instructions, ``int64[B]``.
+    """
+    inputs = {STATE: torch.from_numpy(np.ascontiguousarray(state[:, : spec.state_dim])), TASK: tasks}
+    if spec.num_cameras:
+        side = spec.image_size
+        parts = torch.from_numpy(np.ascontiguousarray(images)).split(ROWS_AT_ONCE)
+        resized = [resize_area(part.flatten(0, 1), side, side) for part in parts]
+        inputs[IMAGES] = torch.cat(resized).view(len(images), -1, side, side, 3)
+    return inputs

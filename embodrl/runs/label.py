@@ -1,0 +1,168 @@
+"""`embodrl label`: RECAP's value function, advantages and their indicator, written beside a dataset.
+
+Physical Intelligence 2025, "pi*0.6: a VLA That Learns From Experience", arXiv 2511.14759; the files are named and
+their columns called as in RLinf. Shapes: N frames, E episodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from embodrl.algorithms.offline import (
+    advantage_indicator,
+    n_step_advantages,
+    rewards_to_go,
+    steps_to_go_rewards,
+    two_hot,
+)
+from embodrl.data.advantages import Column, check_labelled_format, frame_numbers, sidecar, write_sidecar
+from embodrl.data.demos import Demos
+from embodrl.data.load import load_demos
+from embodrl.models.common.observation_model import ObservationModel
+from embodrl.reporting.progress import Progress
+from embodrl.runs.observe import Fitting, fit, frame_inputs, held_out_episodes, make_model, spearman, successes
+
+
+@dataclass(frozen=True)
+class LabelSettings:
+    """How a dataset is labelled.
+
+    Attributes:
+        tag: of the files.
+        lookahead: steps that an advantage adds up before it takes the value.
+        positive: share of the frames whose advantage counts as positive.
+        failure_penalty: taken off at the end of an episode that failed; None: the steps of the longest one.
+        fitting: of the value function.
+    """
+
+    tag: str = "recap"
+    lookahead: int = 10
+    positive: float = 0.3
+    failure_penalty: float | None = None
+    fitting: Fitting = field(default_factory=Fitting)
+
+
+@dataclass(frozen=True)
+class LabelResult:
+    """What was found.
+
+    Attributes:
+        paths: written.
+        episodes, frames: of the dataset.
+        success_rate: of its episodes.
+        threshold: advantages from it on are positive.
+        positive_rate: share of positive frames.
+        positive_in_successes, positive_in_failures: the same in episodes of each outcome; None without such.
+        spearman: rank correlation of values and returns in episodes that were held out.
+    """
+
+    paths: tuple[Path, ...]
+    episodes: int
+    frames: int
+    success_rate: float
+    threshold: float
+    positive_rate: float
+    positive_in_successes: float | None
+    positive_in_failures: float | None
+    spearman: float | None
+
+
+def label(directory: Path, settings: LabelSettings, console: str = "auto") -> LabelResult:
+    """Train the value function, and write ``meta/returns_TAG.parquet``, ``meta/advantages_TAG.parquet`` and the model.
+
+    Raises:
+        EmbodrlError: the dataset has no outcomes or nothing to see, or can't be written to.
+    """
+    check_labelled_format(directory)
+    demos = load_demos(directory)
+    success = successes(demos, directory)
+    lengths = np.bincount(demos.episode, minlength=len(success))
+    penalty = float(lengths.max()) if settings.failure_penalty is None else settings.failure_penalty
+    rewards = [steps_to_go_rewards(int(n), bool(won), penalty) for n, won in zip(lengths, success, strict=True)]
+    returns = torch.cat([rewards_to_go(part) for part in rewards])
+    scale = float(returns.min().abs().clamp(min=1.0))
+    with Progress("label", settings.fitting.steps, "steps", console) as progress:
+        model, values, correlation = _values(demos, success, returns / scale, settings.fitting, progress)
+    parts = zip(rewards, values.split(lengths.tolist()), strict=True)
+    advantages = torch.cat([n_step_advantages(r / scale, v, settings.lookahead) for r, v in parts])
+    positive = advantage_indicator(advantages, settings.positive)
+    paths = _write(directory, settings, demos, rewards, returns, scale, values, advantages, positive)
+    model.facts = {**asdict(settings), "failure_penalty": penalty, "scale": scale}
+    model.save(directory / "meta" / f"value_{settings.tag}")
+    won = torch.from_numpy(success[demos.episode])
+    flags = positive.float()
+    return LabelResult(
+        (*paths, directory / "meta" / f"value_{settings.tag}"),
+        len(success),
+        len(values),
+        float(success.mean()),
+        float(advantages[positive].min()) if bool(positive.any()) else float("nan"),
+        float(flags.mean()),
+        float(flags[won].mean()) if bool(won.any()) else None,
+        float(flags[~won].mean()) if bool((~won).any()) else None,
+        correlation,
+    )
+
+
+def _values(
+    demos: Demos, success: np.ndarray, targets: Tensor, fitting: Fitting, progress: Progress
+) -> tuple[ObservationModel, Tensor, float | None]:
+    """Train the value function; return it, values ``float32[N]`` of all frames, and the held-out correlation."""
+    model = make_model("value", demos, fitting)
+    inputs, centers = frame_inputs(model, demos), model.centers
+    apart = torch.from_numpy(held_out_episodes(success.tolist(), fitting)[demos.episode])
+
+    def loss_of(logits: Tensor, rows: Tensor) -> Tensor:
+        return F.cross_entropy(logits, two_hot(targets[rows], centers))
+
+    fit(model, inputs, (~apart).nonzero()[:, 0], loss_of, fitting, progress)
+    values = model.judge(inputs)
+    correlation = spearman(values[apart].numpy(), targets[apart].numpy()) if bool(apart.any()) else None
+    return model, values, correlation
+
+
+def _write(
+    directory: Path,
+    settings: LabelSettings,
+    demos: Demos,
+    rewards: list[Tensor],
+    returns: Tensor,
+    scale: float,
+    values: Tensor,
+    advantages: Tensor,
+    positive: Tensor,
+) -> tuple[Path, Path]:
+    """Write both sidecars; values and advantages are on the scale of -1 to 0, returns and rewards in steps."""
+    numbers, n = frame_numbers(demos), settings.lookahead
+    episodes = values.split([len(part) for part in rewards])
+    after = torch.cat([torch.cat([part, part.new_zeros(n)])[n:] for part in episodes])
+    left = torch.from_numpy(demos.last - np.arange(len(demos.last)) + 1).clamp(max=n)
+    done = np.arange(len(demos.last)) == demos.last
+    words = [demos.instructions[number] for number in demos.episode]
+    of_returns: dict[str, Column] = {
+        **numbers,
+        "return": returns.numpy(),
+        "reward": torch.cat(rewards).numpy(),
+        "done": done,
+        "prompt": words,
+    }
+    of_advantages: dict[str, Column] = {
+        **numbers,
+        "advantage": positive.numpy(),
+        "advantage_continuous": advantages.numpy(),
+        "value_current": values.numpy(),
+        "value_next": after.numpy(),
+        "reward_sum": (advantages + values - after).numpy(),
+        "reward_sum_raw": ((advantages + values - after) * scale).numpy(),
+        "num_valid_rewards": left.numpy(),
+    }
+    paths = sidecar(directory, "returns", settings.tag), sidecar(directory, "advantages", settings.tag)
+    write_sidecar(paths[0], of_returns)
+    write_sidecar(paths[1], of_advantages)
+    return paths

@@ -1,0 +1,158 @@
+"""Training of small networks on the frames of a dataset: value functions, success classifiers, progress models.
+
+Shapes: N frames, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.data.demos import Demos
+from embodrl.errors import EmbodrlError, NonFiniteError
+from embodrl.models.common.init import init_linears, new_generator
+from embodrl.models.common.observation_model import ObservationModel, network_inputs
+from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
+from embodrl.reporting.progress import Progress
+
+Inputs = Literal["auto", "images", "state", "both"]
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a network is trained.
+
+    Attributes:
+        inputs: what it sees; auto: pictures unless they are all the same, and the state where there is one.
+        steps: of the optimizer.
+        batch_size: frames.
+        lr: learning rate, with a cosine to 0.
+        held_out: share of the episodes that it is judged on, and not trained on.
+        seed: of weights, batches, and of what is held out.
+    """
+
+    inputs: Inputs = "auto"
+    steps: int = 1000
+    batch_size: int = 256
+    lr: float = 1e-3
+    held_out: float = 0.1
+    seed: int = 0
+
+
+def successes(demos: Demos, source: object) -> NDArray[np.bool_]:
+    """Return whether each episode succeeded, ``bool[E]``.
+
+    Raises:
+        EmbodrlError: that is not known of all.
+    """
+    known = [success for success in demos.success if success is not None]
+    if len(known) != len(demos.instructions):
+        raise EmbodrlError(
+            f"{source} does not tell which episodes succeeded",
+            "use a dataset of `embodrl collect`",
+            code="label-no-success",
+        )
+    return np.array(known, np.bool_)
+
+
+def make_model(kind: str, demos: Demos, fitting: Fitting) -> ObservationModel:
+    """Return a model with random weights for what a dataset shows.
+
+    Raises:
+        EmbodrlError: there is nothing to see.
+    """
+    wanted = fitting.inputs
+    drawn = bool(demos.images.size) and bool((demos.images[::7] != demos.images[:1]).any())
+    cameras = demos.images.shape[1] if wanted in ("images", "both") or (wanted == "auto" and drawn) else 0
+    state = demos.state.shape[1] if wanted in ("auto", "state", "both") else 0
+    if not cameras and not state:
+        raise EmbodrlError(
+            f"with inputs={wanted} there is nothing to see in the dataset",
+            "collect with pictures or env.include_state=true",
+            code="label-no-inputs",
+        )
+    instructions = sorted(set(demos.instructions))
+    side = min(LARGEST_IMAGE, demos.images.shape[2]) if cameras else LARGEST_IMAGE
+    model = ObservationModel(kind, ObservationSpec(cameras, state, len(instructions), side), instructions)
+    generator = new_generator("cpu", fitting.seed)
+    model.net.init_weights(generator)
+    init_linears(model.hidden, generator)
+    init_linears(model.out, generator)
+    return model
+
+
+def frame_inputs(model: ObservationModel, demos: Demos) -> dict[str, Tensor]:
+    """Return what a model sees of all frames."""
+    numbers = torch.tensor([model.instructions.index(text) for text in demos.instructions], dtype=torch.int64)
+    return network_inputs(model.spec, demos.images, demos.state, numbers[torch.from_numpy(demos.episode)])
+
+
+def held_out_episodes(labels: Sequence[bool], fitting: Fitting) -> NDArray[np.bool_]:
+    """Return which episodes ``bool[E]`` are not trained on: the share of each label, at least one of several."""
+    rng, chosen = np.random.default_rng(fitting.seed), np.zeros(len(labels), np.bool_)
+    if fitting.held_out:
+        for label in (False, True):
+            those = rng.permutation(np.flatnonzero(np.asarray(labels) == label))
+            count = max(1, round(fitting.held_out * len(those))) if len(those) > 1 else 0
+            chosen[those[:count]] = True
+    return chosen
+
+
+def fit(
+    model: ObservationModel,
+    inputs: dict[str, Tensor],
+    frames: Tensor,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    fitting: Fitting,
+    progress: Progress,
+) -> None:
+    """Train a model in place by AdamW.
+
+    Args:
+        model: the network.
+        inputs: of all frames, ``[N,...]`` by name.
+        frames: which of them train, ``int64[n]``.
+        loss_of: from logits ``float32[B,K]`` and the frames ``int64[B]`` to their mean loss.
+        fitting: how.
+        progress: shown to the user.
+
+    Raises:
+        NonFiniteError: the loss is not finite.
+    """
+    generator = torch.Generator().manual_seed(fitting.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=fitting.lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.steps)
+    model.train()
+    for step in range(1, fitting.steps + 1):
+        rows = frames[torch.randint(len(frames), (fitting.batch_size,), generator=generator)]
+        loss = loss_of(model({name: column[rows] for name, column in inputs.items()}), rows)
+        if not bool(torch.isfinite(loss)):
+            raise NonFiniteError(
+                f"the loss of step {step} is {loss.item()}", "lower --lr, and look for NaN in the states"
+            )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress.update(step, f"loss {loss.item():.3f}")
+    model.eval()
+
+
+def spearman(left: NDArray[np.floating], right: NDArray[np.floating]) -> float | None:
+    """Return the rank correlation; equal numbers share their mean rank. None where one side is constant."""
+    first, second = _ranks(left), _ranks(right)
+    if np.ptp(first) == 0 or np.ptp(second) == 0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[inverse]

@@ -1,0 +1,119 @@
+"""What stands for rollouts in an offline run: nothing is gathered, and simulators start with the first evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.deployment import ProcessPlace
+from embodrl.envs.pool.faults import FaultCounts
+from embodrl.envs.pool.offload import SimulatorMemory
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import PipelineError
+from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.workers.collector import Metrics, RolloutState
+from embodrl.workers.env import check_environments, make_pool
+from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.rollout_backend import RolloutBackend
+
+
+class NoCollector:
+    """Gathers nothing; hands weights to what evaluates.
+
+    Args:
+        config: the run.
+        engine: acts in evaluations.
+    """
+
+    def __init__(self, config: Config, engine: RolloutEngine) -> None:
+        self.config, self.engine = config, engine
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        raise PipelineError(
+            "an offline run has no rollouts", "take the node out of the pipeline", code="offline-rollout"
+        )
+
+    def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
+        return self.gather(iteration)
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self.engine.update_weights(weights, version)
+
+    def undo(self) -> None:
+        """There is nothing to undo."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reset_history(self) -> None:
+        """There is none."""
+
+    def state(self) -> RolloutState:
+        return RolloutState({})
+
+    def load_state(self, saved: RolloutState, version: int) -> None:
+        """There is none."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class OfflineBackend(RolloutBackend):
+    """The driver acts in evaluations alone.
+
+    Args:
+        config: the run.
+        engine: acts, with the weights that train.
+        places: of the simulators.
+        log_dir: of their logs.
+        should_stop: called regularly; True interrupts an evaluation.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        engine: RolloutEngine,
+        places: tuple[ProcessPlace, ...],
+        log_dir: Path,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        self.config, self.engine, self.should_stop = config, engine, should_stop
+        self.collector, self.tasks, self.faults = NoCollector(config, engine), config.env.tasks, FaultCounts()
+        self._places, self._log_dir = places, log_dir
+        self._pool: EnvPool | None = None
+
+    def evaluate(self, video_dir: Path | None) -> EvalResult:
+        pool = self._pool or self._start()
+        return Evaluator(self.config, pool, self.engine, should_stop=self.should_stop).run(video_dir)
+
+    def _start(self) -> EnvPool:
+        config = self.config.evaluated
+        pool = make_pool(config, config.env.train.total_num_envs, self._log_dir, places=self._places)
+        self._pool = pool
+        pool.start()
+        check_environments(config, pool, training=False)
+        vars(pool.faults).update(vars(self.faults))
+        self.faults = pool.faults
+        return pool
+
+    def offload_policies(self) -> OffloadReport | None:
+        self.engine.offload()
+        return self.engine.offload_report
+
+    def offload_simulators(self, end_processes: bool) -> SimulatorMemory | None:
+        return None if self._pool is None else self._pool.offload(end_processes)
+
+    def onload(self) -> None:
+        self.engine.onload()
+        if self._pool is not None:
+            self._pool.onload()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
