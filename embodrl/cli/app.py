@@ -79,12 +79,24 @@ PresetDirectories = Annotated[
 ]
 
 
+def with_presets(settings: list[str] | None, directories: list[Path] | None) -> list[str] | None:
+    """Return settings of the command line with those that --presets stands for."""
+    if not directories:
+        return settings
+    from embodrl.config.compose import assignment
+    from embodrl.config.presets import DIRS
+
+    return [*(settings or []), *(assignment(DIRS, path.expanduser().absolute()) for path in directories)]
+
+
 def add(app: typer.Typer, function: Callable[..., None], name: str | None = None) -> None:
     """Add a command; the list of commands shows the whole first line of its docstring.
 
-    One that has --config gets --presets, too.
+    One that has --config gets --presets, too, unless it has it already.
     """
-    shown = with_preset_directories(function) if "config" in inspect.signature(function).parameters else function
+    parameters = inspect.signature(function).parameters
+    wanted = "config" in parameters and "presets" not in parameters
+    shown = with_preset_directories(function) if wanted else function
     app.command(name, cls=Command, short_help=summary(function), context_settings=CONTEXT)(shown)
 
 
@@ -95,12 +107,7 @@ def with_preset_directories(function: Callable[..., None]) -> Callable[..., None
 
     @functools.wraps(function)
     def verb(presets: list[Path] | None = None, **values: Any) -> None:
-        if presets:
-            from embodrl.config.compose import assignment
-            from embodrl.config.presets import DIRS
-
-            given = [assignment(DIRS, path.expanduser().absolute()) for path in presets]
-            values[settings] = [*(values[settings] or []), *given]
+        values[settings] = with_presets(values[settings], presets)
         function(**values)
 
     option = inspect.Parameter("presets", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PresetDirectories)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from embodrl.cli.app import PresetDirectories, with_presets
 from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, importing, leaving, load_measured
 
 
-def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = False, debug: Debug = False) -> None:
+def train(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    presets: PresetDirectories = None,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
     """Train a policy.
 
     \b
@@ -17,7 +24,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
     """
 
     with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
-        loaded = load_measured(overrides, config, verb="train", trust=trust)
+        loaded = load_measured(with_presets(overrides, presets), config, verb="train", trust=trust)
         with importing():
             from embodrl.runs import train as verb
 

@@ -95,6 +95,7 @@ def test_an_environment_from_outside_the_package(tmp_path: Path) -> None:
     assert rows[2]["eval/episodes"] == 6
 
 
+@pytest.mark.long
 def test_an_environment_that_keeps_no_state_trains_with_a_warning_and_is_resumed(
     tmp_path: Path,
 ) -> None:

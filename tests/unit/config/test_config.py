@@ -49,10 +49,11 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
         "recap": ["env=toy", "model=mlp", "algorithm=recap", f"algorithm.off_policy.demos={tmp_path}"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
+        "ppo_gaussian": ["model=mlp"],
         "dsrl": ["model=pi0", f"model.warm_start={tmp_path}"],
         "sac": ["env=toy", "model=mlp", *(["algorithm=sac"] if group == "pipeline" else [])],
     }.get(name, [])
-    if group == "experiment" and name not in ("hybrid", "push_and_pull"):  # demonstrations are of an earlier stage
+    if (group, name) == ("experiment", "reach"):  # demonstrations are of an earlier stage
         extra = [f"algorithm.off_policy.demos={tmp_path}"]
     if group == "model" and name.endswith("_libero"):
         extra = ["env=libero_spatial"]  # what they need of the environment

@@ -73,7 +73,7 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
-    others = ("rlpd", "residual", "dsrl", "hg_dagger")  # whose graphs are those of sac and dagger
+    others = ("rlpd", "residual", "dsrl", "hg_dagger", "ppo_gaussian")  # whose graphs are those of sac, dagger and ppo
     assert presets("algorithm") == sorted([*PIPELINES, *others])
 
 
