@@ -39,7 +39,7 @@ from embodrl.config.presets import (
     preset_file,
     presets,
 )
-from embodrl.config.trust import is_trusted
+from embodrl.config.trust import is_of_run, is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
 
@@ -385,7 +385,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     arguments, problems = parse_arguments(overrides)
     user = Node({}, Origin("file", "mapping"))
     untrusted: tuple[str, ...] = ()
-    base = Path()
+    base, of_run = Path(), False
     if isinstance(config_file, Path):
         of_run = (config_file / "config.yaml").is_file()
         if of_run:
@@ -399,7 +399,13 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
         problems += wrong
     wanted, wrong = file_choices(user)
     problems += wrong
-    own = own_directories(take_directories(wanted, problems), base)
+    directories = take_directories(wanted, problems)
+    if directories and isinstance(config_file, Path) and (of_run or is_of_run(config_file)):
+        message = "the file of a run names directories of presets, which may name code; embodrl writes none there"
+        hint = "look at the presets; then give --presets DIR on the command line, and take dirs out of the file"
+        problems.append(ConfigProblem(DIRS, message, str(config_file), hint=hint, code="settings-run-code"))
+        directories = []
+    own = own_directories(directories, base)
     for argument in [a for a in arguments if a.key == DIRS]:
         dirs = {"dirs": (argument.value, str(argument.origin))}
         own = tuple(dict.fromkeys((*own, *own_directories(take_directories(dirs, problems)))))

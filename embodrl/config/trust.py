@@ -35,11 +35,17 @@ CODE_SETTINGS = {
     "extensions": "modules that are imported",
     "model.python": "the program that runs the policy",
     "pipeline.fn": "a function",
+    "recipe.collect": "settings of a stage, any of these among them",
+    "recipe.rl": "settings of a stage, any of these among them",
+    "recipe.sft": "settings of a stage, any of these among them",
     "reward.fn": "a function",
     "rollout.workflow": "a class",
 }
 """Dotted keys of the settings that run code, and what each names."""
-_ALWAYS = ("cluster.ray_address", "env.python", "extensions", "model.python")
+_ALWAYS = (
+    *("cluster.ray_address", "env.python", "extensions", "model.python"),
+    *("recipe.collect", "recipe.rl", "recipe.sft"),
+)
 TRUST_VARIABLE = "EMBODRL_TRUST"
 SEAL = "# SHA-256 of all above: "
 _APPROVAL = re.compile(r"^# approval of the settings that run code: ([0-9a-f]{64})$", re.MULTILINE)
@@ -111,10 +117,15 @@ def is_trusted(path: Path, tree: Node, text: str | None = None, of_run: bool = F
     except OSError:
         own = False
     line = _APPROVAL.search(text or "")
-    if not (of_run or line or SEAL in (text or "") or any((path.parent / name).exists() for name in RUN_FILES)):
+    if not (of_run or line or SEAL in (text or "") or is_of_run(path)):
         return own
     key = _read_key(_key_file())
     return line is not None and key is not None and hmac.compare_digest(line[1], _digest(key, settings))
+
+
+def is_of_run(path: Path) -> bool:
+    """Return whether a configuration file lies in a run directory."""
+    return any((path.parent / name).exists() for name in RUN_FILES)
 
 
 def approval(settings: Mapping[str, object]) -> str:

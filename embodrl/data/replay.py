@@ -96,6 +96,8 @@ class ReplayBuffer:
             EmbodrlError: they are more than there is room for.
         """
         count = len(frames["acted"])
+        if not count:
+            return
         if not self._columns:
             self._allocate(frames)
         if count > self.capacity:

@@ -77,7 +77,7 @@ def _scalar(kind: object, data: object) -> object:
 
 
 def _from_buffer(data: object, kind: object, shape: object, order: object) -> Array:
-    return array_of(_is(kind, _Type).text, shape, bytes(data) if isinstance(data, bytearray) else data, _is(order, str))
+    return array_of(_is(kind, _Type).text, shape, data, _is(order, str))
 
 
 _CALLS: dict[str, Callable[..., object]] = {"numpy.dtype": _type}
@@ -118,7 +118,8 @@ class _Machine:
     def step(self, name: str, argument: Any) -> None:
         """Do one opcode; raises what ``read_pickle`` catches."""
         if name in _LITERALS:
-            self.stack.append(argument)
+            # Once: a message may name the same bytes as often as it has opcodes.
+            self.stack.append(bytes(argument) if isinstance(argument, bytearray) else argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name])
         elif name in _OPCODES:

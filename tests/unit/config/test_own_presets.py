@@ -122,6 +122,16 @@ def test_presets_that_anybody_can_write_run_no_code(own: Path) -> None:
     assert ("env.python", "settings-run-code") in codes(["env=my_toy"], own)
 
 
+@pytest.mark.parametrize("beside", [None, "metrics.jsonl"])
+def test_a_run_from_elsewhere_names_no_directories(own: Path, tmp_path: Path, beside: str | None) -> None:
+    run = tmp_path / "unpacked"
+    write(run / "config.yaml", f'presets: {{dirs: ["{own}"], env: my_toy}}\n')
+    if beside:
+        write(run / beside, "")
+    with raises_code("settings-run-code"):
+        load_config([], run / "config.yaml" if beside else run)
+
+
 def test_the_command_line_names_directories_and_lists_what_is_in_them(own: Path) -> None:
     run = CliRunner().invoke
     outcome = run(app, ["config", "validate", "env=my_toy", "--presets", str(own)])

@@ -88,6 +88,12 @@ def test_the_oldest_make_room() -> None:
     assert len(buffer) == sum(acted for _, acted in kept)
 
 
+def test_nothing_can_be_added_to_an_empty_buffer() -> None:
+    buffer = ReplayBuffer(10, 1000)
+    buffer.add_frames({"acted": torch.zeros(0, dtype=torch.bool), "inputs.x": torch.zeros(0, 3)})
+    assert (len(buffer), buffer.stored, buffer.num_bytes) == (0, 0, 0)
+
+
 def test_bytes_bound_it() -> None:
     frames = frames_of(rollout())
     frame = sum(column[0].nbytes for column in frames.values())

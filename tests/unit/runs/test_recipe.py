@@ -136,7 +136,7 @@ def test_stages_of_an_untrusted_file_name_no_code(
     config.write_text(TOY.replace("[env.eval", "['reward.fn=my_module:mine', env.eval"))
     monkeypatch.setattr("embodrl.config.compose.is_trusted", lambda *_, **__: False)
     settings = [f"runner.output_dir={tmp_path / 'run'}"]
-    assert refused(lambda: plan_recipe(settings, config)) == {"reward.fn": "settings-run-code"}
+    assert refused(lambda: plan_recipe(settings, config)) == {"recipe.sft": "settings-run-code"}
 
 
 def test_the_same_command_continues(plan: Callable[..., Recipe], verbs: Verbs, tmp_path: Path) -> None:
