@@ -47,7 +47,7 @@ class ImitationEngine(NativeTrainEngine):
     ) -> dict[str, float | None]:
         self.onload()
         settings, optim = algorithm.off_policy, self.config.optim
-        rates = learning_rates(optim, self.version, optim.schedule_iterations or self.options.total_iterations, 0)
+        rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
         self._set_learning_rates(rates, train_policy=True)
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)

@@ -194,8 +194,7 @@ class PolicyTrainEngine(TrainEngine):
         self.onload()
         needs_values = LOSSES.entry(algorithm.loss_type).needs_values
         critic_warmup = self._critic_warmup(algorithm)
-        length = self.config.optim.schedule_iterations or self.options.total_iterations
-        rates = learning_rates(self.config.optim, self.version, length, critic_warmup)
+        rates = learning_rates(self.config.optim, self.version, self.options.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
         loss_fn = make_loss(self.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)

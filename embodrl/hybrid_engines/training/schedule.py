@@ -21,17 +21,18 @@ def learning_rates(config: OptimConfig, iteration: int, total_iterations: int, c
 
     The policy starts at iteration ``critic_warmup``, with a linear warm-up that ends at the peak in its
     ``lr_warmup_iterations``-th iteration. From then on both rates follow ``lr_scheduler``, which would reach
-    ``min_lr_ratio`` at ``total_iterations``, one after the last, so that the last update still learns.
+    ``min_lr_ratio`` at ``schedule_iterations``, one after the last, so that the last update still learns.
 
     Args:
         config: peaks and shape.
         iteration: 0 for the first.
-        total_iterations: length of the run.
+        total_iterations: length of the run, and of the schedule where ``schedule_iterations`` is None.
         critic_warmup: iterations in which only the value head trains.
     """
     trained = iteration - critic_warmup
     warmup = config.lr_warmup_iterations
-    span = max(1, total_iterations - critic_warmup - warmup)
+    length = config.schedule_iterations or total_iterations
+    span = max(1, length - critic_warmup - warmup)
     progress = min(1.0, max(0.0, (trained - warmup) / span))
     if config.lr_scheduler == "linear":
         shape = 1.0 - progress

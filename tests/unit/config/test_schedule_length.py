@@ -21,14 +21,14 @@ def run(tmp_path: Path) -> Path:
 
 
 def schedule_iterations(config: Config) -> int:
-    """As PolicyTrainEngine.update."""
+    """As ``learning_rates``."""
     return config.actor.optim.schedule_iterations or config.runner.max_iterations
 
 
 def rate(path: Path, iteration: int, *overrides: str) -> float:
     config = load_run(path, list(overrides), resuming=True).config
     optim = config.actor.optim
-    return learning_rates(optim, iteration, schedule_iterations(config), optim.critic_warmup_iterations).policy
+    return learning_rates(optim, iteration, config.runner.max_iterations, optim.critic_warmup_iterations).policy
 
 
 def test_the_learning_rate_does_not_jump_back_up(run: Path) -> None:
