@@ -109,19 +109,32 @@ def _send(seconds: float, descriptors: list[int] | None = None) -> None:
 
 
 def members(family: str) -> list[int]:
-    """Return the ids of the processes that belong to a family or to one below it."""
+    """Return the ids of the processes that belong to a family or to one below it, and of their descendants.
+
+    Descendants count by their parents, too: a process has no readable environment while it executes another program,
+    and it may clear it.
+    """
     own = f"{VARIABLE}={family}".encode()
-    found: list[int] = []
+    found: set[int] = set()
+    children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[1-9]*"):
-        if process.name == str(os.getpid()):
-            continue
+        pid = int(process.name)
         try:
+            # The name of the program, which comes before in parentheses, may hold any byte.
+            parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(pid)
             environ = (process / "environ").read_bytes()
         except OSError:  # ended, or of another user
             continue
         if any(variable == own or variable.startswith(own + b"/") for variable in environ.split(b"\0")):
-            found.append(int(process.name))
-    return found
+            found.add(pid)
+    found.discard(os.getpid())
+    unseen = list(found)
+    while unseen:
+        new = set(children.get(unseen.pop(), [])) - found - {os.getpid()}
+        found |= new
+        unseen += new
+    return sorted(found)
 
 
 def end_family(family: str) -> None:

@@ -66,3 +66,20 @@ def test_a_process_that_embodrl_has_started_belongs_to_the_family_it_was_given()
     assert founded == f"test-{token}/rollout.0"
     end_family(founded)
     assert started.wait(60.0) == -9 and gone(simulator, 60.0)
+
+
+def test_a_member_whose_environment_cannot_be_read_ends_with_its_family() -> None:
+    """As that of a process is for a moment while it executes another program."""
+    outer = f"test-{secrets.token_hex(4)}"
+    parent = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
+    started = subprocess.Popen(
+        [sys.executable, "-c", parent],
+        env=os.environ | {VARIABLE: f"{outer}/simulator.0"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    child = os.pidfd_open(int(started.stdout.readline()))
+    end_family(outer)
+    assert started.wait(60.0) == -9 and gone(child, 60.0)
