@@ -291,7 +291,7 @@ class FunctionSpec(Entry):
         offline: it learns from a dataset, without rollouts.
         imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
-        parameters: what a custom function names in its signature, and so gets; None for built-in ones.
+        parameters: what a custom function names in its signature, and so gets; None for what reads all there is.
     """
 
     needs_values: bool = False
@@ -433,7 +433,7 @@ ENVS = Registry(
     "embodrl.envs",
     {
         name: f"embodrl.envs.{name}.spec:SPEC"
-        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "dataset")
+        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "robot", "dataset")
     },
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
@@ -468,7 +468,7 @@ LOSSES = FunctionRegistry(
     "loss",
     {
         name: f"embodrl.algorithms.spec:{name.upper()}"
-        for name in ("actor_critic", "actor", "sac", "iql", "recap", "dagger")
+        for name in ("actor_critic", "actor", "fpo", "nft", "sac", "rlt", "iql", "recap", "dagger")
     },
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
 )

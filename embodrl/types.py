@@ -7,6 +7,7 @@ this module imports no torch, so that simulators can run without the training st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,29 @@ class Observation:
         )
 
 
+@dataclass(frozen=True)
+class ChunkPrefix:
+    """What is left of the chunks that robots are in the midst of, for a policy that continues them.
+
+    Attributes:
+        actions: ``float32[B,N,A]`` in environment units, from the time of the observation on.
+        length: ``int64[B]``, 0 to N: how many of them there are.
+        delay: ``int64[B]``, at most ``length``: how many are executed before the new chunk is there.
+    """
+
+    actions: NDArray[np.float32]
+    length: NDArray[np.int64]
+    delay: NDArray[np.int64]
+
+    @staticmethod
+    def stack(rows: Sequence[tuple[NDArray[np.float32], int]]) -> ChunkPrefix:
+        """Return the prefix of several rows: of each, its actions ``[n,A]`` and the delay."""
+        longest = max(len(actions) for actions, _ in rows)
+        padded = np.stack([np.pad(actions, ((0, longest - len(actions)), (0, 0))) for actions, _ in rows])
+        lengths = np.array([len(actions) for actions, _ in rows], np.int64)
+        return ChunkPrefix(padded, lengths, np.array([delay for _, delay in rows], np.int64))
+
+
 @dataclass
 class EnvStep:
     """What a chunk of actions led to.
@@ -178,11 +202,13 @@ class EvalOutput:
         logprobs: ``float32[B,C,A]``; ``float32[B,M,1]`` with ``TOKEN_MASK``.
         entropy: like ``logprobs``, in nats, or None.
         values: ``float32[B,1]`` or ``float32[B,C]``, or None.
+        errors: ``float32[B,N,C,A]``, what N velocities of a flow policy miss their targets by, or None.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
     values: Tensor | None
+    errors: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,9 @@ SECTIONS: dict[str, list[Row]] = {
             "Automatic placement",
             "RLinf",
             "plan train cluster=8xh100 cluster.placement=auto",
-            remains="placements are written by hand; `embodrl plan train` shows what follows from one",
+            ("unit/deployment/test_placement.py::test_an_automatic_placement_fills_the_cluster",),
+            "from settings and the number of devices; the share of training is given, not measured by the run, memory"
+            " is not considered, and the choice holds for the whole run",
         ),
         Row(
             "Different hardware in one cluster",
@@ -109,6 +111,16 @@ SECTIONS: dict[str, list[Row]] = {
         ),
     ],
     "Asynchrony": [
+        Row(
+            "A robot that never waits for the learner, with interventions",
+            "RLinf, lerobot",
+            "",
+            (
+                "integration/test_robots.py::test_no_episode_is_lost_when_actor_and_learner_are_killed",
+                "integration/test_robots.py::test_a_robot_registered_with_lerobot_is_driven_in_its_interpreter",
+            ),
+            "the trainer imitates corrections (HG-DAgger); RLPD with them is missing; no real robot was driven",
+        ),
         Row(
             "Rollouts ahead of training with a bound on staleness",
             "AReaL, Prime-RL",
@@ -153,9 +165,12 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "Evaluation beside training",
             "Prime-RL",
-            "train env=toy rollout.publish_weights=true runner.eval_async=true",
-            remains="a run's own evaluations take turns with training; examples/follow_weights and `embodrl store eval`"
-            " evaluate beside it, and their results are not in the run's metrics",
+            "train env=toy runner.eval_async=true",
+            (
+                "integration/test_runs.py::test_evaluations_beside_training_have_the_same_figures",
+                "integration/test_runs.py::test_an_evaluation_that_was_under_way_is_repeated",
+                "unit/runs/test_early_stop.py::test_late_evaluations_end_a_run_when_they_are_known",
+            ),
         ),
         Row(
             "Early stopping and a gate against regressions",
@@ -196,6 +211,16 @@ SECTIONS: dict[str, list[Row]] = {
             "AReaL, Prime-RL",
             "plan train rollout=remote 'rollout.remote.urls=[http://127.0.0.1:8000]'",
             ("integration/test_remote_rollout_runs.py::test_a_server_that_is_killed_does_not_end_the_run",),
+        ),
+        Row(
+            "Simulators on other machines than the trainer",
+            "RLinf",
+            "plan train env=maniskill model=openvla 'env.remote=[tcp://127.0.0.1:5700]' env.video.enabled=false",
+            (
+                "integration/test_env_server.py::test_a_connection_that_breaks_all_the_time_neither_loses_nor_repeats_a_step",
+                "integration/test_env_server.py::test_a_run_whose_network_is_gone_for_20_s_is_the_local_run_to_the_bit",
+            ),
+            "no videos; a server that is gone is not replaced by another one",
         ),
         Row(
             "SGLang",

@@ -180,7 +180,7 @@ def actor_loss(
     Raises:
         EmbodrlError: advantages or behaviour weights are finer than the ratio; or a KL without a reference.
     """
-    _check_levels(logprob_type, advantages)
+    check_levels(logprob_type, advantages)
     counts = counts or count_elements(
         valid, action_dim=logprobs.shape[2], logprob_type=logprob_type, entropy_type=entropy_type
     )
@@ -193,7 +193,7 @@ def actor_loss(
     loss, extra = _policy_loss(objective, log_ratio, mask, factors, drift_coef, counts.policy)
     extra["policy_loss"] = loss
     if kl_coef:
-        extra["ref_kl"] = _total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
+        extra["ref_kl"] = total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
         loss = loss + kl_coef * extra["ref_kl"]
     if entropy is not None:
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
@@ -202,7 +202,12 @@ def actor_loss(
     return LossOutput(loss, {name: value.detach() for name, value in (extra | ratios).items()})
 
 
-def _check_levels(logprob_type: Level, advantages: Tensor) -> None:
+def check_levels(logprob_type: Level, advantages: Tensor) -> None:
+    """Refuse advantages that are finer than the ratio.
+
+    Raises:
+        EmbodrlError: they are.
+    """
     if logprob_type == "chunk_level" and advantages.shape[1] != 1:
         raise EmbodrlError(
             "a ratio per chunk can't be weighted by an advantage per action",
@@ -232,7 +237,7 @@ def _policy_loss(
         )
 
     def mean(x: Tensor) -> Tensor:
-        return _total(torch.where(mask, x if behavior is None else behavior * x, 0.0), of_chunks) / num_ratios
+        return total(torch.where(mask, x if behavior is None else behavior * x, 0.0), of_chunks) / num_ratios
 
     loss = -mean(objective)
     if not drift_coef:
@@ -241,7 +246,7 @@ def _policy_loss(
     return loss + drift_coef * drift, {"drift": drift}
 
 
-def _total(x: Tensor, weights: Tensor | None) -> Tensor:
+def total(x: Tensor, weights: Tensor | None) -> Tensor:
     """Return the sum of ``[N,...,...]``, each chunk weighted if there are weights."""
     return (x if weights is None else x * weights.view(-1, 1, 1)).sum()
 

@@ -21,7 +21,7 @@ LOSS_ARGUMENTS = FunctionArguments(
         *("entropy", "values", "old_values", "returns", "weights", "counts", "logprob_type"),
         *("length_normalized_ratio", "surrogate", "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual"),
         *("drift_coef", "value_clip", "value_loss_coef", "huber_delta", "entropy_type", "entropy_bonus", "kl_coef"),
-        "kl_estimator",
+        *("kl_estimator", "errors", "old_errors"),
     ),
     values=("values", "old_values", "returns"),
 )
@@ -62,6 +62,21 @@ ACTOR_CRITIC = FunctionSpec(
 ACTOR = FunctionSpec(
     name="actor", target="embodrl.algorithms.losses:actor_loss", description="PPO clip without a critic"
 )
+FPO = FunctionSpec(
+    name="fpo",
+    target="embodrl.algorithms.losses:actor_critic_loss",
+    description="PPO clip with a value loss, with ratios of flow-matching losses",
+    needs_values=True,
+)
+NFT = FunctionSpec(
+    name="nft",
+    target="embodrl.algorithms.nft:nft_loss",
+    description="negative-aware fine-tuning of flow policies, without likelihoods",
+    parameters=(
+        *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
+        "counts",
+    ),
+)
 
 NONE = FunctionSpec(
     name="none",
@@ -86,6 +101,12 @@ SAC = FunctionSpec(
     name="sac",
     target="embodrl.algorithms.off_policy:sac",
     description="soft actor-critic on a replay buffer, with demonstrations (RLPD) or without",
+    off_policy=True,
+)
+RLT = FunctionSpec(
+    name="rlt",
+    target="embodrl.algorithms.off_policy:rlt",
+    description="a small actor on an RL token of a frozen policy, held near the policy's actions",
     off_policy=True,
 )
 DAGGER = FunctionSpec(

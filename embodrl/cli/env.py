@@ -1,4 +1,4 @@
-"""`embodrl env install`, `list` and `remove`."""
+"""`embodrl env install`, `list`, `remove` and `serve`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Prefix = Annotated[
 
 @app.callback()
 def about() -> None:
-    """Manage isolated Python environments for simulators with conflicting dependencies.
+    """Manage isolated Python environments of simulators; serve simulators to runs on other machines.
 
     \b
     Examples:
       embodrl env install libero
       embodrl env list
+      embodrl env serve --port 5700
     """
 
 
@@ -85,6 +86,41 @@ def remove(name: Name, prefix: Prefix = None, debug: Debug = False) -> None:
     execute(action, debug)
 
 
+def serve(
+    host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 5700,
+    token: Annotated[str, typer.Option("--token", help="what runs must know; auto draws one, none asks none")] = "auto",
+    max_processes: Annotated[int, typer.Option("--max-processes", min=1, help="simulators at a time")] = 64,
+    extension: Annotated[
+        list[str] | None,
+        typer.Option("--extension", metavar="MODULE", help="registers further environments", show_default=False),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option("--log-dir", metavar="DIR", help="for what simulators print", show_default=False),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Run simulators for training runs on other machines (env.remote), until Ctrl-C or SIGTERM.
+
+    Runs need the token in the environment variable EMBODRL_TOKEN. The connection is not encrypted: across a network of
+    others, use a tunnel. See docs/env_manager.md.
+
+    \b
+    Examples:
+      embodrl env serve
+      embodrl env serve --host 0.0.0.0 --port 5700 --token my-secret-token
+    """
+
+    def action() -> None:
+        from embodrl.runs.env_server import serve as run
+
+        run(host, port, token, max_processes, extension or [], log_dir, lambda line: print(line, flush=True))
+
+    execute(action, debug)
+
+
 add(app, install)
 add(app, list_all, "list")
 add(app, remove)
+add(app, serve)

@@ -47,6 +47,16 @@ def label(
             show_default=False,
         ),
     ] = None,
+    reward_model: Annotated[
+        Path | None,
+        typer.Option(
+            "--reward-model",
+            metavar="DIR",
+            help="of `embodrl reward train`: progress in place of a new value function, or a classifier that says"
+            " which episodes succeeded",
+            show_default=False,
+        ),
+    ] = None,
     inputs: Seen = "auto",
     steps: Steps = 1000,
     batch_size: BatchSize = 256,
@@ -82,10 +92,11 @@ def label(
         if json is not None:
             check_json_file(json)
         fitting = Fitting(inputs, steps, batch_size, lr, held_out, seed)  # pyright: ignore[reportArgumentType]  (chosen)
-        result = run(directory, LabelSettings(tag, lookahead, positive, failure_penalty, fitting))
+        result = run(directory, LabelSettings(tag, lookahead, positive, failure_penalty, reward_model, fitting))
         print(f"{result.episodes} episodes, {result.frames} frames, {result.success_rate:.0%} successful")
         if result.spearman is not None:
-            print(f"values and returns of held-out episodes: rank correlation {result.spearman:.2f}")
+            which = "held-out" if reward_model is None else "these"
+            print(f"values and returns of {which} episodes: rank correlation {result.spearman:.2f}")
         shares = (("successes", result.positive_in_successes), ("failures", result.positive_in_failures))
         parts = ", ".join(f"{share:.0%} in {name}" for name, share in shares if share is not None)
         print(f"positive from {result.threshold:.4f} on: {result.positive_rate:.0%} of the frames ({parts})")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 app = make_app()
 MAX_ROWS = 40
+SIMULATORS = ("env", "eval_env")
 
 
 @app.callback()
@@ -80,7 +81,10 @@ def show(plan: Plan, config: Config) -> None:
         f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
         f" {gpus} GPU(s)"
     )
-    console.print(f"actor, rollout and env are {plan.deployment.mode}\n")
+    console.print(f"actor, rollout and env are {plan.deployment.mode}")
+    for line in plan.deployment.reasons:
+        console.print(f"  {line}", soft_wrap=True, markup=False)
+    console.print()
     _show_processes(plan, console)
     _show_batches(plan, console)
     _show_memory(plan, console)
@@ -108,7 +112,7 @@ def _show_processes(plan: Plan, console: Console) -> None:
             groups.append([place])
     for group in groups[:MAX_ROWS]:
         first = group[0]
-        cpus = [cpu for place in (group if first.component == "env" else group[:1]) for cpu in place.cpus]
+        cpus = [cpu for place in (group if first.component in SIMULATORS else group[:1]) for cpu in place.cpus]
         ranks = f"{first.rank}-{group[-1].rank}" if len(group) > 1 else str(first.rank)
         numa = "any" if first.numa_node is None else str(first.numa_node)
         gpus = ranges(first.devices) or "none"
@@ -126,7 +130,7 @@ def _show_processes(plan: Plan, console: Console) -> None:
 
 
 def _place(place: ProcessPlace) -> tuple[object, ...]:
-    cpus = () if place.component == "env" else place.cpus
+    cpus = () if place.component in SIMULATORS else place.cpus
     return place.component, place.node, place.devices, place.numa_node, cpus, bool(place.cpus)
 
 

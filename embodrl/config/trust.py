@@ -31,6 +31,10 @@ CODE_SETTINGS = {
     "algorithm.srpo.encoder": "a function, if it is module:function",
     "cluster.ray_address": "the Ray cluster that is joined, whose head node controls what its nodes run",
     "env.id": "a module that is imported, if it is module:Name",
+    "env.reset_fn": "a function",
+    "env.robot": "a function, if it is module:function",
+    "env.robot_module": "a module that is imported",
+    "env.success_fn": "a function",
     "env.python": "the program that runs the simulators, unless it is auto",
     "extensions": "modules that are imported",
     "model.python": "the program that runs the policy",
@@ -43,7 +47,7 @@ CODE_SETTINGS = {
 }
 """Dotted keys of the settings that run code, and what each names."""
 _ALWAYS = (
-    *("cluster.ray_address", "env.python", "extensions", "model.python"),
+    *("cluster.ray_address", "env.python", "env.robot_module", "extensions", "model.python"),
     *("recipe.collect", "recipe.rl", "recipe.sft"),
 )
 TRUST_VARIABLE = "EMBODRL_TRUST"

@@ -5,8 +5,10 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,8 @@ LOG_PROB = "action_log_prob"
 """Column of a dataset that a policy has recorded: of each action, as it was drawn."""
 POLICY_VERSION = "policy_version"
 """Column of the episodes in a store: the number of updates behind the weights that chose each action."""
+ACTED_BY = "acted_by"
+"""Column of the same: who acted, as ``source`` of ``ReplayBuffer``."""
 REWARDS = "rewards"
 """In what says how a dataset was made: the settings that its rewards follow from."""
 
@@ -111,6 +115,7 @@ class Demos:
         seeds: reset seed of each episode in its simulator, None where it is not known.
         success: whether each episode solved its task, None where it is not known.
         outcomes: of all frames; None if the dataset does not have them.
+        acted_by: ``int64[N]``, who acted; None if the dataset does not say so.
     """
 
     images: NDArray[np.uint8]
@@ -123,6 +128,7 @@ class Demos:
     seeds: Sequence[int | None] = ()
     success: Sequence[bool | None] = ()
     outcomes: Outcomes | None = None
+    acted_by: NDArray[np.int64] | None = None
 
     @classmethod
     def of_episodes(
@@ -136,7 +142,8 @@ class Demos:
         """Return episodes that follow each other.
 
         Args:
-            columns: ``images``, ``state`` and ``actions`` of all frames; and those of ``Outcomes``, if they are known.
+            columns: ``images``, ``state`` and ``actions`` of all frames; and ``ACTED_BY`` and those of ``Outcomes``, if
+                they are known.
             lengths: frames of each episode.
             instructions: one per episode.
             tasks: one per episode.
@@ -155,14 +162,28 @@ class Demos:
             seeds=[seed for seed, _ in outcomes],
             success=[success for _, success in outcomes],
             outcomes=Outcomes.of(columns),
+            acted_by=columns[ACTED_BY].reshape(-1).astype(np.int64) if ACTED_BY in columns else None,
         )
+
+    def _columns(self) -> dict[str, NDArray[np.generic]]:
+        """Return pictures, state, actions and, where it is known, who acted."""
+        known: dict[str, NDArray[np.generic]] = {} if self.acted_by is None else {ACTED_BY: self.acted_by}
+        return {"images": self.images, "state": self.state, "actions": self.actions, **known}
+
+    @cached_property
+    def checksum(self) -> int:
+        """CRC-32 of what is seen, done and said."""
+        result = zlib.crc32("\n".join(self.instructions).encode())
+        for column in (self.images, self.actions, self.state, self.last):
+            result = zlib.crc32(np.ascontiguousarray(column).data, result)
+        return result
 
     def select(self, episodes: Sequence[int]) -> Demos:
         """Return these episodes, in this order, without their outcomes."""
         frames = [np.flatnonzero(self.episode == number) for number in episodes]
         index = np.concatenate(frames) if frames else np.zeros(0, np.int64)
         return Demos.of_episodes(
-            {"images": self.images[index], "state": self.state[index], "actions": self.actions[index]},
+            {name: column[index] for name, column in self._columns().items()},
             [len(part) for part in frames],
             [self.instructions[number] for number in episodes],
             [self.tasks[number] for number in episodes],
@@ -172,7 +193,9 @@ class Demos:
     @classmethod
     def concat(cls, parts: Sequence[Demos]) -> Demos:
         """Return the episodes of several, one after the other, without their outcomes."""
-        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in ("images", "state", "actions")}
+        every = [part._columns() for part in parts]
+        shared = [name for name in every[0] if all(name in columns for columns in every)]
+        columns = {name: np.concatenate([columns[name] for columns in every]) for name in shared}
         lengths = [int(n) for part in parts for n in np.bincount(part.episode, minlength=len(part.instructions))]
         return cls.of_episodes(
             columns,

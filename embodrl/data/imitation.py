@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.lerobot import IMAGES, camera_key
 from embodrl.data.load import camera_names, load_demos
+from embodrl.data.replay import POLICY
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hub import DATASET_FILES, fetch, parse_dataset
 from embodrl.specs import ENVS
@@ -121,6 +124,20 @@ def check_demos(demos: Demos, config: Config) -> None:
         )
 
 
+def corrected_frames(demos: Demos, horizon: int) -> NDArray[np.int64]:
+    """Return the frames from which on it was not the policy that acted, for ``horizon`` steps or to the end."""
+    if demos.acted_by is None:
+        return np.zeros(0, np.int64)
+    frames = np.arange(len(demos.actions))
+    ahead = np.minimum(frames[:, None] + np.arange(horizon), demos.last[:, None])
+    return frames[(demos.acted_by[ahead] != POLICY).all(axis=1)]
+
+
+def observed(demos: Demos, config: Config) -> Demos:
+    """Return demonstrations with what the environment shows: without their states if ``env.include_state`` is off."""
+    return demos if config.env.include_state else replace(demos, state=demos.state[:, :0])
+
+
 class FrameBatches:
     """Endless batches of frames, shuffled once per epoch; the order continues across epochs.
 
@@ -130,19 +147,29 @@ class FrameBatches:
         horizon: H, actions that the policy learns per frame.
         seed: of the order and of the random shifts.
         include_state: yield the robot's state; otherwise ``float32[N,0]``.
+        corrections_only: only frames from which on an expert or a person acted for the whole horizon, or to the end.
     """
 
-    def __init__(self, demos: Demos, settings: SftConfig, horizon: int, seed: int, include_state: bool = False) -> None:
+    def __init__(
+        self,
+        demos: Demos,
+        settings: SftConfig,
+        horizon: int,
+        seed: int,
+        include_state: bool = False,
+        corrections_only: bool = False,
+    ) -> None:
         self.demos, self.settings, self.horizon = demos, settings, horizon
         self._state = demos.state if include_state else demos.state[:, :0]
         self._rng = np.random.default_rng(seed)
         self._order = np.zeros(0, np.int64)
+        self.frames = corrected_frames(demos, horizon) if corrections_only else np.arange(len(demos.actions))
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
         """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those inside the episode."""
         size, demos = self.settings.batch_size, self.demos
         while len(self._order) < size:
-            self._order = np.concatenate([self._order, self._rng.permutation(len(demos.actions))])
+            self._order = np.concatenate([self._order, self.frames[self._rng.permutation(len(self.frames))]])
         frames, self._order = self._order[:size], self._order[size:]
         actions, inside = demos.action_chunks(frames, self.horizon)
         observation = Observation(
@@ -172,3 +199,49 @@ class FrameBatches:
             )
         self._rng.bit_generator.state = rng
         self._order = order.numpy().copy()
+
+
+IMITATED = "imitated"
+"""Of a checkpoint: the state of what draws demonstrations, and their checksum."""
+
+
+class DemoDraws:
+    """Frames of demonstrations, drawn evenly with replacement, that a policy imitates beside another loss.
+
+    Args:
+        demos: where the frames come from.
+        size: frames of a draw.
+        horizon: H, actions that the policy learns per frame.
+        seed: of the draws.
+    """
+
+    def __init__(self, demos: Demos, size: int, horizon: int, seed: int) -> None:
+        self.demos, self.size, self.horizon = demos, size, horizon
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def next(self) -> tuple[Observation, Tensor, Tensor]:
+        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those inside the episode."""
+        demos = self.demos
+        frames = torch.randint(len(demos.actions), (self.size,), generator=self._generator).numpy()
+        actions, inside = demos.action_chunks(frames, self.horizon)
+        words = [demos.instructions[number] for number in demos.episode[frames]]
+        observation = Observation(demos.images[frames], demos.state[frames], words, np.zeros(self.size, np.int32))
+        return observation, torch.from_numpy(actions), torch.from_numpy(inside)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps."""
+        return {IMITATED: self._generator.get_state(), f"{IMITATED}.checksum": torch.tensor(self.demos.checksum)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from ``state``.
+
+        Raises:
+            CheckpointError: it is of other demonstrations, or of none.
+        """
+        if IMITATED not in state or int(state[f"{IMITATED}.checksum"]) != self.demos.checksum:
+            raise CheckpointError(
+                "the demonstrations are not those that the run began with",
+                "resume with algorithm.off_policy.demos as it was, and its files unchanged",
+                code="imitation-other-data",
+            )
+        self._generator.set_state(state[IMITATED])

@@ -16,7 +16,7 @@ import psutil
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
-from embodrl.data.demos import EXECUTED, HINT, MAX_FRAMES, REWARD, TERMINATED, Demos, check_numbers, damaged
+from embodrl.data.demos import ACTED_BY, EXECUTED, HINT, MAX_FRAMES, REWARD, TERMINATED, Demos, check_numbers, damaged
 from embodrl.data.parquet import MEMORY_FRACTION, Table
 from embodrl.data.video_file import read_video
 from embodrl.errors import EmbodrlError, FileDamagedError
@@ -337,7 +337,7 @@ class _Loading:
         columns = {name: np.concatenate(parts) for name, parts in vectors.items()}
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
         _warn_outside(self.info.path.with_name("stats.json"), columns)
-        known = {name: columns[name] for name in OUTCOMES if name in columns}
+        known = {name: columns[name] for name in (*OUTCOMES, ACTED_BY) if name in columns}
         return Demos.of_episodes(
             {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION], **known},
             self.lengths,
@@ -350,6 +350,7 @@ class _Loading:
         """Return actions and states of each episode, and its instruction; fill in pictures that the rows hold."""
         features = self.info.features
         names = (layout.ACTION, layout.STATE, *(OUTCOMES if set(OUTCOMES) <= features.keys() else ()))
+        names += (ACTED_BY,) if ACTED_BY in features and features[ACTED_BY].dtype == "int64" else ()
         sizes = {name: features[name].size for name in names if name in features}
         pictures = {view: key for view, key in enumerate(self.keys) if features[key].dtype == "image"}
         vectors: dict[str, list[NDArray[np.float32]]] = {name: [] for name in sizes}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -81,13 +82,15 @@ class OfflineData:
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint keeps: a checksum; the dataset is read again when a run is resumed."""
-        pieces = [self.demos.actions, self.demos.state]
-        pieces += [] if self.led is None else [self.led.returns.numpy()]
-        pieces += [] if self.positive is None else [self.positive]
-        result = 0
-        for piece in pieces:
-            result = zlib.crc32(np.ascontiguousarray(piece).tobytes(), result)
-        return {DATASET: torch.tensor(result)}
+        return {DATASET: torch.tensor(self._checksum)}
+
+    @cached_property
+    def _checksum(self) -> int:
+        """Of all that is learned from."""
+        result = self.demos.checksum
+        for piece in (None if self.led is None else self.led.returns.numpy(), self.positive):
+            result = result if piece is None else zlib.crc32(np.ascontiguousarray(piece).data, result)
+        return result
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from ``state``.

@@ -16,6 +16,7 @@ from embodrl.data.demos import Demos, Episode
 from embodrl.data.lerobot import OWN_META
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
+from embodrl.data.replay import POLICY
 from embodrl.errors import StoreError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.store import Store
@@ -132,6 +133,7 @@ class ShardReader:
         size: height and width of pictures.
         window: newest usable episodes kept.
         successes_only: episodes that were not solved are counted, and not used.
+        corrections_only: the same of those in which the policy alone acted.
 
     Attributes:
         shards: names of those read so far, in their order.
@@ -147,9 +149,11 @@ class ShardReader:
         size: tuple[int, int],
         window: int,
         successes_only: bool,
+        corrections_only: bool = False,
     ) -> None:
         self._store, self._cache, self._cameras, self._size = store, cache, cameras, size
         self._window, self._successes_only = window, successes_only
+        self._corrections_only = corrections_only
         self.shards: list[str] = []
         self.ids: set[str] = set()
         self._parts: list[tuple[str, list[str], Demos]] = []
@@ -207,6 +211,9 @@ class ShardReader:
             raise StoreError(f"{name} has {len(demos.success)} episodes and {len(ids)} ids", code="store-damaged")
         fresh = [number for number, one in enumerate(ids) if one not in self.ids]
         wanted = [number for number in fresh if demos.success[number] or not self._successes_only]
+        if self._corrections_only:
+            corrected = set[int]() if demos.acted_by is None else set(demos.episode[demos.acted_by != POLICY].tolist())
+            wanted = [number for number in wanted if number in corrected]
         self.shards.append(name)
         self.ids.update(ids)
         if wanted:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from embodrl.deployment.automatic import choose
 from embodrl.deployment.grammar import (
     COMPONENTS,
     MACHINES,
@@ -38,7 +40,7 @@ class Deployment:
     """Where everything of a run is. Workers read it: what they could count themselves is their own share only.
 
     Attributes:
-        processes: actor, then rollout, then env, each by rank.
+        processes: actor, rollout, env, and with ``runner.eval_async`` eval and eval_env, each by rank.
         mode: whether components share devices.
         machines: what each machine has, by node.
         gpus_per_node: GPUs of each machine that the components may use.
@@ -46,6 +48,7 @@ class Deployment:
         num_threads: ``cluster.num_threads``.
         trains_in_processes: other processes than the driver train.
         rolls_out_in_processes: other processes than the driver act in the simulators.
+        reasons: why the placement is this one, of ``cluster.placement=auto``.
     """
 
     processes: tuple[ProcessPlace, ...]
@@ -56,6 +59,7 @@ class Deployment:
     num_threads: int | None
     trains_in_processes: bool
     rolls_out_in_processes: bool
+    reasons: tuple[str, ...] = ()
 
     def of(self, component: str) -> tuple[ProcessPlace, ...]:
         """Return the processes of a component, by rank."""
@@ -150,12 +154,18 @@ def solve(config: Config, machine: Machine | None = None, planning: bool = False
     machine = read_machine() if machine is None else machine
     cluster = config.cluster
     gpus = _gpus_per_node(cluster, machine)
+    choice = None
+    if cluster.placement == "auto" and gpus is not None:
+        choice = choose(config, gpus)
+        cluster = cluster.model_copy(update={"component_placement": choice.places})
+        config = config.model_copy(update={"cluster": cluster})
     places, unplaced = _place(config, _MANY_GPUS if gpus is None else gpus)
     found = None
     if gpus is not None and not unplaced and all(name in places for name in COMPONENTS):
         described = planning and cluster.hardware.name is not None
         topology = describe_machine(cluster.hardware) if described else machine.topology
         found = _deploy(config, places, (topology,) * cluster.num_nodes, machine, gpus)
+        found = replace(found, reasons=() if choice is None else choice.reasons)
     return Solution(machine, gpus, places, unplaced, found, planning)
 
 
@@ -244,6 +254,8 @@ def _deploy(
         processes.append(replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible))
     simulators = [replace(place, visible=_visible(place, machine, gpus_per_node)) for place in places["env"]]
     processes += _pin_simulators(config, simulators, machines)
+    if config.runner.eval_async:
+        processes += _beside(config, processes, machines[0], machine, gpus_per_node)
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
     ray, native = config.cluster.launcher == "ray", config.actor.training_backend == "native"
     trains = ray or actor != rollout if config.actor.own_process is None else config.actor.own_process
@@ -261,6 +273,37 @@ def _deploy(
             else config.rollout.own_process
         ),
     )
+
+
+def _beside(
+    config: Config, processes: Sequence[ProcessPlace], topology: Topology, machine: Machine, gpus_per_node: int
+) -> list[ProcessPlace]:
+    """Return the places of the process that evaluates beside training, and of its simulators: on machine 0.
+
+    It gets the first GPU on which nothing trains or acts, else that of the first rollout or actor process there. It has
+    as many simulators as one rollout process, each on the least loaded core, near the GPU if two are equal.
+    """
+    here = [place for place in processes if place.node == 0]
+    policies = [place for name in ("rollout", "actor") for place in here if place.component == name]
+    used = {device for place in policies for device in place.devices}
+    idle = [device for device in range(gpus_per_node) if device not in used] if used else []
+    devices = (idle[0],) if idle else next((place.devices[:1] for place in policies if place.devices), ())
+    place = ProcessPlace("eval", 0, 0, devices)
+    node = _numa_node(topology, place)
+    cpus = topology.cpus(node) if node is not None and len(topology.nodes) > 1 else ()
+    visible = _visible(place, machine, gpus_per_node)
+    found = [replace(place, cpus=cpus, numa_node=node if cpus else None, visible=visible)]
+    core_of = topology.core_of
+    loads = Counter(core_of.get(cpu, cpu) for other in here if other.component == "env" for cpu in other.cpus)
+    slots = [(cpu, numa) for numa, members in topology.nodes.items() for cpu in members]
+    for rank in range(config.env.num_processes // sum(other.component == "rollout" for other in processes)):
+        cpu, numa = min(slots, key=lambda slot: (loads[core_of.get(slot[0], slot[0])], slot[1] != node))
+        loads[core_of.get(cpu, cpu)] += 1
+        place = ProcessPlace("eval_env", rank, 0, devices, visible=visible)
+        if config.env.pin_cpus:
+            place = replace(place, cpus=(cpu,), numa_node=numa if len(topology.nodes) > 1 else None)
+        found.append(place)
+    return found
 
 
 def driver_cannot_act(config: Config, rollouts: Sequence[ProcessPlace]) -> bool:

@@ -48,6 +48,7 @@ class VectorEnv(ABC):
         "set_row_state",
         "check_state",
         "check_episodes",
+        "status",
     )
 
     @abstractmethod
@@ -99,9 +100,21 @@ class VectorEnv(ABC):
         """Perturb all episodes along an axis that the simulator's spec names; asked once, before any reset."""
         raise axis_unknown(self, axis)
 
+    def set_real_time(self, settings: Mapping[str, object]) -> None:
+        """Act in wall-clock time as ``env.real_time`` says; asked once, before any reset."""
+        raise EnvError(
+            f"{type(self).__name__} has no clock",
+            "derive it from SteppingEnv, or leave env.real_time out",
+            code="no-clock",
+        )
+
     def describe(self) -> dict[str, object]:
         """Return versions and graphics driver of this process; see ``describe_simulator``."""
         return describe_simulator()
+
+    def status(self) -> dict[str, float]:
+        """Return how control has gone since last asked, for metrics; nothing where there is no clock."""
+        return {}
 
     # The next eight are optional: a simulator without history, cameras for people or experts has nothing to do.
 

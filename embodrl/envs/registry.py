@@ -23,6 +23,7 @@ class SupportedEnv(RegisteredName):
     METAWORLD: ClassVar[SupportedEnv]
     GYMNASIUM: ClassVar[SupportedEnv]
     LIBERO: ClassVar[SupportedEnv]
+    ROBOT: ClassVar[SupportedEnv]
 
     @classmethod
     def register(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +20,12 @@ from embodrl.envs.axes import COMMON, noisy, recoloured, reworded
 from embodrl.envs.base import SavedState, VectorEnv, axis_unknown
 from embodrl.envs.pool.video import VideoWriter
 from embodrl.errors import EnvError
+from embodrl.fields import Fields
 from embodrl.processes.codec import decode, encode
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
+
+if TYPE_CHECKING:
+    from embodrl.envs.robot.real_time import RealTime
 
 _EPISODE_STATE = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
 
@@ -133,6 +137,7 @@ class SteppingEnv(VectorEnv):
         self._potential = np.zeros(batch, np.float32)
         self._video = VideoWriter(spec.control_hz if video_fps is None else video_fps)
         self.axis: str | None = None
+        self.real_time: RealTime | None = None
 
     # -- the simulator's own ------------------------------------------------------------------------------------------
 
@@ -218,7 +223,7 @@ class SteppingEnv(VectorEnv):
         Returns:
             reward ``float32[B]``, terminated and truncated ``bool[B]``.
         """
-        result = self.step_rows(actions, running)
+        result = self.step_rows(actions, running) if self.real_time is None else self._timed(actions, self.real_time)
         first_success = running & result.success & ~self._solved
         self._solved_now = np.where(running, result.success, self._solved_now)
         self._solved |= first_success
@@ -244,6 +249,21 @@ class SteppingEnv(VectorEnv):
         for row in self._video.rows(running):
             self._video.add(row, self.film(row))
         return reward, terminated, truncated
+
+    def _timed(self, actions: NDArray[np.float32], real_time: RealTime) -> StepResult:
+        """Execute the action of the only row when its time has come, and return when it is over; or stop."""
+        action = real_time.admit(actions[0])
+        if action is None:
+            return StepResult(self._potential.copy(), np.zeros(1, np.bool_), np.ones(1, np.bool_))
+        result = self.step_rows(action[None], np.ones(1, np.bool_))
+        real_time.pacer.wait()
+        if real_time.sees_every_step:
+            self._draw(np.zeros(1, np.int64))
+        succeeded, failed = real_time.judged()
+        failure = failed if result.terminated is None else failed | result.terminated
+        return replace(
+            result, success=result.success | succeeded, terminated=np.asarray(failure | np.zeros(1, np.bool_))
+        )
 
     def _finish(
         self,
@@ -284,7 +304,11 @@ class SteppingEnv(VectorEnv):
         )
 
     def _begin(self, rows: NDArray[np.int64], seeds: NDArray[np.int64]) -> None:
+        if self.real_time is not None:
+            self.real_time.hold()
         self.begin(rows, seeds)
+        if self.real_time is not None:
+            self.real_time.begin(int(seeds[0]))
         self._elapsed[rows] = 0
         self._returned[rows] = 0
         self._solved[rows] = False
@@ -299,6 +323,8 @@ class SteppingEnv(VectorEnv):
         if self.axis == "noise":
             for row in rows.tolist():
                 self._images[row] = noisy(self._images[row], int(self.episode_seed[row]), int(self._elapsed[row]))
+        if self.real_time is not None:
+            self.real_time.observe(self._images[0], self._state[0])
 
     def _observation(self) -> Observation:
         instructions = [self._instruction(row) for row in range(self.spec.num_envs)]
@@ -343,6 +369,21 @@ class SteppingEnv(VectorEnv):
         self.axis = axis
         if axis not in COMMON:
             self.perturb(axis)
+
+    def set_real_time(self, settings: Mapping[str, object]) -> None:
+        from embodrl.envs.robot.real_time import RealTime  # most environments have no clock
+
+        if self.spec.num_envs != 1:
+            raise EnvError(
+                f"{self.spec.num_envs} environments in a process can't share one clock",
+                "give each a process of its own",
+                code="one-robot-per-process",
+            )
+        self.real_time = RealTime(Fields(settings, "env.real_time", EnvError), self)
+        self.spec = replace(self.spec, control_hz=self.real_time.control_hz)
+
+    def status(self) -> dict[str, float]:
+        return {} if self.real_time is None else self.real_time.status()
 
     def set_auto_reset(self, value: bool) -> None:
         self.rules = replace(self.rules, auto_reset=value)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import BatchShapeError, EmbodrlError
 from embodrl.models.common.condition import Condition, told
-from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 if TYPE_CHECKING:
     from embodrl.models.common.adapters import Adapters
@@ -163,6 +163,24 @@ class VLAPolicy(nn.Module, ABC):
         with torch.no_grad():
             output = self.predict_action_batch(observation, "eval", SamplingParams(), compute_values=False)
         return output.actions if is_batch else output.actions[0]
+
+    def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
+        """Return the most probable chunks ``float32[B,C,A]`` that continue those that robots are in the midst of.
+
+        Args:
+            observation: ``[B]``.
+            prefix: what is left of those chunks.
+            guidance: largest weight of the pull towards the prefix.
+
+        Raises:
+            EmbodrlError: only flow policies can.
+        """
+        del observation, prefix, guidance
+        raise EmbodrlError(
+            f"{type(self).__name__} can't continue a chunk",
+            "leave 'rtc' out of the request: real-time chunking is for flow policies",
+            code="policy-continues-no-chunk",
+        )
 
     @abstractmethod
     def predict_values(self, observation: Observation) -> Tensor:

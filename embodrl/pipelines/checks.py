@@ -17,7 +17,7 @@ ROLES: dict[str, str] = {
     "rollout": "gathers experience; exactly one, or a dataset",
     "dataset": "stands for recorded experience; goes with an offline algorithm.loss_type",
     "dynamic_sampling": "selects groups, and gathers more; goes with algorithm.filter.enabled",
-    "reward": "judges episodes; goes with reward.fn and algorithm.srpo.enabled",
+    "reward": "judges episodes; goes with reward.fn, reward.model and algorithm.srpo.enabled",
     "reference": "log-probs under the starting policy; goes with algorithm.kl.coef",
     "proximal": "log-probs and values of the weights that the update begins with; goes with algorithm.decoupled and"
     " algorithm.recompute_logprobs",

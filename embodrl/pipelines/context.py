@@ -11,6 +11,7 @@ from embodrl.errors import PipelineError
 if TYPE_CHECKING:
     import torch
 
+    from embodrl.data.imitation import DemoDraws
     from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
     from embodrl.hybrid_engines.base import TrainEngine
@@ -29,7 +30,7 @@ class Context:
         rollout: gathers experience.
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
-        replay: of off-policy and offline runs; see ``stores`` and ``dataset``.
+        replay: of off-policy and offline runs; see ``stores`` and ``dataset``. Of others what draws demonstrations.
     """
 
     config: Config
@@ -38,7 +39,7 @@ class Context:
     rollout: Collector
     rewards: RewardWorker
     shuffle: torch.Generator
-    replay: ReplayStores | OfflineData | None = None
+    replay: ReplayStores | OfflineData | DemoDraws | None = None
 
     @property
     def stores(self) -> ReplayStores:

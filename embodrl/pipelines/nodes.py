@@ -30,7 +30,7 @@ def dynamic_sampling(context: Context, batch: TrajectoryBatch) -> tuple[Trajecto
 
 
 def reward(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
-    """Replace the rewards by those of ``reward.fn`` or SRPO; without either they stay the environment's."""
+    """Replace the environment's rewards by those of ``reward.fn``, ``reward.model`` or SRPO, if there are any."""
     metrics: Metrics = {**context.rewards.apply(batch)}
     return batch, metrics
 

@@ -33,6 +33,10 @@ class Need:
     only_then: bool
 
 
+def _offline(config: Config) -> bool:
+    return config.algorithm.loss_type in LOSSES and LOSSES.entry(config.algorithm.loss_type).offline
+
+
 NEEDS = (
     Need("reference", "algorithm.kl.coef above 0", lambda c: c.algorithm.kl.coef > 0, "algorithm.kl.coef=0", True),
     Need(
@@ -59,11 +63,18 @@ NEEDS = (
     Need(
         "dataset",
         "an offline algorithm.loss_type",
-        lambda c: c.algorithm.loss_type in LOSSES and LOSSES.entry(c.algorithm.loss_type).offline,
+        _offline,
         "algorithm.loss_type=actor_critic",
         True,
     ),
     Need("reward", "reward.fn", lambda c: c.reward.fn is not None, "reward.fn=null", False),
+    Need(
+        "reward",
+        "reward.model",
+        lambda c: c.reward.model is not None and not _offline(c),  # whose dataset it pays
+        "reward.model=null",
+        False,
+    ),
     Need(
         "reward",
         "algorithm.srpo.enabled",
@@ -77,11 +88,14 @@ NEEDS = (
 def default_name(config: Config) -> str:
     """Return the built-in pipeline that belongs to the settings: the first registered one whose setting holds.
 
-    With an estimator of the user's that is ``ppo`` if it asks for values, else ``grpo``.
+    For other losses on a replay buffer that is ``sac``; with an estimator of the user's it is ``ppo`` if that asks for
+    values, else ``grpo``.
     """
     for spec in PIPELINES.all():
         if spec.setting is not None and value_of(config, spec.setting[0]) == spec.setting[1]:
             return spec.name
+    if config.algorithm.loss_type in LOSSES and LOSSES.entry(config.algorithm.loss_type).off_policy:
+        return "sac"
     return "ppo" if ADVANTAGES.entry(config.algorithm.adv_type).needs_values else "grpo"
 
 

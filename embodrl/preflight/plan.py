@@ -78,6 +78,7 @@ class Plan:
             "num_nodes": config.cluster.num_nodes,
             "described": hardware.name is not None,
             "mode": self.deployment.mode,
+            "placement_reasons": list(self.deployment.reasons),
             "processes": [_plain(place) for place in self.deployment.processes],
             "processes_per_device": per_device(self.deployment),
             "simulators_per_cpu": per_cpu(self.deployment),
@@ -150,7 +151,8 @@ def per_device(deployment: Deployment) -> dict[str, dict[str, int]]:
 
 def per_cpu(deployment: Deployment) -> dict[str, int]:
     """Return ``NODE:CPU`` -> number of simulators bound to it."""
-    bound = Counter(f"{p.node}:{p.cpus[0]}" for p in deployment.of("env") if len(p.cpus) == 1)
+    simulators = (*deployment.of("env"), *deployment.of("eval_env"))
+    bound = Counter(f"{p.node}:{p.cpus[0]}" for p in simulators if len(p.cpus) == 1)
     return dict(sorted(bound.items(), key=lambda item: tuple(map(int, item[0].split(":")))))
 
 
@@ -159,7 +161,7 @@ def warnings(deployment: Deployment) -> list[str]:
     lines: list[str] = []
     for node, machine in enumerate(deployment.machines):
         policies = {
-            d for p in (*deployment.of("actor"), *deployment.of("rollout")) if p.node == node for d in p.devices
+            d for name in ("actor", "rollout", "eval") for p in deployment.of(name) if p.node == node for d in p.devices
         }
         idle = len(machine.gpus) - len(policies)
         if idle and deployment.of("actor")[0].devices:

@@ -53,6 +53,8 @@ ESTIMATED_BY = {
     " rounding of every tensor up to a power of two",
     "allocator": "measured: freed memory that a process that trains on a CPU keeps, 0.6 to 1.5 GiB; at most as much as"
     " its tensors take",
+    "evaluation": "runner.eval_async: program, weights, KV cache and simulators of the process that evaluates beside"
+    " training, as of the others",
     "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
 }
 
@@ -221,8 +223,12 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     simulator = ENVS.entry(config.env.env_type)
     if simulator.process_bytes:
         share = -(-config.env.train.total_num_envs // len(simulators))
-        for place in simulators:
-            add((place.node, HOST), "simulator", simulator.process_bytes + share * simulator.env_bytes)
+        for place in (*simulators, *deployment.of("eval_env")):
+            component = "simulator" if place.component == "env" else "evaluation"
+            add((place.node, HOST), component, simulator.process_bytes + share * simulator.env_bytes)
+    for place in deployment.of("eval"):
+        add((place.node, HOST), "evaluation", PYTHON_BYTES)
+        add(_memories(place)[0], "evaluation", 0 if figures is None else figures.plain + figures.kv_cache)
     away = _away(config, deployment)
     memories = [
         MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])
@@ -377,6 +383,8 @@ def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) 
             lines += _training_remedies(config, memory, component, figures)
         elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:
             lines.append("rollout.enable_offload=true keeps them in main memory while the policy trains")
+        elif component == "evaluation":
+            lines.append("runner.eval_async=false evaluates between two iterations")
         elif component == "KV cache":
             lines.append("a larger rollout.pipeline_stages decides fewer rows at once")
         elif component in ("simulator", "trajectory buffer"):

@@ -22,7 +22,8 @@ import numpy as np
 from embodrl.config.isolated import ask, installed_python
 from embodrl.config.schema import EnvConfig
 from embodrl.envs.mujoco.scene import GL_HINT, GL_LIBRARIES, loads
-from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.names import exits_named, import_function
 from embodrl.preflight import vulkan

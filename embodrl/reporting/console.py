@@ -104,6 +104,15 @@ class Console:
         self._print(self._line())
         self._refresh()
 
+    def late(self, row: Mapping[str, MetricValue]) -> None:
+        """Show an evaluation that was done beside training."""
+        self._note_success(row)
+        found = eval_interval(row)
+        interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
+        rate = row.get("eval/success_rate")
+        shown = f"{rate:.3f}" if isinstance(rate, int | float) else "not known"
+        self.message(f"evaluation after iteration {row['iteration']}: success {shown}{interval}")
+
     def phase(self, text: str, chunks: int = 0) -> None:
         """Show what the run does now; without a terminal, only once it takes longer than ``PLAIN_INTERVAL_S``.
 
@@ -152,16 +161,19 @@ class Console:
 
     def _absorb(self, row: Mapping[str, MetricValue]) -> None:
         self._row = dict(row)
+        self._note_success(row)
+        seconds, steps = self._number("time/total_s"), self._number("env_steps")
+        if seconds and steps > self._last_steps:
+            self._speed.append(seconds)
+        self._last_steps = max(self._last_steps, steps)
+
+    def _note_success(self, row: Mapping[str, MetricValue]) -> None:
         for name, history in (("rollout/success_rate", self._train), ("eval/success_rate", self._eval)):
             value = row.get(name)
             if isinstance(value, int | float):
                 history.append(float(value))
         if found := eval_interval(row):
             self._eval_interval = f" [{100 * found[0]:.0f}, {100 * found[1]:.0f}]"
-        seconds, steps = self._number("time/total_s"), self._number("env_steps")
-        if seconds and steps > self._last_steps:
-            self._speed.append(seconds)
-        self._last_steps = max(self._last_steps, steps)
 
     def _number(self, name: str) -> float:
         value = self._row.get(name)

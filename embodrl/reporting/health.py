@@ -114,7 +114,9 @@ class HealthMonitor:
 
         solved, failed = _number(row, "rollout/return_solved"), _number(row, "rollout/return_failed")
         message = f"failed episodes earn {failed:.3g} on average, solved ones {solved:.3g}: the reward pays for failing"
-        hint = "raise env.success_bonus, or choose env.reward_mode=potential or sparse, or fix reward.fn"
+        hint = (
+            "raise env.success_bonus, or choose env.reward_mode=potential or sparse, or fix reward.fn or reward.model"
+        )
         measured = failed - solved
         yield _Sign("failure-pays", measured, measured >= 0, MISPAID_ITERATIONS, message, hint)
 

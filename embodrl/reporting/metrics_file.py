@@ -21,7 +21,8 @@ Row = dict[str, Any]
 def read_metrics(path: Path) -> list[Row]:
     """Return the rows of a metrics.jsonl; lines that are damaged are left out with a warning.
 
-    A last line cut off by a crash is left out silently.
+    A last line cut off by a crash is left out silently. A line of an iteration that has a row already, such as that of
+    an evaluation beside training, is part of that row.
     """
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     rows = [parse_row(line) for line in lines]
@@ -30,7 +31,11 @@ def read_metrics(path: Path) -> list[Row]:
         damaged.pop()
     if damaged:
         logger.warning("%s: %s left out: damaged", path, _named(damaged, "line"))
-    return [row for row in rows if row is not None]
+    merged: dict[int, Row] = {}
+    for row in rows:
+        if row is not None:
+            merged[row["iteration"]] = merged.get(row["iteration"], {}) | row
+    return list(merged.values())
 
 
 def restore_metrics(path: Path, last_iteration: int, saved: bytes | None) -> bytes:

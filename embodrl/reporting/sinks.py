@@ -103,7 +103,7 @@ class WandbTracker:
         except ImportError as error:
             raise MissingDependencyError("wandb is not installed", "pip install 'embodrl[wandb]'") from error
 
-        self._directory = run_dir
+        self._directory, self._step = run_dir, -1
         id_file = run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if id_file.is_file() else os.urandom(4).hex()
         id_file.write_text(f"{run_id}\n")
@@ -119,7 +119,12 @@ class WandbTracker:
         )
 
     def log(self, metrics: Mapping[str, MetricValue], iteration: int) -> None:
-        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=iteration)
+        """Record numbers; W&B's steps never go back: late ones get the present step, and ``eval/iteration``."""
+        known = {name: value for name, value in metrics.items() if value is not None}
+        if iteration < self._step:
+            known = known | {"iteration": self._step, "eval/iteration": iteration}
+        self._step = max(iteration, self._step)
+        self._run.log(known, step=self._step)
 
     def close(self) -> None:
         """Finish uploading.
@@ -189,8 +194,8 @@ class MetricsLogger:
                 self._refuse_old_metrics()
             else:
                 self.content += restore_metrics(self.path, resume_iteration, saved)
-                last = parse_row(bytes(self.content[self.content.rfind(b"\n", 0, -1) + 1 :]))
-                self._elapsed_s = float((last or {}).get("time/elapsed_s") or 0.0)
+                found = (parse_row(line) or {} for line in reversed(bytes(self.content).splitlines(keepends=True)))
+                self._elapsed_s = next((float(row["time/elapsed_s"]) for row in found if "time/elapsed_s" in row), 0.0)
             self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)
         except OSError as error:
             # A device, pipe or directory under this name, or a link.
@@ -242,9 +247,12 @@ class MetricsLogger:
         Raises:
             OutputError: metrics.jsonl can't be written.
         """
+        self._elapsed_s += float(metrics.get("time/total_s") or 0.0)
+        return self.log_late({**metrics, "time/elapsed_s": round(self._elapsed_s, 3)})
+
+    def log_late(self, metrics: Mapping[str, MetricValue]) -> dict[str, MetricValue]:
+        """Append what becomes known later of an iteration that has a row; as ``log``, without adding to the time."""
         row = {name: _finite(value) for name, value in metrics.items()}
-        self._elapsed_s += float(row.get("time/total_s") or 0.0)
-        row["time/elapsed_s"] = round(self._elapsed_s, 3)
         line = json.dumps(row, allow_nan=False).encode() + b"\n"
         try:
             self._file.write(line)

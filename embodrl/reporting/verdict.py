@@ -38,9 +38,12 @@ def regression(rows: Sequence[Row], allowed: float | None) -> EmbodrlError | Non
     (last, iteration), (best, at) = rates[-1], max(rates[:-1], key=lambda each: each[0])
     if best - last <= allowed:
         return None
+    where = f"the best checkpoint, with runner.keep_best, and policy_best/ are those of iteration {at}"
+    if not at:
+        where = "nothing was saved that is better than what the run began with (model.warm_start)"
     return EmbodrlError(
         f"the evaluation after iteration {iteration} has a success rate of {last:.3f}, {best - last:.3f} below the"
         f" best, {best:.3f} after iteration {at}: more than runner.max_regression={allowed:g}",
-        "policy_best/ is the best policy of the run; to train on, resume with runner.max_regression=null",
+        f"{where}; to train on, resume with runner.max_regression=null",
         code="evaluation-regressed",
     )

@@ -13,11 +13,15 @@ from pathlib import Path
 import torch
 
 from embodrl.config.schema import Config
+from embodrl.data.batch import Batch
+from embodrl.data.imitation import DemoDraws, check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.offline import OfflineData
 from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
+from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
@@ -58,14 +62,14 @@ class Parts:
         engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
-        stores: of off-policy and offline runs.
+        stores: of off-policy and offline runs, and of those that imitate beside their loss.
     """
 
     policy: VLAPolicy
     engine: TrainEngine
     rollouts: RolloutBackend
     rewards: RewardWorker
-    stores: ReplayStores | OfflineData | None = None
+    stores: ReplayStores | OfflineData | DemoDraws | None = None
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
@@ -161,6 +165,7 @@ def build(
             config, policy, threads, memory=memory, weights_dir=run_dir.resolve() / PUBLISHED_DIR
         )
         rewards = RewardWorker(config, tuple(pool.spec.tasks))
+        rewards.check(pool.spec)
         collector = make_collector(config, pool, acting, should_stop, keep_frames, rewards.judge)
         make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
         evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
@@ -186,10 +191,20 @@ def build(
         rewards = RewardWorker(config, tuple(rollouts.tasks))
     closing.callback(rewards.close)
     closing.callback(rollouts.close)
-    stores = None
-    if pool is not None and LOSSES.entry(config.algorithm.loss_type).off_policy:
-        stores = make_stores(config, policy, pool)
-    return Parts(policy, engine, rollouts, rewards, stores)
+    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, pool))
+
+
+def _learns_from(
+    config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None
+) -> ReplayStores | DemoDraws | None:
+    """Return what a run learns from beside its rollouts, if there is something."""
+    if LOSSES.entry(config.algorithm.loss_type).off_policy:
+        assert pool is not None, "the configuration was checked"
+        return make_stores(config, policy, pool)
+    if config.algorithm.bc_coef:
+        assert isinstance(engine, PolicyTrainEngine), "the configuration was checked"
+        return demonstrate(config, policy, engine)
+    return None
 
 
 def _build_offline(
@@ -209,6 +224,37 @@ def _build_offline(
     rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, stopped)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data)
+
+
+def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) -> DemoDraws:
+    """Let an engine imitate demonstrations beside its loss (``algorithm.bc_coef``); return what draws them.
+
+    Args:
+        config: the run; ``algorithm.off_policy.demos`` are the demonstrations, ``actor.global_batch_size`` frames of
+            which go into a step.
+        policy: whose inputs they become.
+        engine: trains.
+
+    Raises:
+        EmbodrlError: the demonstrations are not of this environment or robot, or damaged.
+    """
+    source = config.algorithm.off_policy.demos
+    assert source is not None, "the configuration was checked"
+    imitated = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": source})})
+    check_robot(imitated)
+    demos = load_configured_demos(imitated)
+    check_demos(demos, imitated)
+    size, seed = config.actor.global_batch_size, config.runner.seed
+    draws = DemoDraws(observed(demos, config), size, policy.action_horizon, seed)
+
+    def draw() -> Batch:
+        observation, actions, inside = draws.next()
+        inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside}
+        return Batch({name: tensor.cpu() for name, tensor in inputs.items()})
+
+    engine.draw_demos = draw
+    logger.info("%d demonstrations, %d frames, are imitated, too", len(demos.tasks), len(demos.actions))
+    return draws
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

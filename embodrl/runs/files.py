@@ -44,6 +44,8 @@ ADAPTERS_DIR = "adapters"
 """In a policy: its adapters, separate from their base model's weights."""
 BEST_POLICY_DIR = "policy_best"
 PUBLISHED_DIR = "weights"
+EVAL_WEIGHTS_DIR = "eval_weights"
+"""Of the policies that are evaluated beside training."""
 WEIGHT_SYNC_DIR = "weight_sync"
 REPORT_FILE = "report.html"
 METRICS_BLOB = "metrics"
@@ -106,7 +108,7 @@ def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) ->
     by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
     weights = policy.state_dict()
     trained = sum(num_bytes(weights[name]) for name in trained_names(policy))
-    return (by_disk + config.rollout.publish_weights) * (
+    return (by_disk + config.rollout.publish_weights + config.runner.eval_async) * (
         sum(map(num_bytes, weights.values())) + (VERSIONS_KEPT + 1) * trained
     )
 
@@ -144,7 +146,8 @@ def check_disk_space(
     exported = exported_num_bytes(policy)
     total = (config.runner.keep_last_n + 1 + keep_best) * state_num_bytes + (1 + keep_best) * exported + sent
     outputs = (
-        run_dir / name for name in (CHECKPOINTS_DIR, POLICY_DIR, BEST_POLICY_DIR, PUBLISHED_DIR, WEIGHT_SYNC_DIR)
+        run_dir / name
+        for name in (CHECKPOINTS_DIR, POLICY_DIR, BEST_POLICY_DIR, PUBLISHED_DIR, EVAL_WEIGHTS_DIR, WEIGHT_SYNC_DIR)
     )
     written = sum(path.stat().st_size for output in outputs for path in output.rglob("*") if path.is_file())
     preflight(run_dir, max(total - written, state_num_bytes, exported))

@@ -24,9 +24,11 @@ from embodrl.algorithms.offline import (
 from embodrl.data.advantages import Column, check_labelled_format, frame_numbers, sidecar, write_sidecar
 from embodrl.data.demos import Demos
 from embodrl.data.load import load_demos
+from embodrl.errors import EmbodrlError
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.reporting.progress import Progress
 from embodrl.runs.observe import Fitting, fit, frame_inputs, held_out_episodes, make_model, spearman, successes
+from embodrl.runs.reward_model import judged_successes
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class LabelSettings:
         lookahead: steps that an advantage adds up before it takes the value.
         positive: share of the frames whose advantage counts as positive.
         failure_penalty: taken off at the end of an episode that failed; None: the steps of the longest one.
+        reward_model: of `embodrl reward train`; a progress model is the value function, a classifier says which
+            episodes succeeded; None trains a value function on the outcomes of the dataset.
         fitting: of the value function.
     """
 
@@ -45,6 +49,7 @@ class LabelSettings:
     lookahead: int = 10
     positive: float = 0.3
     failure_penalty: float | None = None
+    reward_model: Path | None = None
     fitting: Fitting = field(default_factory=Fitting)
 
 
@@ -59,7 +64,7 @@ class LabelResult:
         threshold: advantages from it on are positive.
         positive_rate: share of positive frames.
         positive_in_successes, positive_in_failures: the same in episodes of each outcome; None without such.
-        spearman: rank correlation of values and returns in episodes that were held out.
+        spearman: rank correlation of values and returns in episodes that were held out; in all with a given model.
     """
 
     paths: tuple[Path, ...]
@@ -81,19 +86,32 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
     """
     check_labelled_format(directory)
     demos = load_demos(directory)
-    success = successes(demos, directory)
+    given = None if settings.reward_model is None else ObservationModel.load(settings.reward_model)
+    judges = given is not None and given.kind == "success"
+    success = judged_successes(given, demos) if given is not None and judges else successes(demos, directory)
     lengths = np.bincount(demos.episode, minlength=len(success))
+    progress_model = None if judges else given
     penalty = float(lengths.max()) if settings.failure_penalty is None else settings.failure_penalty
+    scale = None
+    if progress_model is not None:  # its values are in these units
+        penalty, scale = _units_of(progress_model, settings)
     rewards = [steps_to_go_rewards(int(n), bool(won), penalty) for n, won in zip(lengths, success, strict=True)]
     returns = torch.cat([rewards_to_go(part) for part in rewards])
-    scale = float(returns.min().abs().clamp(min=1.0))
+    scale = scale or float(returns.min().abs().clamp(min=1.0))
     with Progress("label", settings.fitting.steps, "steps", console) as progress:
-        model, values, correlation = _values(demos, success, returns / scale, settings.fitting, progress)
+        if given is None or judges:
+            model, values, correlation = _values(demos, success, returns / scale, settings.fitting, progress)
+        else:
+            model, values = given, given.judge(frame_inputs(given, demos))
+            correlation = spearman(values.numpy(), returns.numpy())
     parts = zip(rewards, values.split(lengths.tolist()), strict=True)
     advantages = torch.cat([n_step_advantages(r / scale, v, settings.lookahead) for r, v in parts])
     positive = advantage_indicator(advantages, settings.positive)
     paths = _write(directory, settings, demos, rewards, returns, scale, values, advantages, positive)
-    model.facts = {**asdict(settings), "failure_penalty": penalty, "scale": scale}
+    made = {**asdict(settings), "reward_model": settings.reward_model and str(settings.reward_model)}
+    if progress_model is not None:  # it was trained by its own
+        del made["fitting"]
+    model.facts = {**model.facts, **made, "failure_penalty": penalty, "scale": scale}
     model.save(directory / "meta" / f"value_{settings.tag}")
     won = torch.from_numpy(success[demos.episode])
     flags = positive.float()
@@ -108,6 +126,29 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
         float(flags[~won].mean()) if bool((~won).any()) else None,
         correlation,
     )
+
+
+def _units_of(model: ObservationModel, settings: LabelSettings) -> tuple[float, float]:
+    """Return what a failure costs by the values of a progress model, in steps, and how many steps a value of 1 is.
+
+    Raises:
+        EmbodrlError: the model does not say, or another one was asked for.
+    """
+    found = [model.facts.get(name) for name in ("failure_penalty", "scale")]
+    penalty, scale = ((float(x) if isinstance(x, int | float) else 0.0) for x in found)
+    if scale <= 0:
+        raise EmbodrlError(
+            f"{settings.reward_model} does not say on which scale its values are",
+            "train it again with this version of `embodrl reward train`",
+            code="label-scale",
+        )
+    if settings.failure_penalty not in (None, penalty):
+        raise EmbodrlError(
+            f"the values of {settings.reward_model} are of a failure penalty of {penalty:g} steps",
+            "leave out --failure-penalty, or --reward-model",
+            code="label-scale",
+        )
+    return penalty, scale
 
 
 def _values(

@@ -17,7 +17,7 @@ from torch import Tensor
 from embodrl.data.demos import Demos
 from embodrl.errors import EmbodrlError, NonFiniteError
 from embodrl.models.common.init import init_linears, new_generator
-from embodrl.models.common.observation_model import ObservationModel, network_inputs
+from embodrl.models.common.observation_model import ObservationModel
 from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
 from embodrl.reporting.progress import Progress
 
@@ -88,9 +88,12 @@ def make_model(kind: str, demos: Demos, fitting: Fitting) -> ObservationModel:
 
 
 def frame_inputs(model: ObservationModel, demos: Demos) -> dict[str, Tensor]:
-    """Return what a model sees of all frames."""
-    numbers = torch.tensor([model.instructions.index(text) for text in demos.instructions], dtype=torch.int64)
-    return network_inputs(model.spec, demos.images, demos.state, numbers[torch.from_numpy(demos.episode)])
+    """Return what a model sees of all frames.
+
+    Raises:
+        EmbodrlError: it was trained for another environment.
+    """
+    return model.inputs(demos.images, demos.state, [demos.instructions[number] for number in demos.episode])
 
 
 def held_out_episodes(labels: Sequence[bool], fitting: Fitting) -> NDArray[np.bool_]:

@@ -18,13 +18,13 @@ from embodrl.algorithms.off_policy import chunk_return, n_step_return
 from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
 from embodrl.data.advantages import read_indicator
 from embodrl.data.demos import Demos, Outcomes
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
+from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.offline import Led, OfflineData
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_model import network_inputs
 from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
-from embodrl.runs.replay import check_rewards, no_rewards
+from embodrl.runs.replay import check_rewards, no_rewards, paid
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +47,18 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     config = config.model_copy(update={"sft": SftConfig(data_dir=source)})
     check_robot(config)
     directory, conditions = Path(source).expanduser(), config.algorithm.loss_type == RECAP
-    if not conditions:
+    if not conditions and config.reward.model is None:
         check_rewards(directory, config)
     demos = load_configured_demos(config)
     check_demos(demos, config)
     if demos.outcomes is None:
         raise no_rewards(source)
+    demos = paid(demos, config)
+    assert demos.outcomes is not None
     known = [success for success in demos.success if success is not None]
     rate = f", {sum(known)} of {len(known)} successful" if known else ""
     logger.info("%d episodes, %d frames%s from %s", len(demos.tasks), len(demos.actions), rate, source)
-    chunk, executed = policy.num_action_chunks, replace(demos, actions=demos.outcomes.executed)
+    chunk, executed = policy.num_action_chunks, replace(observed(demos, config), actions=demos.outcomes.executed)
     if conditions:
         positive = read_indicator(directory, config.algorithm.offline.tag, demos)
         return OfflineData(executed, chunk, {}, positive=positive), None

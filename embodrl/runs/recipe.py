@@ -33,6 +33,7 @@ from embodrl.fields import read_fields
 from embodrl.processes.ending import stop_with_parent
 from embodrl.runs.load import load_config
 from embodrl.runs.lock import RunLock
+from embodrl.specs import LOSSES
 from embodrl.storage.integrity import check_checksums
 from embodrl.storage.json_file import write_json_file
 
@@ -314,14 +315,22 @@ def _links(name: Name, tree: Node, directory: Path, stages: tuple[Name, ...]) ->
         links += [assignment("sft.data_dir", demos)] * ("collect" in stages)
         return links, []
     links.append(assignment(OUTPUT_DIR, directory / name))
-    share, path = lookup(tree, "algorithm.off_policy.demo_fraction"), lookup(tree, "model.model_path")
-    if "collect" in stages and share is not None and share.value:
+    path = lookup(tree, "model.model_path")
+    if "collect" in stages and _reads_demonstrations(tree):
         links.append(assignment(DEMOS, demos))
     if "sft" in stages and path is not None and path.value is not None:
         unchecked.append(assignment("model.model_path", directory / "sft" / "policy"))
     elif "sft" in stages:
         links.append(assignment("model.warm_start", directory / "sft" / "policy"))
     return links, unchecked
+
+
+def _reads_demonstrations(tree: Node) -> bool:
+    """Tell whether RL learns from a dataset too, or from nothing else."""
+    shares = [lookup(tree, key) for key in ("algorithm.off_policy.demo_fraction", "algorithm.bc_coef")]
+    loss = lookup(tree, "algorithm.loss_type")
+    offline = loss is not None and loss.value in LOSSES and LOSSES.entry(str(loss.value)).offline
+    return offline or any(share is not None and share.value for share in shares)
 
 
 def _seed_of_demonstrations(name: Name, whole: Node, tree: Node) -> list[str]:

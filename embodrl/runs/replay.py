@@ -14,7 +14,7 @@ from torch import Tensor
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import REWARDS, Demos, Outcomes
 from embodrl.data.facts import RAW_INDEX
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
+from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.lerobot import OWN_META
 from embodrl.data.load import is_lerobot
 from embodrl.data.replay import EXPERT, INPUT, ReplayBuffer, ReplayStores
@@ -23,6 +23,7 @@ from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation
+from embodrl.workers.learned_reward import LearnedReward
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
         return ReplayStores(online)
     config = config.model_copy(update={"sft": SftConfig(data_dir=settings.demos)})
     check_robot(config)
-    check_rewards(Path(settings.demos).expanduser(), config)
+    if config.reward.model is None:
+        check_rewards(Path(settings.demos).expanduser(), config)
     demos = load_configured_demos(config)
     check_demos(demos, config)
     known, wanted = demos.state.shape[1], pool.spec.state_dim
@@ -68,7 +70,9 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
         )
     if demos.outcomes is None:
         raise no_rewards(settings.demos)
-    frames = demo_frames(demos, demos.outcomes, policy)
+    demos = paid(demos, config)
+    assert demos.outcomes is not None
+    frames = demo_frames(observed(demos, config), demos.outcomes, policy)
     kept = ReplayBuffer(len(frames["acted"]), 2**62)
     kept.add_frames(frames)
     logger.info("%d demonstrations: %d chunks, %.0f MB", len(demos.tasks), len(kept), kept.num_bytes / 2**20)
@@ -91,6 +95,16 @@ def check_rewards(directory: Path, config: Config) -> None:
             "collect demonstrations with the same env.reward_mode and env.success_bonus, or train with theirs",
             code="demos-other-rewards",
         )
+
+
+def paid(demos: Demos, config: Config) -> Demos:
+    """Return recorded episodes with the rewards of ``reward.model``, or as they are without one.
+
+    Raises:
+        EmbodrlError: the model is none, or was trained for another environment.
+    """
+    model = config.reward.model
+    return demos if model is None else LearnedReward(model, config.model.num_action_chunks).relabel(demos)
 
 
 def no_rewards(source: str) -> EmbodrlError:

@@ -13,22 +13,27 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.data.demos import POLICY_VERSION, Episode, Outcomes
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
+from embodrl.data.replay import POLICY
 from embodrl.data.shards import ShardWriter
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.stored import download_versions
 from embodrl.reporting.progress import Progress
+from embodrl.reporting.sinks import MetricsLogger, MetricValue
 from embodrl.runs.collect import StepwiseActor, frame_rate
+from embodrl.runs.intervention import Intervention, make_intervention
 from embodrl.runs.stop import StopSignal
 from embodrl.runs.store_parts import DONE, open_store
 from embodrl.serving.weights import WeightFollower, WeightSource
@@ -38,7 +43,10 @@ from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
+
+METRICS_FILE = "collect_metrics.jsonl"
 Vector = NDArray[np.float32]
+_Frame = tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int, int]
 
 
 @dataclass
@@ -47,14 +55,13 @@ class Attempt:
 
     Attributes:
         number: of all that this collector has begun.
-        frames: picture, state and action of each step so far, with its log-prob and the version of the weights.
+        frames: picture, state and action of each step so far, with its log-prob, the version of the weights, and who
+            acted.
         results: reward of each step, and whether it terminated the episode.
     """
 
     number: int
-    frames: list[tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int]] = field(
-        default_factory=list[tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int]]
-    )
+    frames: list[_Frame] = field(default_factory=list["_Frame"])
     results: list[tuple[float, bool]] = field(default_factory=list[tuple[float, bool]])
 
 
@@ -69,12 +76,24 @@ class PolicyCollector:
         pool: started, without auto-reset, one action at a time.
         engine: the policy.
         shards: take finished episodes.
+        intervention: who may correct the policy; None: none.
+        log: gets the metrics of finished episodes, of which ``iteration`` is the number so far; None: none.
     """
 
-    def __init__(self, config: Config, pool: EnvPool, engine: RolloutEngine, shards: ShardWriter) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: RolloutEngine,
+        shards: ShardWriter,
+        intervention: Intervention | None = None,
+        log: Callable[[dict[str, MetricValue]], object] | None = None,
+    ) -> None:
         self.pool, self.engine, self.shards = pool, engine, shards
         self.name, self._seed = config.store.collector, config.collect.seed
         self._key = zlib.crc32(self.name.encode())
+        self.intervention, self._log = intervention, log
+        self._since_s = time.monotonic()
         self.finished = self.solved = 0
         self._next, self._again = 0, list[int]()
         if shards.progress is not None:
@@ -110,7 +129,6 @@ class PolicyCollector:
 
     def begin(self, rows: NDArray[np.int64]) -> Observation:
         """Start the attempts of these rows; all of them over again if a simulator process was lost meanwhile."""
-        self.actor.begin(rows)
         for row in rows:
             self.attempts[row] = Attempt(self.attempts[row].number)
         numbers = [self.attempts[row].number for row in rows]
@@ -120,6 +138,9 @@ class PolicyCollector:
         observation = self.pool.reset(seeds, tasks, rows)
         if self.pool.faults.restarts != restarts:
             return self.begin(np.arange(self.pool.spec.num_envs))
+        self.actor.begin(rows)
+        if self.intervention is not None:
+            self.intervention.begin(rows)
         return observation
 
     def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
@@ -135,9 +156,15 @@ class PolicyCollector:
 
     def _step(self, observation: Observation) -> Observation:
         actions, log_probs = self.actor.act(observation)
+        acted_by = np.zeros(len(actions), np.int64)
+        if self.intervention is not None:
+            actions, acted_by = self.intervention.correct(observation, actions)
+            taken = np.flatnonzero(acted_by != POLICY)
+            self.actor.begin(taken)  # what the policy had planned there was for another state
+            log_probs = [None] * len(actions)  # of an episode, all or none are the policy's own
         for row, attempt in enumerate(self.attempts):
             seen = (observation.images[row].copy(), observation.state[row].copy())
-            attempt.frames.append((*seen, actions[row], log_probs[row], self.actor.versions[row]))
+            attempt.frames.append((*seen, actions[row], log_probs[row], self.actor.versions[row], int(acted_by[row])))
         instructions = list(observation.instruction)
         step = self.pool.step(actions[:, None])
         for row, attempt in enumerate(self.attempts):
@@ -152,11 +179,44 @@ class PolicyCollector:
             self.attempts[row] = Attempt(self._draw())
         if episodes:
             self.shards.add(episodes, self.progress())
+            if self._log is not None:
+                self._log(self._metrics(episodes))
         return self.begin(ended)
+
+    def _metrics(self, episodes: list[Episode]) -> dict[str, MetricValue]:
+        """Return what is known of the episodes that have just ended, and of the time since the last ones."""
+        acted_by = [np.asarray(episode.acted[ACTED_BY]) != POLICY for episode in episodes]
+        found: dict[str, MetricValue] = {
+            "iteration": self.finished,
+            "time/total_s": time.monotonic() - self._since_s,
+            "collect/success_rate": sum(episode.success for episode in episodes) / len(episodes),
+            "collect/episodes": len(episodes),
+            "collect/steps": sum(map(len, acted_by)),
+            "collect/corrected_steps": sum(int(taken.sum()) for taken in acted_by),
+            "collect/interventions": sum(int(np.diff(taken, prepend=False)[taken].sum()) for taken in acted_by),
+            "collect/policy_version": self.engine.version,
+        }
+        self._since_s = time.monotonic()
+        for name, values in self._control().items():
+            merge = max if name.endswith("_s") else sum  # of times, the worst robot's
+            found[f"time/control_{name}" if name.endswith("_s") else f"control/{name}"] = merge(values)
+        return found
+
+    def _control(self) -> dict[str, list[float]]:
+        """Return how control has gone in each process; of one that is lost meanwhile, nothing."""
+        try:
+            answers = self.pool.call("status")
+        except (EnvWorkerDied, EnvTimeout):
+            return {}
+        found: dict[str, list[float]] = {}
+        for answer in answers:
+            for name, value in (cast("dict[str, float]", answer) if isinstance(answer, dict) else {}).items():
+                found.setdefault(name, []).append(value)
+        return found
 
     def _episode(self, row: int, success: bool, instruction: str) -> Episode:
         attempt = self.attempts[row]
-        images, states, actions, log_probs, versions = zip(*attempt.frames, strict=True)
+        images, states, actions, log_probs, versions, acted_by = zip(*attempt.frames, strict=True)
         rewards, terminated = zip(*attempt.results, strict=True)
         executed = np.stack(actions).astype(np.float32)
         known = None if log_probs[0] is None else np.array(log_probs, np.float32)
@@ -171,7 +231,7 @@ class PolicyCollector:
             self._seed_of(attempt.number),
             success,
             outcomes,
-            {POLICY_VERSION: np.array(versions, np.int64)},
+            {POLICY_VERSION: np.array(versions, np.int64), ACTED_BY: np.array(acted_by, np.int64)},
             f"{self.name}-{attempt.number:08d}",
         )
 
@@ -251,7 +311,13 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
         follower.start()
         closing.callback(follower.stop)
-        collector = PolicyCollector(config, pool, engine, shards)
+        intervention = make_intervention(config, pool)
+        if intervention is not None:
+            closing.callback(intervention.close)
+        finished = shards.progress.integer("finished") if shards.progress is not None else None
+        logged = (config.runner.logger, finished, config.model_dump())
+        metrics = closing.enter_context(MetricsLogger(spool, *logged, file_name=METRICS_FILE))
+        collector = PolicyCollector(config, pool, engine, shards, intervention, metrics.log)
         uploads = Uploads(store, shards, settings.poll_s)
         say(f"collecting into {store} as {settings.collector}, from episode {collector.finished}")
         stop.can_save("the same command continues with the episodes that are finished")

@@ -103,8 +103,10 @@ class FollowedBatches:
         else:
             self._rng = self._batches.state()[0]
         seed, include_state = config.runner.seed, config.env.include_state
-        self._batches = FrameBatches(demos, config.sft, self._horizon, seed, include_state)
-        if self._rng:
+        only = config.store.corrections_only
+        batches = FrameBatches(demos, config.sft, self._horizon, seed, include_state, only)
+        self._batches = batches if len(batches.frames) else None  # there may be no corrections yet
+        if self._rng and self._batches is not None:
             self._batches.load_state(self._rng, torch.zeros(0, dtype=torch.int64))
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
@@ -319,6 +321,7 @@ def _reader(config: Config, store: Store, directory: Path) -> ShardReader:
         (cameras[0].height, cameras[0].width),
         settings.window_episodes,
         settings.successes_only,
+        settings.corrections_only,
     )
 
 

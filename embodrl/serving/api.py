@@ -83,10 +83,15 @@ class ApiListener(HttpListener):
     async def _act(self, message: Message, request: Request) -> dict[str, object]:
         observation = self.keys.observation(message.get("observation", message))
         name = message.get("session")
+        prefix = self.service.prefix(message)
+        if name is not None and prefix is not None:
+            raise WireError(
+                "a session hands out single actions, and continues no chunk", "send one of the two", code="wire-rtc"
+            )
         if name is not None:
             action, version = await self._session(name).next_action(observation)
             return {"actions": action[None], "policy_version": version}
-        chunk = await self.core.act(observation, request.transport, self.name)
+        chunk = await self.core.act(observation, request.transport, self.name, prefix)
         return {
             "actions": chunk.actions,
             "policy_version": chunk.version,

@@ -23,7 +23,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.batching import BatchPump, Request
 from embodrl.serving.metrics import Metrics
 from embodrl.serving.stall import BatchWatch
-from embodrl.types import Observation, PolicyOutput
+from embodrl.types import ChunkPrefix, Observation, PolicyOutput
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Chunk:
 class _Query:
     observation: Observation
     arrived: float
+    prefix: tuple[NDArray[np.float32], int] | None = None
 
 
 class ModelCore(BatchPump[_Query, Chunk]):
@@ -119,13 +120,20 @@ class ModelCore(BatchPump[_Query, Chunk]):
         except EmbodrlError as error:  # a made-up observation may lack the state that the policy reads
             logger.warning("the policy could not be warmed up: %s", error.message)
 
-    async def act(self, observation: Observation, client: object, protocol: str) -> Chunk:
+    async def act(
+        self,
+        observation: Observation,
+        client: object,
+        protocol: str,
+        prefix: tuple[NDArray[np.float32], int] | None = None,
+    ) -> Chunk:
         """Return the most probable actions for an observation ``[1]``.
 
         Args:
             observation: of one row.
             client: who asks: a hashable object, the same for all requests of a connection.
             protocol: for the metrics.
+            prefix: what is left of the client's present chunk, and the delay; see ``ChunkPrefix``.
 
         Raises:
             ServingError: the server is stopping, or the policy failed.
@@ -137,7 +145,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
             raise self._stalled()
         arrived = time.perf_counter()
         self._note(client, arrived)
-        request: Request[_Query, Chunk] = Request(_Query(observation, arrived))
+        request: Request[_Query, Chunk] = Request(_Query(observation, arrived, prefix))
         self._under_way.add(request)
         self._idle.clear()
         self._arrival.set()
@@ -205,11 +213,14 @@ class ModelCore(BatchPump[_Query, Chunk]):
                 return
 
     def choose(self, waiting: list[Request[_Query, Chunk]]) -> list[Request[_Query, Chunk]]:
-        """Return the oldest requests whose pictures and states have the shapes of the oldest one's."""
+        """Return the oldest requests whose pictures and states have the shapes of the oldest one's.
 
-        def shapes(request: Request[_Query, Chunk]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        Those that continue a chunk and those that do not are computed apart: guidance takes gradients.
+        """
+
+        def shapes(request: Request[_Query, Chunk]) -> tuple[object, ...]:
             observation = request.content.observation
-            return observation.images.shape, observation.state.shape
+            return observation.images.shape, observation.state.shape, request.content.prefix is None
 
         wanted = shapes(waiting[0])
         return [request for request in waiting if shapes(request) == wanted][: self.settings.max_batch_size]
@@ -245,7 +256,13 @@ class ModelCore(BatchPump[_Query, Chunk]):
     def _compute(self, batch: list[_Query]) -> Sequence[Chunk]:
         clock = time.perf_counter()
         try:
-            output = self.engine.act_greedily(Observation.concat([query.observation for query in batch]))
+            observation = Observation.concat([query.observation for query in batch])
+            prefixes = [query.prefix for query in batch if query.prefix is not None]
+            if prefixes:  # of all or none: see ``choose``
+                limit = self.settings.rtc_max_guidance_weight
+                output = self.engine.continue_chunk(observation, ChunkPrefix.stack(prefixes), limit)
+            else:
+                output = self.engine.act_greedily(observation)
         except Exception:  # one observation may be what the policy can't read: the others are answered
             if len(batch) == 1:
                 raise

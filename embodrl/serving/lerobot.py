@@ -12,6 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ POLL_S = 2.0
 PERIOD_S = 1 / 30
 """Between two actions of a chunk: lerobot's default rate, which its client only logs."""
 HINT = "see docs/serving.md for lerobot's protocol"
+IDLE_S = 60.0
+"""A client polls all the time: one that was silent for so long is gone, and its address may be another's by now."""
 VALUES = (str, bool, int, float, np.ndarray)
 
 
@@ -53,6 +56,7 @@ class _Robot:
         num_actions: of a chunk that it wants.
         seen: its newest observation, set until a poll takes it.
         answered: the last timestep that it got actions for.
+        heard: when it last called, in s of the monotonic clock.
     """
 
     keys: WireMap
@@ -60,6 +64,7 @@ class _Robot:
     seen: _Seen | None = None
     arrival: asyncio.Event = field(default_factory=asyncio.Event)
     answered: int = -1
+    heard: float = field(default_factory=monotonic)
 
 
 class LerobotListener(Listener):
@@ -147,13 +152,20 @@ class LerobotListener(Listener):
 
     async def _known(self, context: Any) -> _Robot:
         """Return the client of a call; end the call if it has given no instructions."""
+        self._forget_silent()
         robot = self._robots.get(context.peer())
         if robot is None:
             text = "this connection has sent no policy instructions: start the client again [wire-message]"
             await context.abort(self._grpc.StatusCode.FAILED_PRECONDITION, text)
-        self._robots.move_to_end(context.peer())
         assert robot is not None
+        robot.heard = monotonic()
+        self._robots.move_to_end(context.peer())
         return robot
+
+    def _forget_silent(self) -> None:
+        """Drop clients that are gone; they are in the order in which they last called."""
+        while self._robots and monotonic() - next(iter(self._robots.values())).heard > IDLE_S:
+            self.core.forget(self._robots.popitem(last=False)[0])
 
     async def _observe(self, requests: AsyncIterator[Any], context: Any) -> Any:
         robot = await self._known(context)

@@ -7,19 +7,20 @@ import contextlib
 import hmac
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
-from embodrl.errors import ServingError
+from embodrl.errors import ServingError, WireError
 from embodrl.serving.core import ModelCore
 from embodrl.serving.weights import WeightSource
 from embodrl.types import Observation
 from embodrl.wire.codec import need
-from embodrl.wire.keys import WireMap
+from embodrl.wire.keys import WireMap, vector_of
 
 if TYPE_CHECKING:
     from aiohttp.web import AppRunner, Request, StreamResponse, TCPSite, WebSocketResponse
@@ -79,6 +80,30 @@ class Service:
         cameras = self.config.env.cameras
         images = keys.images[: len(cameras)] or tuple(image.format(camera.name) for camera in cameras)
         return WireMap(images, keys.state or (state,), keys.instruction or instruction)
+
+    def prefix(self, message: object) -> tuple[NDArray[np.float32], int] | None:
+        """Return what is left of a client's chunk and the delay, for real-time chunking; None without ``rtc``.
+
+        ``rtc`` is ``{"actions": [N,A], "delay": d}``: the actions from the time of the observation on, of which the
+        first d are executed before the answer arrives.
+
+        Raises:
+            WireError: it has another form.
+        """
+        content = message.get("rtc") if isinstance(message, Mapping) else None
+        if content is None:
+            return None
+        model = self.config.model
+        hint = (
+            f"send {{'actions': [N,{model.action_dim}], 'delay': 0 to N}} with 1 to {model.num_action_chunks} actions"
+        )
+        found = content.get("actions") if isinstance(content, Mapping) else None
+        delay = content.get("delay") if isinstance(content, Mapping) else None
+        rows = [vector_of(row, "rtc.actions") for row in found] if isinstance(found, (list, np.ndarray)) else []
+        fits = 0 < len(rows) <= model.num_action_chunks and all(row.shape == (model.action_dim,) for row in rows)
+        if not fits or type(delay) is not int or not 0 <= delay <= len(rows):
+            raise WireError("'rtc' has another form", hint, code="wire-rtc")
+        return np.stack(rows), delay
 
     def example(self) -> Observation:
         """Return a black observation ``[1]`` of the configured cameras, without state."""

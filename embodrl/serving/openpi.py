@@ -38,8 +38,9 @@ class OpenpiListener(HttpListener):
                 if frame.type != self.web.WSMsgType.BINARY:
                     await socket.send_str("a text frame came where an observation in msgpack was due [wire-message]")
                     continue
-                observation = self.keys.observation(unpack(frame.data, openpi_envelope))
-                chunk = await self.core.act(observation, client, self.name)
+                message = unpack(frame.data, openpi_envelope)
+                observation = self.keys.observation(message)
+                chunk = await self.core.act(observation, client, self.name, self.service.prefix(message))
             except Exception as error:  # noqa: BLE001 - reported to the client; the connection stays open
                 self.core.metrics.count("errors_total", self.name)
                 await socket.send_str(explain(error))

@@ -174,6 +174,8 @@ class _Machine:
     def build(self, _: object) -> None:
         (state,), made = self._pop(1), self.stack[-1]
         if isinstance(made, Record):
+            if made.fields:  # else a few bytes could copy a large map again and again
+                raise _refused(f"a pickle sets the attributes of {made.name} twice")
             made.fields.update(_is(state, dict))
         elif isinstance(made, _Type):
             made.order = _is(_is(state, tuple)[1], str)

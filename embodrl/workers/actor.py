@@ -28,6 +28,7 @@ from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.offline import IqlCritics, OfflineEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.hybrid_engines.training.rlt import RltEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_net import ObservationSpec
 from embodrl.scheduler.channel import Channel
@@ -98,6 +99,8 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
         return ImitationEngine(policy, EngineOptions.of(config), policy.device, cores, bins)
     if loss.off_policy:
         settings, seed = config.algorithm.off_policy, config.runner.seed
+        if config.algorithm.loss_type == "rlt":
+            return RltEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
         return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
 
@@ -109,7 +112,8 @@ def make_offline_engine(
     cores, critics = deployment.threads_of(deployment.of("actor")[0]), None
     if seen is not None:
         chunk = policy.num_action_chunks * policy.action_dim
-        critics = IqlCritics(seen, chunk, config.algorithm.off_policy, policy.device, config.runner.seed)
+        algorithm, optim = config.algorithm, config.actor.optim
+        critics = IqlCritics(seen, chunk, algorithm.off_policy, optim, policy.device, config.runner.seed)
     return OfflineEngine(policy, EngineOptions.of(config), policy.device, critics, cores)
 
 

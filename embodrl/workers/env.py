@@ -12,8 +12,9 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
-from embodrl.envs.pool.manager import EnvTimeouts
+from embodrl.envs.pool.options import EnvTimeouts, RemoteEnv
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.pool.remote_main import probe
 from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
@@ -27,7 +28,12 @@ def check_simulator(config: Config) -> None:
 
     Raises:
         MissingDependencyError: names the missing package.
+        EnvError: a server of ``env.remote`` can't be reached, or refuses; what it lacks shows when simulators start.
     """
+    if config.env.remote:
+        for address in dict.fromkeys(config.env.remote):
+            probe(address)
+        return
     from embodrl.preflight.simulators import find_warnings, preflight
 
     preflight(config.env.env_type, interpreter_of(config), config.env)
@@ -100,6 +106,12 @@ def try_simulator(config: Config) -> Finding:
     from embodrl.preflight.simulators import draw_frame, preflight
 
     name = f"env={config.env.env_type}"
+    if config.env.remote:
+        try:
+            check_simulator(config)
+        except EnvError as error:
+            return Finding(name, "error", error.message, error.hint)
+        return Finding(name, "ok", f"env servers answer: {', '.join(config.env.remote)}")
     try:
         preflight(config.env.env_type, interpreter_of(config), config.env)
     except MissingDependencyError as error:
@@ -207,6 +219,13 @@ def make_pool(
         cpus = [next(iter(place.cpus), None) for place in places]
         numa_nodes = [place.numa_node for place in places]
         environs = [gpu_variables(place) for place in places]
+    timeouts = EnvTimeouts(
+        env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s, config.cluster.heartbeat_timeout_s
+    )
+    remotes = [
+        RemoteEnv(env.remote[rank % len(env.remote)], env.reconnect_timeout_s, env.python, env.pin_cpus, timeouts)
+        for rank in range(env.num_processes if env.remote else 0)
+    ]
     return EnvPool.create(
         env_type or env.env_type,
         {**env_kwargs(config), **overrides},
@@ -215,13 +234,14 @@ def make_pool(
         cpus=cpus,
         numa_nodes=numa_nodes,
         environs=environs,
-        python=interpreter_of(config),
-        timeouts=EnvTimeouts(
-            env.start_timeout_s, env.reset_timeout_s, env.step_timeout_s, config.cluster.heartbeat_timeout_s
-        ),
+        remotes=remotes,
+        python=None if remotes else interpreter_of(config),
+        # The server's watchdog judges the simulator; this one only has to outlast it and a cut connection.
+        timeouts=timeouts.longer_by(env.reconnect_timeout_s) if remotes else timeouts,
         log_dir=log_dir,
         extensions=config.extensions,
         axis=axis,
+        real_time=None if env.real_time.control_hz is None else env.real_time.model_dump(mode="json"),
         max_restarts=env.max_restarts,
         restart_window_s=config.cluster.restart_window_s,
         bounds=Bounds(env.max_abs_reward, env.max_abs_state),

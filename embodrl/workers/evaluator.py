@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -121,6 +121,22 @@ class EpisodeResults:
     pictures: list[str]
     env_s: float = 0.0
     policy_s: float = 0.0
+
+
+def join_results(parts: Sequence[EpisodeResults], seconds: Callable[[Iterable[float]], float]) -> EpisodeResults:
+    """Return the outcomes of several groups of episodes, one after the other.
+
+    Args:
+        parts: at least one.
+        seconds: of all from those of each: ``max`` of groups that ran at the same time, else ``sum``.
+    """
+    return EpisodeResults(
+        np.concatenate([part.outcome for part in parts]),
+        [text for part in parts for text in part.instructions],
+        [text for part in parts for text in part.pictures],
+        seconds(part.env_s for part in parts),
+        seconds(part.policy_s for part in parts),
+    )
 
 
 class Evaluator:

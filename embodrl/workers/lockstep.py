@@ -253,6 +253,7 @@ class LockstepRunner:
         self._blank: dict[str, Tensor] = {}  # inputs of one row, zeros
         self._seen: list[_Seen] = []
         self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
+        self._starts: dict[int, tuple[NDArray[np.uint8], NDArray[np.float32]]] = {}  # what they began with, by row
 
     def begin(
         self,
@@ -337,6 +338,8 @@ class LockstepRunner:
         if self.keep_frames:
             self._steps[-1]["frames"] = torch.from_numpy(self._after(step)[0][:, 0])
         if self.judge is not None and self._observation is not None:
+            for row in np.flatnonzero(self._since == len(self._steps) - 1):
+                self._starts[int(row)] = (self._observation.images[row].copy(), self._observation.state[row].copy())
             self._steps[-1]["call_id"] = torch.full((len(output.actions),), -1)
             self._seen.append(_Seen(*self._after(step), output.actions.copy(), self._observation.instruction))
             for row in np.flatnonzero(step.done):
@@ -435,6 +438,8 @@ class LockstepRunner:
                 actions=torch.from_numpy(np.stack([each.actions[row] for each in seen]))[valid],
                 states=torch.from_numpy(np.stack([each.states[row] for each in seen])),
                 images=images,
+                start_images=torch.from_numpy(self._starts[row][0]),
+                start_state=torch.from_numpy(self._starts[row][1]),
             )
         )
 

@@ -34,7 +34,7 @@ from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import LOST, Collector, Metrics, RolloutState, Snapshot, rollout_metrics
-from embodrl.workers.evaluator import EpisodeResults, EvalResult, evaluation_result
+from embodrl.workers.evaluator import EpisodeResults, EvalResult, evaluation_result, join_results
 from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.rollout_backend import RolloutBackend
 from embodrl.workers.rollout_process import RolloutProcess, channel_names
@@ -468,14 +468,11 @@ class RemoteBackend(RolloutBackend):
         where = None if video_dir is None else str(video_dir.resolve())
         with self.collector.quiet():
             parts: list[Evaluated] = self.call("evaluate", [(part, where) for part in episodes])
-        results = EpisodeResults(
-            np.concatenate([part["outcome"] for part in parts]),
-            [text for part in parts for text in part["instructions"]],
-            [text for part in parts for text in part["pictures"]],
-            max(part["env_s"] for part in parts),
-            max(part["policy_s"] for part in parts),
-        )
-        return evaluation_result(self.config.evaluated, results)
+        found = [
+            EpisodeResults(part["outcome"], part["instructions"], part["pictures"], part["env_s"], part["policy_s"])
+            for part in parts
+        ]
+        return evaluation_result(self.config.evaluated, join_results(found, max))
 
 
 def _no_update(random: list[str]) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Rewards of whole episodes: by a function of the user's, or by SRPO.
+"""Rewards of whole episodes: by a function of the user's, by a trained model, or by SRPO.
 
 Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes, n actions of an episode.
 """
@@ -24,14 +24,18 @@ from embodrl.algorithms.episodes import Episodes, split_episodes
 from embodrl.algorithms.srpo import SrpoRewards, make_encoder, sample_frames
 from embodrl.config.schema import Config, RewardConfig
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.envs.base import EnvSpec
 from embodrl.errors import CheckpointError, RewardError, user_location
 from embodrl.names import import_function, raised_by_embodrl
+from embodrl.workers.learned_reward import LearnedReward
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLIPS_AT_ONCE = 8
 _NONE = torch.tensor(float("nan"))
+MODEL = "model"
+"""Of a checkpoint: the checksum of the model that pays."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,13 @@ class Episode:
         task: name of the task.
         frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
         policy_version: ``int64[t]``, updates behind the weights that chose each chunk.
-        instruction: in words; this and the next three are None where a workflow has run the episode, or a rollout
+        instruction: in words; this and all that follow are None where a workflow has run the episode, or a rollout
             process of its own, and of rollouts in the checkpoint of an asynchronous run.
         actions: ``float32[n,A]``, as they were executed, in environment units.
         states: ``float32[t,S]``, proprioception after each chunk; S = 0 without ``env.include_state``.
         images: ``uint8[t,V,H,W,3]``, what all cameras see after each chunk.
+        start_images: ``uint8[V,H,W,3]``, before the first chunk; None where ``images`` is.
+        start_state: ``float32[S]``, the same.
     """
 
     rewards: Tensor
@@ -62,6 +68,8 @@ class Episode:
     actions: Tensor | None = None
     states: Tensor | None = None
     images: Tensor | None = None
+    start_images: Tensor | None = None
+    start_state: Tensor | None = None
 
 
 @dataclass
@@ -81,7 +89,7 @@ class _Begun:
 
 def needs_frames(config: Config) -> bool:
     """Return whether rollouts must keep the images of the first camera, for rewards that are computed from them."""
-    return config.reward.fn is not None or config.algorithm.srpo.enabled
+    return config.reward.judged or config.algorithm.srpo.enabled
 
 
 class RewardWorker:
@@ -96,9 +104,13 @@ class RewardWorker:
         self.tasks = tasks
         self.settings = config.reward
         self.calls: RewardCalls | None = None
+        self.learned: LearnedReward | None = None
         if config.reward.fn is not None:
             self.calls = RewardCalls(import_function(config.reward.fn), self.settings)
             os._exit = _leave_unless_in_reward
+        elif config.reward.model is not None:
+            self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)
+            self.calls = RewardCalls(self.learned, self.settings)
         # Not those of an earlier process, whose numbers may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
         self._begun: dict[int, _Begun] = {}
@@ -123,6 +135,15 @@ class RewardWorker:
         self._begun[number] = _Begun(episode, self.calls.start(episode))
         return number
 
+    def check(self, spec: EnvSpec) -> None:
+        """Refuse a model that was trained for other simulators.
+
+        Raises:
+            EmbodrlError: it was.
+        """
+        if self.learned is not None:
+            self.learned.check(spec)
+
     def close(self) -> None:
         """Give up the calls under way."""
         if self.calls is not None:
@@ -141,6 +162,8 @@ class RewardWorker:
 
     def state(self) -> dict[str, Tensor]:
         """Return what a resumed run needs, as tensors by name."""
+        if self.learned is not None:
+            return {MODEL: self.learned.fingerprint}
         return {} if self.srpo is None else {str(task): kept for task, kept in self.srpo.memory.items()}
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
@@ -149,6 +172,8 @@ class RewardWorker:
         Raises:
             CheckpointError: it is not that of these rewards.
         """
+        if self.learned is not None and torch.equal(saved.get(MODEL, _NONE), self.learned.fingerprint):
+            return
         if self.srpo is None or not all(name.isdigit() and tensor.ndim == 2 for name, tensor in saved.items()):
             raise CheckpointError(
                 "the checkpoint's rewards are not those of this run",
@@ -296,6 +321,7 @@ class RewardCalls:
 
     async def _call(self, episode: Episode) -> tuple[Tensor | RewardError, int]:
         settings, failed = self.settings, 0
+        name = "reward.fn" if settings.model is None else "reward.model"
         problem = RewardError("")
         async with self._room:
             for attempt in range(settings.retries + 1):
@@ -312,7 +338,7 @@ class RewardCalls:
                     why = f"took more than {settings.timeout_s:g} s" if over else failure
                 failed += 1
                 problem = RewardError(
-                    f"reward.fn {why} (attempt {attempt + 1} of {settings.retries + 1})",
+                    f"{name} {why} (attempt {attempt + 1} of {settings.retries + 1})",
                     "fix the function, raise reward.timeout_s or reward.retries, or set reward.on_error=drop to train"
                     " without such episodes",
                 )

@@ -16,6 +16,12 @@ TWO_ROLLOUTS = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
 
 CLUSTER = [
     Wrong(
+        "a placement that is given and chosen",
+        "cluster.placement",
+        "there-is-one-placement",
+        ("cluster.placement=auto", "cluster.component_placement={actor:0,rollout:0,env:0}"),
+    ),
+    Wrong(
         "described hardware that is not here",
         "cluster.hardware.name",
         "described-hardware-is-here",

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from config_case import Wrong
 
+NFT = (
+    *("algorithm.loss_type=nft", "algorithm.adv_type=reinforce_pp", "model.add_value_head=false"),
+    "actor.optim.critic_warmup_iterations=0",
+)
 FAMILIES = [
     Wrong("patches of pi", "model.pi.patch_size", "pi-dimensions-fit", ("model.pi.patch_size=12", "model=pi0")),
     Wrong(
@@ -75,6 +79,31 @@ FAMILIES = [
         "model.flow.noise_std_min",
         "noise-range-is-not-empty",
         ("model.flow.noise_std_min=0.2", "model=pi0", "model.flow.method=flow_noise"),
+    ),
+    Wrong(
+        "a value that knows the actions",
+        "model.value_head.input",
+        "value-is-of-the-observation",
+        ("model.value_head.input=suffix", "model=pi0", "algorithm=fpo"),
+    ),
+    Wrong(
+        "FPO with log-probs",
+        "model.flow.method",
+        "loss-fits-the-sampling",
+        ("model.flow.method=flow_sde", "model=pi0", "algorithm=fpo"),
+    ),
+    Wrong("FPO of tokens", "model.model_type", "velocities-are-there", ("algorithm.loss_type=fpo",)),
+    Wrong(
+        "mirrored velocities of a whole chain",
+        "model.flow.method",
+        "loss-fits-the-sampling",
+        ("model.flow.method=flow_noise", "model=pi0", *NFT),
+    ),
+    Wrong(
+        "velocities of a rollout that are not there",
+        "model.flow.keep_errors",
+        "loss-fits-the-sampling",
+        ("model.flow.keep_errors=false", "model=pi0", *NFT),
     ),
     Wrong(
         "value input of flow policies",
@@ -242,16 +271,40 @@ FAMILIES += [
         ("algorithm.off_policy.demos={tmp}", *SAC),
     ),
     Wrong(
-        "imitation beside PPO",
+        "imitation beside PPO of nothing",
         "algorithm.bc_coef",
         "imitation-has-demonstrations",
         ("algorithm.bc_coef=0.1",),
+    ),
+    Wrong(
+        "imitation beside PPO of what is not there",
+        "algorithm.off_policy.demos",
+        "imitation-has-demonstrations",
+        ("algorithm.bc_coef=0.1", "algorithm.off_policy.demos={tmp}/none"),
+    ),
+    Wrong(
+        "imitation where the main process does not train",
+        "algorithm.bc_coef",
+        "imitation-has-demonstrations",
+        ("algorithm.bc_coef=0.1", "algorithm.off_policy.demos={tmp}", "actor=fsdp"),
     ),
     Wrong(
         "imitation of nothing",
         "algorithm.bc_coef",
         "imitation-has-demonstrations",
         ("algorithm.bc_coef=0.1", *SAC),
+    ),
+    Wrong(
+        "demonstrations that a function does not pay",
+        "reward.fn",
+        "demonstrations-have-these-rewards",
+        ("reward.fn=math:sqrt", "algorithm.off_policy={demos: {tmp}, demo_fraction: 0.5}", *SAC),
+    ),
+    Wrong(
+        "a reward model that is not there",
+        "reward.model",
+        "reward-model-can-judge",
+        ("reward.model={tmp}/none",),
     ),
     Wrong(
         "a small actor that PPO would train",
@@ -279,6 +332,12 @@ FAMILIES += [
         "small-actor-can-learn",
         ("algorithm.off_policy.demos={tmp}", "model.small_actor.kind=dsrl", *SAC),
         more=("model.warm_start", "model.model_type", "algorithm.off_policy.demo_fraction"),
+    ),
+    Wrong(
+        "RLT without its actor",
+        "model.small_actor.kind",
+        "rl-token-is-there",
+        ("algorithm.loss_type=rlt", *SAC),
     ),
     Wrong(
         "an expert who labels chunks",

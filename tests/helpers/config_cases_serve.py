@@ -33,5 +33,25 @@ SERVE = [
         ("rollout.remote.urls=[host:8000]", "rollout.backend=remote", "rollout.publish_weights=true"),
         names="http://",
     ),
+    Wrong(
+        "evaluations beside training by a rollout server",
+        "runner.eval_async",
+        "evaluations-beside-can-run",
+        ("runner.eval_async=true", "rollout=remote", "rollout.remote.urls=[http://127.0.0.1:8000]"),
+    ),
+    Wrong(
+        "env server without a port, and an interpreter of this machine",
+        "env.remote",
+        "env-servers-run-the-simulators",
+        ("env.remote=[desk]", "env.python=python3.10", "env.video.enabled=false"),
+        names="tcp://HOST:PORT",
+        more=("env.python",),
+    ),
+    Wrong(
+        "videos of simulators on another machine",
+        "env.video.enabled",
+        "env-servers-run-the-simulators",
+        ("env.remote=[tcp://desk:5700]", "env.video.enabled=true"),
+    ),
     Wrong("token that can be guessed", "serve.token", "token-is-a-secret", ("serve.token=abc",), names="auto"),
 ]

@@ -88,6 +88,7 @@ def other_values(info: FieldInfo, value: object) -> list[str]:
         "other",
         "0.0.0.0",
         "[other]",
+        "[0.5]",
         "[openpi]",
         "[{label: a, node_ranks: 0}]",
         "{a: 1}",

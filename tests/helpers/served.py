@@ -20,7 +20,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.serving.server import PolicyServer
-from embodrl.types import Observation, PolicyOutput
+from embodrl.types import ChunkPrefix, Observation, PolicyOutput
 
 TOKEN = "a-token-of-the-tests"
 CHUNK, DIM = 5, 7
@@ -45,6 +45,12 @@ class MeanPolicy(ToyPolicy):
         means = means + self.offset.item() + observation.state.sum(axis=1)
         actions = means[:, None, None] + np.arange(CHUNK)[None, :, None] + np.zeros((1, 1, DIM))
         return PolicyOutput(actions.astype(np.float32), torch.zeros(actions.shape), None, {})
+
+    def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> np.ndarray:
+        """All actions are the first one that is left, plus the delay, ten times the length and 100 times guidance."""
+        self.batches.append(observation.batch_size)
+        rows = prefix.actions[:, :1] + (prefix.delay + 10 * prefix.length)[:, None, None] + 100 * guidance
+        return np.repeat(rows, CHUNK, axis=1).astype(np.float32)
 
 
 def wanted(pixel: float, text: str, offset: float = 0.0) -> np.ndarray:

@@ -119,6 +119,7 @@ FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 VARIANTS = [(name, None) for name in FAMILIES if name not in FLOW_FAMILIES] + [
     (name, method) for name in FLOW_FAMILIES for method in ("flow_sde", "flow_noise")
 ]
+VARIANTS.append(("pi0", "cfm"))
 TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")
 EVERY_VARIANT = [*VARIANTS, *((name, None) for name in POLICIES if name not in FAMILIES)]
 STATE_DIM = 6

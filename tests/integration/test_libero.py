@@ -195,6 +195,49 @@ def test_fixtures_stand_where_published_evaluations_put_them(suite: str):
     assert found["moved"] > 0.001
 
 
+def test_sampled_initial_states_follow_from_the_seed_and_are_none_of_the_official_ones():
+    task = next(iter(SUITES["libero_spatial"].tasks))
+    options = {
+        "suite": "libero_spatial",
+        "tasks": [task],
+        "full_state": True,
+        "settle_steps": 0,
+        "include_images": False,
+    }
+    first = np.zeros(2, np.int32)
+    with closing(start(**options, init_states="sampled")) as manager:
+        drawn = manager.reset(np.array([3, 4]), first, copy=True)
+        again = manager.reset(np.array([4, 3]), first, copy=True)
+        later = np.concatenate([manager.reset(np.arange(i, i + 2), first, copy=True).state for i in range(5, 15, 2)])
+    assert drawn.state.shape == (2, 8 + 26)
+    assert not drawn.images.any()
+    np.testing.assert_array_equal(drawn.state, again.state[::-1])
+    with closing(start(**options)) as manager:
+        official = np.concatenate(
+            [manager.reset(np.array([i, i + 1]), first, copy=True).state for i in range(0, 50, 2)]
+        )
+    place = slice(13, 16)  # from the gripper to the can
+    sampled = np.concatenate([drawn.state, later])
+    distance_m = np.linalg.norm(sampled[:, None, place] - official[None, :, place], axis=2)
+    assert 1e-5 < distance_m.min() < 0.1  # others, of the same region
+    np.testing.assert_allclose(sampled[:, place].mean(axis=0), official[:, place].mean(axis=0), atol=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("suite", "number"), [("libero_object", 0), ("libero_spatial", 0)])
+def test_an_expert_solves_its_task(suite: str, number: int):
+    facts = SUITES[suite]
+    options = {"suite": suite, "tasks": [list(facts.tasks)[number]], "max_episode_steps": facts.max_episode_steps}
+    solved = np.zeros(2, np.bool_)
+    with closing(start(**options, include_images=False, max_chunk=1, ignore_terminations=True)) as manager:
+        manager.reset(np.array([0, 1]), np.zeros(2, np.int32))
+        manager.call("expert_reset", {"rows": [0, 1]})
+        for _ in range(facts.max_episode_steps - 1):
+            labels = np.asarray(manager.call("expert_actions"))
+            solved |= manager.step(labels[:, None]).success
+    assert solved.all()
+
+
 def assets_fingerprint() -> str:
     files = sorted(path for path in Path(ASSETS).rglob("*") if path.is_file())
     listed = "".join(f"{path.relative_to(ASSETS)} {path.stat().st_size}\n" for path in files)

@@ -149,6 +149,31 @@ def test_chosen_noise_makes_a_frozen_flow_policy_better(demos: Path, tmp_path: P
     assert rows[0]["eval/success_rate"] < 0.4 and rows[-1]["eval/success_rate"] > 0.6
 
 
+def test_rlt_is_resumed_bit_exactly_and_acts_as_it_was_saved(demos: Path, tmp_path: Path) -> None:
+    """SIGKILL within an update: the token is that of the warm start, actor and critics are those of the checkpoint."""
+    config, base, token = tmp_path / "flow.yaml", tmp_path / "sft", tmp_path / "token"
+    config.write_text(FLOW.replace(", scale: 1.0", "") + "extensions: [stop_at]\n")
+    few = [f"sft.data_dir={demos}", "sft.max_steps=20", "sft.batch_size=32", f"sft.output_dir={base}"]
+    assert embodrl("sft", "--config", config, *few).code == 0
+    outcome = embodrl("model", "token", base, demos, "--output", token, "--size", "16", "--steps", "20")
+    assert outcome.code == 0, outcome.stderr
+    given = ["algorithm=rlt", f"model.warm_start={token}", "runner.max_iterations=4", "runner.eval_interval=4"]
+    given += ["runner.save_interval=1", "algorithm.off_policy.critic_warm_up=50"]
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    outcome = embodrl("train", "--config", config, *given, f"runner.output_dir={whole}")
+    assert outcome.code == 0, outcome.stderr
+    killed = embodrl(
+        "train", "--config", config, *given, f"runner.output_dir={run_dir}", stop_at="learn_rlt:150:SIGKILL"
+    )
+    assert killed.code == -signal.SIGKILL
+    assert embodrl("resume", run_dir).code == 0
+    assert metrics(run_dir) == metrics(whole)
+    found = tmp_path / "eval.json"
+    exported = [f"model.warm_start={run_dir / 'policy'}", "-o", tmp_path / "eval", "--json", found]
+    assert embodrl("eval", "--config", config, *exported).code == 0, "the policy says itself that it has a small actor"
+    assert json.loads(found.read_text())["success_rate"] == rows_of(run_dir)[-1]["eval/success_rate"]
+
+
 @pytest.mark.parametrize("algorithm", ["dagger", "hg_dagger"])
 def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tmp_path: Path) -> None:
     arguments = settings(algorithm, config, demos, 6, tmp_path / "run")

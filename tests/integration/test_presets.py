@@ -53,10 +53,12 @@ def without_eval(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_all_presets_are_here() -> None:
-    assert presets("algorithm") == sorted([*EXPECTED, *OFF_POLICY, "ppo_gaussian"])
+    assert presets("algorithm") == sorted([*EXPECTED, *OFF_POLICY, *OF_FLOWS, "ppo_gaussian"])
 
 
-OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "dagger", "hg_dagger", "iql", "recap")  # they have tests of their own
+# They have tests of their own.
+OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "rlt", "dagger", "hg_dagger", "iql", "recap")
+OF_FLOWS = ("fpo", "pi_nft")
 EXPECTED = {
     "ppo": {"train/value_loss"},
     "grpo": set(),

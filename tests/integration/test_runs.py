@@ -13,6 +13,8 @@ import yaml
 from runs import TINY, Outcome, assert_gone, embodrl, metrics, start
 from safetensors.torch import load_file
 
+from embodrl.reporting.metrics_file import read_metrics
+
 pytestmark = pytest.mark.slow
 
 
@@ -106,6 +108,73 @@ def test_a_killed_run_is_resumed_bit_exactly(
     first_checkpoint = stop_at.split(":")[0] in ("act_greedily", "write_file")
     assert ("starts over" in outcome.stderr) == first_checkpoint
     assert_same_run(run_dir, whole[0])
+
+
+def merged(run_dir: Path) -> list[dict[str, object]]:
+    """All that does not depend on the clock, by iteration."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def assert_same_figures(run_dir: Path, whole: Path) -> None:
+    assert merged(run_dir) == merged(whole)
+    for name in ("policy", "policy_best"):
+        left, right = (load_file(directory / name / "model.safetensors") for directory in (run_dir, whole))
+        assert left.keys() == right.keys() and all(left[key].equal(right[key]) for key in left)
+    cards = [json.loads((each / "policy_best" / "embodrl.json").read_text()) for each in (run_dir, whole)]
+    assert cards[0]["iteration"] == cards[1]["iteration"]
+
+
+def test_evaluations_beside_training_have_the_same_figures(
+    whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    """The process that evaluates is killed within its first evaluation, and is replaced."""
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    order = ("train", "--config", config, f"runner.output_dir={run_dir}", "runner.eval_async=true")
+    outcome = embodrl(*order, stop_at="act_greedily:2:SIGKILL:rank_0_once", children=children)
+    assert outcome.code == 0, outcome.stderr
+    assert_same_figures(run_dir, whole[0])
+    assert "restart 1 of 3 of the evaluation process" in outcome.stderr
+    assert outcome.stdout.count("evaluation after iteration") == 3
+    assert not (run_dir / "eval_weights").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "stop_at",
+    [
+        "act_greedily:1:SIGKILL:parent_of_0",  # within the first evaluation: there is no checkpoint
+        "act_greedily:3:SIGKILL:parent_of_0",  # within the second one, of iteration 2
+        "log:5:SIGKILL",  # it is done, and the checkpoint knows it as under way
+        "log_late:3:SIGKILL",  # the last one is done and not logged
+        "log_late:2:SIGTERM",
+    ],
+)
+def test_an_evaluation_that_was_under_way_is_repeated(
+    stop_at: str, whole: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    run_dir, children = tmp_path / "run", tmp_path / "children"
+    order = ("train", "--config", config, f"runner.output_dir={run_dir}", "runner.eval_async=true")
+    assert embodrl(*order, stop_at=stop_at, children=children).code in (-signal.SIGKILL, 128 + signal.SIGTERM)
+    resume(run_dir)
+    assert_same_figures(run_dir, whole[0])
+
+
+@pytest.mark.long
+def test_an_evaluation_process_that_dies_again_and_again_ends_the_run(config: Path, tmp_path: Path) -> None:
+    order = ("train", "--config", config, f"runner.output_dir={tmp_path / 'run'}", "runner.eval_async=true")
+    outcome = embodrl(*order, "rollout.max_restarts=1", stop_at="act_greedily:1:SIGKILL:rank_0")
+    assert outcome.code == 1 and "evaluation-process-lost" in outcome.stderr
+    assert "embodrl resume" in outcome.stderr
+
+
+@pytest.mark.long
+def test_evaluations_beside_training_play_the_shares_of_all_rollout_processes(config: Path, tmp_path: Path) -> None:
+    two = "cluster.component_placement={actor:0,rollout:'0:0-1',env:0}"
+    for name, beside in (("turns", "false"), ("beside", "true")):
+        order = (f"runner.output_dir={tmp_path / name}", two, f"runner.eval_async={beside}")
+        assert embodrl("train", "--config", config, *order).code == 0
+    assert_same_figures(tmp_path / "beside", tmp_path / "turns")
 
 
 @pytest.mark.long

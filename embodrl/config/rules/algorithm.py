@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from embodrl.config.foreign import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, SrpoConfig
+from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, NftConfig, OffPolicyConfig, SrpoConfig
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
-from embodrl.specs import ADVANTAGES, LOSSES
+from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 USER_FUNCTIONS = "docs/algorithms.md"
 PARTS = (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
@@ -261,6 +261,17 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
         )
 
 
+@rule("algorithm.loss_type", "model.model_type")
+def velocities_are_there(context: Context) -> Iterator[Finding]:
+    """Losses of velocities are for flow policies."""
+    family, loss = context.family, context.config.algorithm.loss_type
+    if loss in ("fpo", "nft") and family is not None and family.kind != "flow":
+        message = f"loss_type '{loss}' needs the velocities of a flow policy, and {family.name} has none"
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.kind == "flow")
+        hint = "choose algorithm=ppo or grpo, or a flow policy"
+        yield Finding("model.model_type", message, hint, able, others=("algorithm.loss_type",))
+
+
 @rule("algorithm.sampling")
 def sampling_explores(context: Context) -> Iterator[Finding]:
     """A policy that always takes the most probable action has no gradient."""
@@ -383,7 +394,9 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in (*LOSS_KEYS.values(), *ON_POLICY):
         yield f"algorithm.{name}", loss.learns_from_records, recorded
     on_policy = f"loss_type '{algorithm.loss_type}' learns from its rollouts alone"
-    yield "algorithm.off_policy", not loss.learns_from_records, on_policy
+    for name in OffPolicyConfig.model_fields:
+        read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
+        yield f"algorithm.off_policy.{name}", not read, on_policy
     yield "algorithm.offline", not loss.offline, f"loss_type '{algorithm.loss_type}' learns from rollouts"
     yield "algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
@@ -408,6 +421,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
         for name in model.model_fields:
             if name not in ("coef", "enabled"):
                 yield f"algorithm.{section}.{name}", not used, f"algorithm.{section}.{switch}"
+    for name in NftConfig.model_fields:
+        yield f"algorithm.nft.{name}", algorithm.loss_type != "nft", f"loss_type is '{algorithm.loss_type}'"
     yield "algorithm.decoupled.on_exceed", algorithm.decoupled.cap is None, "algorithm.decoupled.cap is null"
     weighted = config.recomputes_logprobs and not algorithm.decoupled.enabled
     yield "algorithm.engine_weight_cap", not weighted, "no log-probs are recomputed, or decoupled.cap counts"

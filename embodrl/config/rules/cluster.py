@@ -42,6 +42,28 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
         yield Finding(KEY, f"no place is given for {', '.join(missing)}", hint, f"all of {', '.join(COMPONENTS)}")
 
 
+@rule("cluster.placement", KEY, "cluster.node_groups")
+def there_is_one_placement(context: Context) -> Iterator[Finding]:
+    """A placement is given or chosen."""
+    if context.config.cluster.placement != "auto":
+        return
+    for key in (KEY, "cluster.node_groups"):
+        if context.by_user(key):
+            message = "is 'auto', which chooses devices of the whole cluster itself"
+            yield Finding(
+                "cluster.placement", message, f"leave out {key}, or cluster.placement", "given", others=(key,)
+            )
+
+
+@note("cluster.training_share", "cluster.placement", "runner.max_staleness")
+def shares_are_of_chosen_placements(context: Context) -> Iterator[Finding]:
+    """The share of training decides how an asynchronous run's devices are divided."""
+    config, key = context.config, "cluster.training_share"
+    if context.by_user(key) and (config.cluster.placement != "auto" or not config.runner.max_staleness):
+        message = "has no effect: it divides the devices of asynchronous runs with cluster.placement=auto"
+        yield Finding(key, message, "leave it out")
+
+
 @rule("cluster.node_groups", "cluster.num_nodes")
 def node_groups_are_sound(context: Context) -> Iterator[Finding]:
     """Node groups have different labels, and machines that there are."""

@@ -15,7 +15,8 @@ STATISTICS = ("auto", "checkpoint", "data")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
     """For `embodrl collect` and DAgger: there is a scripted expert for every task."""
     env, spec = context.config.env, context.simulator
-    if not (context.collecting or context.loss.imitates) or spec is None or spec.expert_tasks is None:
+    asks = context.loss.imitates and context.verb != "store"  # which imitates by itself
+    if not (context.collecting or asks) or spec is None or spec.expert_tasks is None:
         return
     shown = spec.expert_tasks
     if not shown:

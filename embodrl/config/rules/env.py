@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 
 from pydantic import ValidationError
@@ -53,6 +54,38 @@ def stages_are_whole_processes(context: Context) -> Iterator[Finding]:
             f"a divisor of env.num_processes = {processes}",
             others=("env.num_processes",),
         )
+
+
+@rule("env.remote", "env.python", "env.video.enabled", "cluster.launcher", "cluster.component_placement")
+def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
+    """Env servers have addresses, their own interpreters and devices, and no directory of the run."""
+    config, remote = context.config, context.config.env.remote
+    if not remote:
+        return
+    wrong = [address for address in remote if not re.fullmatch(r"tcp://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", address)]
+    if wrong:
+        yield Finding("env.remote", f"{', '.join(wrong)}: no address", "name `embodrl env serve`", "tcp://HOST:PORT")
+    others = ("env.remote",)
+    if config.env.python not in (None, "auto"):
+        message = "is an interpreter of this machine, and the simulators run on others"
+        yield Finding("env.python", message, "leave it out, or set it to auto", "null, auto", others=others)
+    if config.env.video.enabled:
+        message = "is true, and simulators on other machines can't write videos into this run's directory"
+        yield Finding("env.video.enabled", message, "set it to false", "false", others=others)
+    if config.cluster.launcher == "ray":
+        message = "'ray' starts processes on other machines itself"
+        yield Finding("cluster.launcher", message, "place env on those machines, without env.remote", others=others)
+    named = [key for key in config.cluster.component_placement if key.strip() == "env"]
+    if named and context.by_user("cluster.component_placement"):
+        message = "places env on devices of this machine, and env.remote names servers"
+        yield Finding("cluster.component_placement", message, "place env together with rollout", others=others)
+
+
+@note("env.remote", "env.reconnect_timeout_s")
+def reconnect_timeout_without_effect(context: Context) -> Iterator[Finding]:
+    """A setting that only matters with env servers."""
+    if context.by_user("env.reconnect_timeout_s") and not context.config.env.remote:
+        yield Finding("env.reconnect_timeout_s", "has no effect: env.remote is empty", "leave it out")
 
 
 @rule("env.train.total_num_envs", "env.num_processes", "algorithm.group_size")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
 from embodrl.config.schema import OffPolicyConfig
-from embodrl.specs import LOSSES, MODELS
+from embodrl.specs import LOSSES, MODELS, ModelSpec
 
 SECTION = "algorithm.off_policy"
 # What such an algorithm needs of other sections, and why.
@@ -28,6 +28,12 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
     ("model.trainable", "all", "actor and encoder are trained as a whole"),
 )
 
+WANTED = {
+    "residual": "features, which are read where a value head would be",
+    "dsrl": "noise that is denoised",
+    "rlt": "states of a prompt",
+}
+"""What a small actor needs of the frozen policy."""
 CRITICS_ONLY = {"actor.precision", "rollout.precision", "actor.param_dtype", "model.freeze_vision", "model.trainable"}
 """Of these, what an algorithm that imitates labels can do without."""
 
@@ -67,17 +73,18 @@ def small_actor_can_learn(context: Context) -> Iterator[Finding]:
     kind = model.small_actor.kind
     if kind is None:
         return
-    if not context.loss.off_policy or context.loss.imitates:
-        message = f"loss_type '{context.config.algorithm.loss_type}' does not train a small actor on a frozen policy"
+    loss = context.config.algorithm.loss_type
+    if not context.loss.off_policy or context.loss.imitates or (loss == "rlt") != (kind == "rlt"):
+        message = f"loss_type '{loss}' does not train a small actor of the kind '{kind}' on a frozen policy"
         hint = f"choose algorithm={kind}; to act or evaluate leave it out: a saved policy says it itself"
         yield Finding(key, message, hint, "null", others=("algorithm.loss_type",))
     if model.model_path is None and model.warm_start is None:
         message = f"the frozen policy of '{kind}' would be random"
         hint = "give what `embodrl sft` wrote, or a checkpoint as model.model_path"
         yield Finding("model.warm_start", message, hint, "a directory", others=(key,))
-    able = [spec.name for spec in MODELS.all() if spec.value_head and (kind != "dsrl" or spec.kind == "flow")]
+    able = [spec.name for spec in MODELS.all() if spec.value_head and _carries(spec, kind)]
     if family is not None and (family.only_acts or family.name not in able):
-        wanted = "noise that is denoised" if kind == "dsrl" else "features, which are read where a value head would be"
+        wanted = WANTED[kind]
         message = f"'{kind}' needs {wanted}: {family.name} has none"
         yield Finding("model.model_type", message, "choose another model", ", ".join(able), others=(key,))
     if kind == "dsrl" and context.config.algorithm.off_policy.demos is not None:
@@ -85,6 +92,48 @@ def small_actor_can_learn(context: Context) -> Iterator[Finding]:
         yield Finding(
             f"{SECTION}.demos", message, "set it to null, or choose algorithm=residual", "null", others=(key,)
         )
+
+
+def _carries(spec: ModelSpec, kind: str) -> bool:
+    if kind == "rlt":
+        return spec.value_inputs is not None and not {"prefix", "prompt_mean"}.isdisjoint(spec.value_inputs)
+    return kind != "dsrl" or spec.kind == "flow"
+
+
+@rule("algorithm.loss_type", "algorithm.bc_coef", "algorithm.off_policy", "model")
+def rl_token_is_there(context: Context) -> Iterator[Finding]:
+    """RLT has its actor and a token to read, and no entropy or imitation of SAC's."""
+    config, others = context.config, ("algorithm.loss_type",)
+    if config.algorithm.loss_type != "rlt":
+        return
+    if config.model.small_actor.kind != "rlt":
+        message = "loss_type 'rlt' trains a small actor on an RL token"
+        yield Finding("model.small_actor.kind", message, "choose algorithm=rlt", "rlt", others=others)
+        return
+    key = "model.warm_start" if config.model.model_path is None else "model.model_path"
+    path = value_of(config, key)
+    on_hub = config.model.model_path is not None and path_kind(str(path)) != "directory"  # looked at when it is here
+    if not on_hub and path not in (None, *context.made_before) and path_kind(f"{path}/rl_token.json") != "file":
+        message = f"'{path}' has no RL token"
+        hint = "train one: embodrl model token POLICY DATA --output DIR, and give DIR"
+        yield Finding(key, message, hint, "a directory", others=others)
+    for name, wanted in (("algorithm.bc_coef", 0), (f"{SECTION}.backup_entropy", False), (f"{SECTION}.alpha_lr", None)):
+        if value_of(config, name) != wanted:
+            shown = "null" if wanted is None else str(wanted).lower()
+            message = "RLT's loss has no such term: algorithm.rlt holds the actor near its reference"
+            yield Finding(name, message, f"set it to {shown}", shown, others=others)
+
+
+@note("algorithm.rlt", "algorithm.off_policy", "model.small_actor", "algorithm.loss_type")
+def rlt_keys_without_effect(context: Context) -> Iterator[Finding]:
+    """Settings of RLT where there is another loss, and of SAC where there is RLT."""
+    if context.config.algorithm.loss_type != "rlt":
+        keys, reason = ("algorithm.rlt",), f"loss_type '{context.config.algorithm.loss_type}' does not read it"
+    else:
+        keys, reason = (f"{SECTION}.alpha", "model.small_actor.scale"), "RLT does not read it"
+    for key in keys:
+        if context.by_user(key):
+            yield Finding(key, f"has no effect: {reason}", "leave it out")
 
 
 @note("model.small_actor", "model.model_path", "model.warm_start")
@@ -143,19 +192,28 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
         yield Finding(f"{SECTION}.demos", message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
-@rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type")
+@rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type", "actor", "cluster")
 def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
-    """What is imitated beside another loss is in the buffer of demonstrations."""
-    algorithm = context.config.algorithm
+    """What is imitated beside another loss is named and there; on-policy, the process that trains reads it."""
+    algorithm, demos = context.config.algorithm, f"{SECTION}.demos"
     if not algorithm.bc_coef:
         return
-    if not context.loss.off_policy:
-        message = f"loss_type '{algorithm.loss_type}' has no imitation term: demonstrations are kept by off-policy runs"
+    source, others = algorithm.off_policy.demos, ("algorithm.bc_coef",)
+    if context.loss.offline or context.loss.imitates:
+        message = f"loss_type '{algorithm.loss_type}' imitates as it is"
         yield Finding("algorithm.bc_coef", message, "set it to 0", "0", others=("algorithm.loss_type",))
-    elif algorithm.off_policy.demos is None:
+    elif source is None:
         message = "there are no demonstrations to imitate"
-        hint = f"set {SECTION}.demos to a directory of `embodrl collect`, or algorithm.bc_coef=0"
-        yield Finding("algorithm.bc_coef", message, hint, "0", others=(f"{SECTION}.demos",))
+        hint = f"set {demos} to a directory of `embodrl collect`, or algorithm.bc_coef=0"
+        yield Finding("algorithm.bc_coef", message, hint, "0", others=(demos,))
+    elif not context.loss.off_policy:  # off-policy, they are in a buffer, with rules of its own
+        if source not in context.made_before and path_kind(source) != "directory":
+            hint = "make it: embodrl collect collect.output_dir=..."
+            yield Finding(demos, f"there is no directory '{source}'", hint, "a directory", others=others)
+        if context.deployment is not None and context.deployment.trains_in_processes:
+            message = "demonstrations are read in the main process, which would not train"
+            hint = "set actor.training_backend=native and leave actor.own_process and placements at their defaults"
+            yield Finding("algorithm.bc_coef", message, hint, "0", others=("actor.training_backend",))
 
 
 @rule("algorithm.off_policy", "env.train", "model.num_action_chunks", "algorithm.rollout_epoch")

@@ -57,7 +57,7 @@ def offline_has_data(context: Context) -> Iterator[Finding]:
     if settings.demos is None:
         hint = f"set {DATA} to a directory of `embodrl collect`"
         yield Finding(DATA, "there are no data to learn from", hint, "a directory", others=others)
-    elif path_kind(settings.demos) != "directory":
+    elif settings.demos not in context.made_before and path_kind(settings.demos) != "directory":
         message = f"there is no directory '{settings.demos}'"
         yield Finding(DATA, message, "make it: embodrl collect collect.output_dir=...", "a directory")
 

@@ -1,4 +1,4 @@
-"""Rewards that are made after the rollout: functions of the user's, SRPO."""
+"""Rewards that are made after the rollout: functions of the user's, trained models, SRPO."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
-from embodrl.errors import EmbodrlError
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.errors import EmbodrlError, PolicyFileError
+from embodrl.fields import read_fields
 from embodrl.names import import_function
 
 ENCODERS = ("pixels", "vjepa2")
+REWARD_MODEL = "embodrl_observation_model"
+"""``model_type`` in the config.json of reward models and value functions."""
 
 
 @rule("reward.fn")
@@ -49,12 +52,74 @@ def reward_function_takes_an_episode(context: Context) -> Iterator[Finding]:
         yield Finding("reward.fn", message, "name it episode if this function is meant")
 
 
-@rule("algorithm.srpo", "reward.fn")
+@rule("algorithm.srpo", "reward.fn", "reward.model")
 def one_reward(context: Context) -> Iterator[Finding]:
-    """SRPO's rewards and those of a function exclude each other."""
-    if context.config.algorithm.srpo.enabled and context.config.reward.fn is not None:
-        message = "SRPO replaces all rewards, those of reward.fn as well"
-        yield Finding("reward.fn", message, "leave one of the two out", "null", others=("algorithm.srpo.enabled",))
+    """SRPO's rewards, those of a function and those of a model exclude each other."""
+    reward, srpo = context.config.reward, context.config.algorithm.srpo.enabled
+    keys = [key for key, there in (("reward.fn", reward.fn), ("reward.model", reward.model)) if there is not None]
+    for key in keys if srpo else ():
+        message = f"SRPO replaces all rewards, those of {key} as well"
+        yield Finding(key, message, "leave one of the two out", "null", others=("algorithm.srpo.enabled",))
+    if len(keys) == 2:
+        message = "a function and a model can't both pay an episode"
+        yield Finding("reward.fn", message, "leave one of the two out", "null", others=("reward.model",))
+
+
+@rule("reward.model", "env", "algorithm.loss_type", "rollout", "cluster", "runner.max_staleness")
+def reward_model_can_judge(context: Context) -> Iterator[Finding]:
+    """The model is there, and gets to see whole episodes, with what it looks at."""
+    config, key = context.config, "reward.model"
+    path = config.reward.model
+    if path is None:
+        return
+    if config.algorithm.loss_type == "recap":
+        message = "recap reads labels, and no rewards"
+        yield Finding(
+            key, message, "give it to `embodrl label --reward-model`", "null", others=("algorithm.loss_type",)
+        )
+    if path_kind(path) != "directory":
+        yield Finding(key, f"there is no directory '{path}'", "make it: embodrl reward train", "a directory")
+    else:
+        yield from _looks(context, Path(path).expanduser() / "config.json")
+    needs = (("rollout.workflow", None), ("rollout.own_process", None), ("runner.max_staleness", 0))
+    for other, wanted in needs:
+        if value_of(config, other) not in (wanted, False):
+            shown = "null" if wanted is None else "0"
+            message = "a reward model judges episodes of the process that trains, in step with it"
+            yield Finding(other, message, f"set it to {shown}, or use reward.fn", shown, others=(key,))
+    if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
+        message = "a reward model judges episodes of the process that trains"
+        hint = "leave placements at their defaults, or use reward.fn"
+        yield Finding("cluster.component_placement", message, hint, others=(key,))
+
+
+def _looks(context: Context, path: Path) -> Iterator[Finding]:
+    """Compare what a model looks at with what the environment shows."""
+    key, env, hint = "reward.model", context.config.env, "fetch or train it again"
+    try:
+        fields = read_fields(path, PolicyFileError, hint)
+        kind, state = fields.text("model_type", ""), fields.integer("state_dim", 0)
+        cameras = fields.integer("num_cameras", 0)
+    except PolicyFileError as error:
+        yield Finding(key, error.message, hint)
+        return
+    if kind != REWARD_MODEL:
+        yield Finding(key, f"{path.parent} is no reward model", "give a directory of `embodrl reward train`")
+    for name, wanted, shown in (("state", state, env.include_state), ("images", cameras, env.include_images)):
+        if wanted and not shown:
+            message = f"the reward model looks at the {name}, which env.include_{name}=false leaves out"
+            yield Finding(f"env.include_{name}", message, "set it to true", "true", others=(key,))
+
+
+@rule("reward.fn", "algorithm.off_policy.demos", "algorithm.loss_type")
+def demonstrations_have_these_rewards(context: Context) -> Iterator[Finding]:
+    """Demonstrations have the rewards of the environment, and not those of a function."""
+    config = context.config
+    reads_rewards = context.loss.off_policy and not context.loss.imitates
+    if config.reward.fn is not None and config.algorithm.off_policy.demos is not None and reads_rewards:
+        message = "demonstrations have the environment's rewards, not those of this function"
+        hint = "set it to null, train a reward model (reward.model pays demonstrations, too), or leave the demos out"
+        yield Finding("reward.fn", message, hint, "null", others=("algorithm.off_policy.demos",))
 
 
 @rule("algorithm.srpo")
@@ -83,5 +148,5 @@ def reward_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that only matter with a function."""
     reward = context.config.reward
     for name in type(reward).model_fields:
-        if name != "fn" and reward.fn is None and context.by_user(f"reward.{name}"):
-            yield Finding(f"reward.{name}", "has no effect: reward.fn is null", "leave it out")
+        if name not in ("fn", "model") and not reward.judged and context.by_user(f"reward.{name}"):
+            yield Finding(f"reward.{name}", "has no effect: reward.fn and reward.model are null", "leave it out")

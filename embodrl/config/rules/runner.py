@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.specs import ENVS
 
 
 @rule("runner.name")
@@ -190,6 +191,34 @@ def verdicts_have_an_effect(context: Context) -> Iterator[Finding]:
     if runner.stop_at_success is not None and runner.eval_interval == 0:
         message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
         yield Finding("runner.stop_at_success", message, "set runner.eval_interval, or leave it out")
+
+
+@rule("runner.eval_async", "rollout.backend", "env.env_type", "env.num_processes")
+def evaluations_beside_can_run(context: Context) -> Iterator[Finding]:
+    """What evaluates beside training is one process that acts natively, with the simulators of a rollout process."""
+    config, key = context.config, "runner.eval_async"
+    if not config.runner.eval_async:
+        return
+    if config.rollout.backend != "native":
+        message = f"is true, and rollout.backend is '{config.rollout.backend}': the evaluation process acts natively"
+        yield Finding(key, message, "set it to false, or rollout=native", "false", others=("rollout.backend",))
+    batched = ENVS.entry(config.env.env_type).batched_by
+    places = context.solution.places.get("rollout", ())
+    share = config.env.num_processes // max(1, len(places))
+    if batched is not None and getattr(config.env, batched[0]) == batched[1] and share > 1:
+        message = f"is true, and its {share} simulators ({batched[0]}={batched[1]}) would share one GPU"
+        hint = "set it to false, or place a rollout process beside each simulator"
+        yield Finding(key, message, hint, "false", others=("env.num_processes",))
+
+
+@note("runner.eval_async", "runner.eval_interval", "runner.max_iterations", "runner.eval_at_start")
+def evaluations_beside_overlap(context: Context) -> Iterator[Finding]:
+    """The last evaluation is waited for, and nothing trains beside it."""
+    runner = context.config.runner
+    only_the_last = runner.eval_interval in (0, runner.max_iterations) and not runner.eval_at_start
+    if runner.eval_async and only_the_last and context.by_user("runner.eval_async"):
+        message = "saves no time: the last iteration alone is evaluated, and the run waits for it"
+        yield Finding("runner.eval_async", message, "leave it out, or set runner.eval_interval")
 
 
 @note("collect")

@@ -8,6 +8,7 @@ from typing import get_args
 
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.config.schema import GrootKeysConfig, ServeProtocol
+from embodrl.specs import MODELS
 
 LEAST_TOKEN = 8
 
@@ -52,6 +53,14 @@ def wire_keys_fit(context: Context) -> Iterator[Finding]:
                 message = f"has parts of {sizes} values, and an action has {config.model.action_dim}"
                 hint = "write each part as NAME:DIMS"
                 yield Finding(f"serve.{name}.actions", message, hint, others=("model.action_dim",))
+
+
+@note("serve.rtc_max_guidance_weight", "model.model_type")
+def guidance_without_effect(context: Context) -> Iterator[Finding]:
+    """Only flow policies continue the chunk that a robot is in the midst of."""
+    key, family = "serve.rtc_max_guidance_weight", context.config.model.model_type
+    if context.by_user(key) and family in MODELS and MODELS.entry(family).kind != "flow":
+        yield Finding(key, f"has no effect: '{family}' is no flow policy", "leave it out")
 
 
 @rule("serve.execution_horizon", "model.num_action_chunks")

@@ -14,8 +14,8 @@ COMMANDS: dict[Verb, str] = {"record": "collect policy=PATH"}
 """What a verb is called, where it is not its own name."""
 
 _TRAINING_LOOP = (
-    *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "save_interval", "checkpoint_format"),
-    *("stop_at_success", "stop_evaluations", "max_regression"),
+    *("max_iterations", "max_staleness", "eval_interval", "eval_at_start", "eval_async", "save_interval"),
+    *("checkpoint_format", "stop_at_success", "stop_evaluations", "max_regression"),
     *("keep_last_n", "keep_best", "logger.tensorboard", "logger.wandb_mode", "logger.wandb_project"),
 )
 _ROLLOUT_LOOP = (
@@ -31,7 +31,10 @@ _TRAINER = (
 _ALGORITHM = ("algorithm", "reward", "pipeline")
 _CLUSTER = tuple(
     f"cluster.{name}"
-    for name in ("launcher", "ray_address", "num_nodes", "node_groups", "stall_timeout_s", "collective_timeout_s")
+    for name in (
+        *("launcher", "ray_address", "num_nodes", "node_groups", "stall_timeout_s", "collective_timeout_s"),
+        "training_share",
+    )
 )
 """Of worker processes, which verbs of one process do not start."""
 _SCHEDULE = (
@@ -74,7 +77,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
-        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best"),
+        *("runner.eval_at_start", "runner.eval_async", "runner.save_interval", "runner.keep_best"),
         *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *("env.train.total_num_envs", "env.video", "rollout.publish_weights", "collect", "serve", "store"),
         "axes",
@@ -87,7 +90,8 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
-        *("runner.eval_at_start", "runner.save_interval", "runner.keep_best", "env.video", "serve", "axes"),
+        *("runner.eval_at_start", "runner.eval_async", "runner.save_interval", "runner.keep_best", "env.video"),
+        *("serve", "axes"),
         *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
         *("sft.save_interval", "sft.eval_interval"),
@@ -101,6 +105,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"env.{name}" for name in ("train", "eval", "video", "reward_mode", "success_bonus", "max_episode_steps")),
         *(f"env.{name}" for name in ("num_processes", "pin_cpus", "python", "start_timeout_s", "reset_timeout_s")),
         *(f"env.{name}" for name in ("step_timeout_s", "max_restarts", "render_detail", "max_abs_reward")),
+        "env.real_time",
         *_CLUSTER,
         *("cluster.heartbeat_timeout_s", "cluster.restart_window_s", "env.max_abs_state", "rollout.publish_weights"),
         *(f"runner.{name}" for name in ("name", "output_dir", "stop_timeout_s", "logger")),
@@ -116,7 +121,7 @@ READ: dict[Verb, tuple[str, ...]] = {
     "record": ("env.eval.num_episodes", "env.eval.seed", "algorithm.sampling"),
     "sft": ("algorithm.sampling",),
     "serve": ("algorithm.sampling",),
-    "store": ("algorithm.sampling",),
+    "store": ("algorithm.sampling", "algorithm.dagger.gate_threshold", "algorithm.dagger.gate_steps"),
 }
 """Exceptions: keys below those of ``UNREAD`` that the verb does read."""
 

@@ -136,6 +136,23 @@ class OffPolicyConfig(Section):
     demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
 
 
+class RltConfig(Section):
+    """RLT: how far the actor goes from the frozen policy's actions; weights move over ramp_updates."""
+
+    reference_dropout: Fraction = Field(
+        default=0.5, description="share of the rows of an update whose actor does not see the reference action"
+    )
+    q_weight: NonNegativeFloat = Field(default=1.0, description="of the critics, in the actor's first update")
+    q_weight_end: PositiveFloat = Field(default=1.0, description="of the critics, from ramp_updates on")
+    bc_weight: NonNegativeFloat = Field(
+        default=1.0, description="of the squared distance to the reference, in the actor's first update"
+    )
+    bc_weight_end: NonNegativeFloat = Field(default=0.1, description="of that distance, from ramp_updates on")
+    ramp_updates: PositiveInt = Field(
+        default=2000, description="updates of the critics after critic_warm_up over which both weights move"
+    )
+
+
 class OfflineConfig(Section):
     """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
 
@@ -156,6 +173,18 @@ class OfflineConfig(Section):
     label_smoothing_bins: NonNegativeFloat = Field(
         default=0.0, description="token policies: standard deviation of the Gaussian target, in bins; 0 is one-hot"
     )
+
+
+class NftConfig(Section):
+    """Negative-aware fine-tuning of flow policies."""
+
+    objective: Literal["weighted", "contrastive"] = Field(
+        default="contrastive",
+        description="contrastive: chunks rank the two mirrored velocities (pi-StepNFT); weighted: their squared errors,"
+        " weighted by how good a chunk was (DiffusionNFT)",
+    )
+    beta: PositiveFloat = Field(default=1.0, description="of the difference by which velocities are mirrored")
+    max_advantage: PositiveFloat = Field(default=1.0, description="advantages beyond it count as this")
 
 
 class DaggerConfig(Section):
@@ -259,9 +288,12 @@ class AlgorithmConfig(Section):
     )
     bc_coef: NonNegativeFloat = Field(
         default=0.0,
-        description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy",
+        description="weight of the imitation loss on demonstrations (behaviour cloning) in the loss of the policy; they"
+        " are those of algorithm.off_policy.demos",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
+    rlt: RltConfig = Field(default=RltConfig(), description="RLT: a small actor on an RL token")
     offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL and RECAP")
+    nft: NftConfig = Field(default=NftConfig(), description="negative-aware fine-tuning of flow policies")
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -55,6 +55,17 @@ class ClusterConfig(Section):
         default={"actor,rollout,env": "all"},
         description="components to devices, e.g. `actor,rollout: 0`; all, ranks, or `LABEL/ranks` in a node group",
     )
+    placement: Literal["given", "auto"] = Field(
+        default="given",
+        description="given: component_placement; auto: one that fills the cluster, which `embodrl plan train` explains",
+    )
+    training_share: float = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="training's part of the work of an asynchronous run, for placement=auto: in a run on one device"
+        " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
+    )
     heartbeat_timeout_s: PositiveFloat = Field(
         default=20.0,
         description="seconds without a heartbeat after which a process that is stopped, or uses neither processor nor"

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
+from embodrl.config.schema.real_time import RealTimeConfig
 from embodrl.config.schema.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
 from embodrl.specs import DEFAULT_ENV, ENVS
 
@@ -120,7 +121,7 @@ class EnvConfig(Section):
     state: Literal["proprio", "full"] = Field(
         default="proprio",
         description="what include_state adds; full: also what the simulator alone knows, such as the poses of objects"
-        " and goals (maniskill, toy), for baselines: a robot has no such sensors",
+        " and goals (libero, maniskill, metaworld, toy), for baselines: a robot has no such sensors",
     )
     include_images: bool = Field(
         default=True,
@@ -153,6 +154,16 @@ class EnvConfig(Section):
         description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
         " there is one; null is this one",
     )
+    remote: tuple[str, ...] = Field(
+        default=(),
+        description="`embodrl env serve` on other machines, tcp://HOST:PORT, ..., which run the simulator processes in"
+        " turn; their token stands in the environment variable EMBODRL_TOKEN. Empty: they run here",
+    )
+    reconnect_timeout_s: PositiveFloat = Field(
+        default=60.0,
+        le=3600,
+        description="seconds that the connection to env.remote may be away before its simulator counts as dead",
+    )
     start_timeout_s: PositiveFloat = Field(default=180.0, description="time limit for starting a process, in seconds")
     reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")
     step_timeout_s: PositiveFloat = Field(default=60.0, description="time limit for a chunk, in seconds")
@@ -166,6 +177,9 @@ class EnvConfig(Section):
     )
     max_abs_state: PositiveFloat = Field(
         default=1e6, description="the same of each number of the robot's state; see include_state"
+    )
+    real_time: RealTimeConfig = Field(
+        default=RealTimeConfig(), description="wall-clock time: of a robot, and of a simulator that stands in for one"
     )
     train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
     eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")

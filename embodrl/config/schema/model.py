@@ -37,10 +37,10 @@ class ValueHeadConfig(Section):
 class SmallActorConfig(Section):
     """A small Gaussian actor that learns off-policy on a frozen policy of any family."""
 
-    kind: Literal["residual", "dsrl"] | None = Field(
+    kind: Literal["residual", "dsrl", "rlt"] | None = Field(
         default=None,
-        description="residual: adds to the action; dsrl: chooses the noise that a flow policy denoises; null: none, or"
-        " that of the checkpoint",
+        description="residual: adds to the action; dsrl: chooses the noise that a flow policy denoises; rlt: chooses"
+        " the action, from an RL token and the policy's own; null: none, or that of the checkpoint",
     )
     scale: PositiveFloat = Field(default=0.2, description="largest change of an action (residual), or noise (dsrl)")
     hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of its MLP")
@@ -84,7 +84,7 @@ class ModelConfig(Section):
     add_value_head: bool = Field(default=True, description="needed by actor-critic losses")
     value_head: ValueHeadConfig = Field(default=ValueHeadConfig(), description="shape of the value head")
     small_actor: SmallActorConfig = Field(
-        default=SmallActorConfig(), description="a small actor on the frozen policy (algorithm=residual, dsrl)"
+        default=SmallActorConfig(), description="a small actor on the frozen policy (algorithm=residual, dsrl, rlt)"
     )
     center_crop: bool = Field(
         default=False, description="crop 90 % of the image's area, for checkpoints trained with random crops"

@@ -18,10 +18,13 @@ from embodrl.config.schema.section import (
 
 
 class RewardConfig(Section):
-    """A reward function of the user's."""
+    """Rewards by a function of the user's, or by a model that was trained for it."""
 
     fn: str | None = Field(
         default=None, description="module:function, sync or async, from an episode to its reward; null for none"
+    )
+    model: str | None = Field(
+        default=None, description="directory of `embodrl reward train`, whose model pays episodes; null for none"
     )
     timeout_s: PositiveFloat = Field(default=15.0, description="time limit for a call, in seconds")
     retries: NonNegativeInt = Field(default=2, description="further attempts after a call that failed or took too long")
@@ -29,6 +32,11 @@ class RewardConfig(Section):
     on_error: Literal["drop", "raise"] = Field(
         default="drop", description="drop: an episode without a reward is not trained on, and counted; raise: stop"
     )
+
+    @property
+    def judged(self) -> bool:
+        """Each episode is judged by a function or a model."""
+        return self.fn is not None or self.model is not None
 
 
 class PipelineConfig(Section):
@@ -72,6 +80,11 @@ class RunnerConfig(Section):
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
     eval_at_start: bool = Field(default=True, description="evaluate before the first update")
+    eval_async: bool = Field(
+        default=False,
+        description="evaluate beside training, in a process with its own simulators and a copy of the policy; the next"
+        " evaluation waits for the one before. Same figures as false, later",
+    )
     stop_at_success: Fraction | None = Field(
         default=None,
         description="success rate of evaluations at which a run ends early, as a finished one; null for never",

@@ -76,6 +76,12 @@ class ServeConfig(Section):
         description="actions of a chunk that are executed before the policy is asked again, where the server hands out"
         " one at a time (vla_eval); null: all of the chunk",
     )
+    rtc_max_guidance_weight: PositiveFloat = Field(
+        default=5.0,
+        le=100.0,
+        description="largest weight of guidance towards the present chunk, for clients that send what is left of it"
+        " (real-time chunking; flow policies)",
+    )
     max_message_mb: PositiveInt = Field(
         default=64, le=1024, description="size of a message in MB; larger ones are refused"
     )

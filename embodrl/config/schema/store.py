@@ -32,6 +32,14 @@ class StoreConfig(Section):
         default=1000, description="newest episodes that the trainer learns from, of those that it may use"
     )
     successes_only: bool = Field(default=True, description="imitate solved episodes only")
+    corrections_only: bool = Field(
+        default=False, description="imitate only what an expert or a person did in place of the policy (HG-DAgger)"
+    )
+    intervention: str | None = Field(
+        default=None,
+        description="who may correct a collector's policy: a person at the keyboard or a spacemouse, or a"
+        " stand-in for one by the rule of algorithm.dagger: expert (the scripted one) or the directory of a policy",
+    )
     steps_per_episode: PositiveFloat = Field(
         default=1.0, description="optimizer steps that each finished episode allows; then the trainer waits for more"
     )

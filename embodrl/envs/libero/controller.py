@@ -49,7 +49,7 @@ class ArmModel:
 
     def __init__(self, env: Any) -> None:
         robot = env.robots[0]
-        self._mujoco = import_module("mujoco")
+        self.mujoco = import_module("mujoco")
         self.control = import_module("robosuite.utils.control_utils")
         self.transform = import_module("robosuite.utils.transform_utils")
         self.model: MjModel = env.sim.model._model
@@ -69,8 +69,8 @@ class ArmModel:
 
     def measure(self, data: MjData) -> Kinematics:
         """Return the kinematics of ``data``, whose positions and velocities have been propagated."""
-        self._mujoco.mj_jacSite(self.model, data, self._jacobian[:3], self._jacobian[3:], self.site)
-        self._mujoco.mj_fullM(self.model, self._inertia, data.qM)
+        self.mujoco.mj_jacSite(self.model, data, self._jacobian[:3], self._jacobian[3:], self.site)
+        self.mujoco.mj_fullM(self.model, self._inertia, data.qM)
         jacobian = self._jacobian.take(self.dofs, axis=1)
         joint_velocity = data.qvel[self.dofs]
         velocity = jacobian @ joint_velocity

@@ -26,6 +26,9 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         libero_assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
         settle_steps: steps without motion after a reset, before the first observation and not counted.
         fixture_seed, fixtures_redrawn: where fixtures stand; see ``sim.SceneOptions``.
+        init_states: official, or sampled from the reset seed by LIBERO's own placement of objects.
+        full_state: and poses of the task's object and goal; see ``full_state.FullState``.
+        include_images: False: nothing is drawn for the policy, and its pictures are black.
         render_detail: full, fast, or auto (fast where the CPU draws).
         video_size: height and width in pixels of videos.
         video_fps: frames per second of videos; None is the rate of control.
@@ -44,6 +47,9 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         settle_steps: int = 10,
         fixture_seed: int | None = None,
         fixtures_redrawn: bool = True,
+        init_states: str = "official",
+        full_state: bool = False,
+        include_images: bool = True,
         render_detail: str = "auto",
         video_size: tuple[int, int] = (256, 256),
         video_fps: float | None = None,
@@ -61,10 +67,12 @@ class LiberoVectorEnv(SimulatorVectorEnv):
             settle_steps=settle_steps,
             fixture_seed=fixture_seed,
             fixtures_redrawn=fixtures_redrawn,
+            init_states=init_states,
+            full_state=full_state,
         )
         self._scenes: dict[str, LiberoScene] = {}
         episodes = EpisodeRules(**rules)
-        super().__init__(num_envs, tasks, cameras, episodes, include_state, max_chunk, video_fps)
+        super().__init__(num_envs, tasks, cameras, episodes, include_state, max_chunk, video_fps, include_images)
 
     def make_simulator(self, task: str) -> Simulator:
         if task not in self._scenes:

@@ -13,6 +13,7 @@ from embodrl.specs import ProtocolSpec
 CAMERA_PX = 256
 PUBLISHED = {
     "env.eval.seed": 0,  # the first episodes start from the first initial states
+    "env.init_states": "official",
     "env.settle_steps": 10,
     "env.render_detail": "full",
     "env.eval.to_step_limit": False,

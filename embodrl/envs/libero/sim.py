@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -23,6 +24,8 @@ from numpy.typing import NDArray
 from embodrl.envs.axes import generator
 from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.experts import PickAndPlace
+from embodrl.envs.libero.full_state import DIM as FULL_STATE_DIM
+from embodrl.envs.libero.full_state import FullState
 from embodrl.envs.libero.init_states import read_init_states
 from embodrl.envs.libero.suites import AXES, SUITES, TaskFacts, init_state_of
 from embodrl.envs.mujoco.faults import Divergence
@@ -51,6 +54,8 @@ LOOKS = {
 CAMERA_M, CAMERA_RAD, JOINT_STD_RAD = 0.05, math.radians(4), 0.1
 COLLISION_GROUP = 0  # of geoms that are not for the eye
 CONTROL_HZ = 20
+SAMPLED_JOINT_STD_RAD = 0.02
+"""robosuite's noise of the first posture, which the official initial states have, too."""
 NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # an action that holds still, gripper open
 
 
@@ -69,6 +74,8 @@ class SceneOptions:
         settle_steps: control steps without motion after a reset.
         fixture_seed: fixtures are placed as if LIBERO's environment were seeded with it once; None: by the reset seed.
         fixtures_redrawn: initial state k then has the placement of reset k + 1 after seeding; else of the first.
+        init_states: official, or sampled: by LIBERO's own placement of objects, from the reset seed.
+        full_state: ``proprioception`` has the task's part, too.
     """
 
     suite: str
@@ -82,6 +89,8 @@ class SceneOptions:
     settle_steps: int
     fixture_seed: int | None = None
     fixtures_redrawn: bool = True
+    init_states: str = "official"
+    full_state: bool = False
 
     def facts(self, task: str) -> TaskFacts:
         """Return what is known of a task without its scene."""
@@ -218,13 +227,19 @@ class LiberoScene:
         self.place(0)
         self.arm = ArmModel(self.env)
         self.rest = self.arm.measure(self.env.sim.data._data)
-        height, width = max(options.height, options.video_size[0]), max(options.width, options.video_size[1])
-        self.renderer = SceneRenderer(self.model, height, width, options.render_detail, (COLLISION_GROUP,))
+        self.full_state = FullState(self)
         self.cameras = [named_camera(self.model, CAMERAS[name]) for name in options.cameras]
         self.film_camera = named_camera(self.model, CAMERAS["agentview"])
         self._active: LiberoSim | None = None
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # the compiler leaves a lot behind
+
+    @cached_property
+    def renderer(self) -> SceneRenderer:
+        """Made for the first picture, so that runs without pictures do without."""
+        options = self.options
+        height, width = max(options.height, options.video_size[0]), max(options.width, options.video_size[1])
+        return SceneRenderer(self.model, height, width, options.render_detail, (COLLISION_GROUP,))
 
     def new_data(self) -> Any:
         """Return robosuite's wrapper of a new ``MjData``."""
@@ -259,7 +274,8 @@ class LiberoScene:
 
     def close(self) -> None:
         """Free the renderer."""
-        self.renderer.close()
+        if "renderer" in self.__dict__:
+            self.renderer.close()
 
 
 class _State(TypedDict):
@@ -287,6 +303,7 @@ class LiberoSim(Simulator):
     def __init__(self, scene: LiberoScene) -> None:
         self.scene = scene
         self.instruction = scene.options.facts(scene.task).instruction
+        self.state_dim = type(self).state_dim + FULL_STATE_DIM * scene.options.full_state
         self.data = scene.new_data()
         self.fixtures: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None
         self.looks: dict[str, NDArray[np.float64]] = {}
@@ -303,11 +320,16 @@ class LiberoSim(Simulator):
     def reset(self, seed: int) -> None:
         """Fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
         scene, model = self.scene, self.scene.model
-        init_state = init_state_of(seed, scene.options.num_tasks)
+        sampled, init_state = scene.options.init_states == "sampled", init_state_of(seed, scene.options.num_tasks)
         scene.activate(self)
-        scene.place_for(seed, init_state)
+        if sampled:
+            scene.place(seed)
+            joints = scene.arm.qpos
+            self.data._data.qpos[joints] += np.random.default_rng(seed).normal(0, SAMPLED_JOINT_STD_RAD, len(joints))
+        else:
+            scene.place_for(seed, init_state)
+            scene.env.sim.set_state_from_flattened(scene.init_states[init_state])
         self.fixtures = model.body_pos.copy(), model.body_quat.copy()
-        scene.env.sim.set_state_from_flattened(scene.init_states[init_state])
         if self._axis is not None:
             self._perturb_episode(self._axis, seed)
         self._propagate()
@@ -316,7 +338,8 @@ class LiberoSim(Simulator):
             self._execute(NOTHING)
         if self._divergence.struck(self.data._data):
             raise EnvError(
-                f"{scene.task}: the simulation breaks down while it settles in initial state {init_state}, seed {seed}",
+                f"{scene.task}: the simulation breaks down while it settles in"
+                f" {'a sampled initial state' if sampled else f'initial state {init_state}'}, seed {seed}",
                 "use the pinned versions of LIBERO, or lower env.settle_steps",
                 code="libero-unstable",
             )
@@ -376,11 +399,18 @@ class LiberoSim(Simulator):
         self.scene.env._post_process()
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return ``float32[8]``: end effector position (m) and rotation vector (rad), positions of both fingers (m)."""
+        """Return end effector position (m) and rotation vector (rad), positions of both fingers (m): ``float32[8]``.
+
+        With ``full_state`` what ``FullState.read`` returns follows.
+        """
         arm, data = self.scene.arm, self.data._data
         quaternion = data.xquat[arm.hand][[1, 2, 3, 0]]
         rotation = arm.transform.quat2axisangle(quaternion.copy())
-        return np.concatenate([data.site_xpos[arm.site], rotation, data.qpos[arm.gripper_qpos]]).astype(np.float32)
+        own = np.concatenate([data.site_xpos[arm.site], rotation, data.qpos[arm.gripper_qpos]]).astype(np.float32)
+        if not self.scene.options.full_state:
+            return own
+        self.scene.activate(self)
+        return np.concatenate([own, self.scene.full_state.read(data)])
 
     def expert_reset(self) -> None:
         self.scene.activate(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -29,6 +30,12 @@ class LiberoConfig(EnvConfig):
     )
     settle_steps: NonNegativeInt = Field(
         default=10, description="steps without motion after a reset, not counted; 10 as published"
+    )
+    init_states: Literal["official", "sampled"] = Field(
+        default="official",
+        description="official: the 50 of each task, chosen by the reset seed; sampled (libero_object): LIBERO's own"
+        " placement of objects, drawn from the reset seed, e.g. to train without the states of evaluations"
+        " (env.eval.settings={init_states: official})",
     )
     fixture_seed: NonNegativeInt | None = Field(
         default=None,
@@ -113,10 +120,34 @@ def assets_are_there(context: Context) -> Iterator[Finding]:
         )
 
 
+@RULES.rule("env.init_states", "env.suite")
+def sampled_states_are_sound(context: Context) -> Iterator[Finding]:
+    """LIBERO places objects onto fixtures where those stood before the reset; libero_object has none."""
+    env = context.env(LiberoConfig)
+    if env.init_states == "sampled" and env.suite != "libero_object":
+        message = f"some tasks of {env.suite} begin with an object on or in a fixture, beside which sampling puts it"
+        hint = "set it to official, or env.suite=libero_object"
+        yield Finding("env.init_states", message, hint, "official", others=("env.suite",))
+
+
+@RULES.rule("env.init_states", "env.fixture_seed")
+def sampled_states_have_their_own_fixtures(context: Context) -> Iterator[Finding]:
+    """Fixtures of published evaluations belong to the official initial states."""
+    env = context.env(LiberoConfig)
+    if env.init_states == "sampled" and env.fixture_seed is not None:
+        message = (
+            "places fixtures as published evaluations do, and sampled initial states place theirs by the reset seed"
+        )
+        hint = "set it to null, or env.init_states=official"
+        yield Finding("env.fixture_seed", message, hint, "null", others=("env.init_states",))
+
+
 @RULES.note("env.env_type", "env.eval.num_episodes", "env.tasks")
 def initial_states_come_once(context: Context) -> Iterator[Finding]:
     """An evaluation of more episodes than there are initial states repeats some."""
-    env = context.config.env
+    env = context.env(LiberoConfig)
+    if env.init_states == "sampled":
+        return
     there_are = NUM_INIT_STATES * len(env.tasks)
     if env.eval.num_episodes > there_are:
         yield Finding(
@@ -129,7 +160,8 @@ def initial_states_come_once(context: Context) -> Iterator[Finding]:
 def interface(env: EnvConfig) -> Interface:
     """Return LIBERO's conventions, with the cameras and the state that are configured."""
     cameras = tuple(camera.name for camera in env.cameras)
-    return replace(LIBERO, cameras=cameras, state=LIBERO.state if env.include_state else None)
+    state = (LIBERO.state or ()) + (("task",) if env.state == "full" else ())
+    return replace(LIBERO, cameras=cameras, state=state if env.include_state else None)
 
 
 SPEC = SimulatorSpec(
@@ -140,7 +172,7 @@ SPEC = SimulatorSpec(
     description="LIBERO (MuJoCo, Panda): the standard suites, their official tasks and initial states",
     settings=LiberoConfig,
     rules=(RULES,),
-    reads=("cameras", "reward_mode", "success_bonus", "render_detail", "video"),
+    reads=("cameras", "include_images", "state", "reward_mode", "success_bonus", "render_detail", "video"),
     tasks={task: facts.instruction for suite in SUITES.values() for task, facts in suite.tasks.items()},
     suites={
         name: TaskSuite(suite.max_episode_steps, {task: facts.instruction for task, facts in suite.tasks.items()})

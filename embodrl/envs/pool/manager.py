@@ -10,13 +10,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, TypedDict, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.pool.options import EnvTimeouts, RemoteEnv
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, Ring, copy_observation, copy_step, spec_from_dict
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import (
@@ -66,35 +67,6 @@ class _Pending(NamedTuple):
     argument: int
 
 
-@dataclass(frozen=True)
-class EnvTimeouts:
-    """How long a simulator process may take, in seconds.
-
-    Attributes:
-        start_s: from its start until it is ready.
-        reset_s: a reset, a state transfer or a call.
-        step_s: a chunk.
-        heartbeat_s: without a heartbeat, while it is stopped or uses neither processor nor disk.
-    """
-
-    start_s: float = 180.0
-    reset_s: float = 60.0
-    step_s: float = 60.0
-    heartbeat_s: float = 20.0
-
-
-class ManagerOptions(TypedDict, total=False):
-    """Keyword arguments of every ``EnvManager`` of a pool."""
-
-    python: str | None
-    timeouts: EnvTimeouts | None
-    log_dir: Path | None
-    max_chunk: int | None
-    extensions: Sequence[str]
-    axis: str | None
-    debug: bool
-
-
 class EnvManager:
     """Runs a VectorEnv in a process of its own; observations and actions go through shared memory.
 
@@ -113,10 +85,12 @@ class EnvManager:
         log_dir: directory of ``<name>.log`` with what the process prints; None keeps only the end, for messages.
         max_chunk: largest C; None leaves it to the environment.
         extensions: modules that the process imports first, which may register environments.
-        axis: along which all episodes are perturbed; None for none.
+        axis, real_time: along which all episodes are perturbed, and section ``env.real_time``; None for none.
         first_env: number of its first environment in the whole run, for messages.
         environ: further environment variables of the process.
         debug: overwrite results whose time is over, so that views kept too long show.
+        remote: the server that has the simulator; the process here then only passes on what is asked of it. ``cpu``,
+            ``numa_node``, ``python``, ``extensions`` and ``environ`` are the server's affair. None: it is here.
     """
 
     def __init__(
@@ -133,9 +107,11 @@ class EnvManager:
         max_chunk: int | None = None,
         extensions: Sequence[str] = (),
         axis: str | None = None,
+        real_time: Mapping[str, object] | None = None,
         first_env: int = 0,
         environ: Mapping[str, str] | None = None,
         debug: bool = False,
+        remote: RemoteEnv | None = None,
     ) -> None:
         self.name, self.env_type, self.python = name, env_type, python
         # Known here, so that the interpreter of a simulator need not have what specs import (pydantic).
@@ -152,11 +128,13 @@ class EnvManager:
         self._config: dict[str, object] = {
             "env_type": target if isinstance(target, str) else env_type,
             "kwargs": dict(kwargs or {}),
-            "cpu": cpu,
-            "numa_node": numa_node,
-            "extensions": list(extensions),
-            **{"max_chunk": max_chunk, "axis": axis},
+            **{"cpu": cpu, "numa_node": numa_node, "max_chunk": max_chunk, "axis": axis},
+            **{"extensions": list(extensions), "real_time": dict(real_time or {})},
         }
+        self._main = "embodrl.envs.pool.worker_main"
+        if remote is not None:
+            self._main = "embodrl.envs.pool.remote_main"
+            self._config |= {"env_type": env_type, "remote": asdict(remote)}
         self._log_path = None if log_dir is None else log_dir / f"{name.replace('/', '_')}.log"
         self._environ = dict(environ or {})
         self._debug = debug
@@ -201,7 +179,7 @@ class EnvManager:
         interpreter = self.python or sys.executable
         try:
             self._process = ChildProcess(
-                [interpreter, bootstrap.__file__, "embodrl.envs.pool.worker_main"],
+                [interpreter, bootstrap.__file__, self._main],
                 self._config | {"memory_fd": self._memory_fd},
                 environ={**SINGLE_THREADED, **self._environ},
                 log_path=self._log_path,

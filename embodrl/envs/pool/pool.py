@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.pool.faults import Bounds, FaultCounts, clear_frames, count_invalid, lost_step, terminate_invalid
-from embodrl.envs.pool.manager import EnvManager, ManagerOptions
+from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
+from embodrl.envs.pool.options import ManagerOptions, RemoteEnv
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
 from embodrl.errors import EnvError, EnvOrderError, EnvRaised, EnvTimeout, EnvWorkerDied
@@ -102,6 +103,7 @@ class EnvPool:
         cpus: Sequence[int | None] | None = None,
         numa_nodes: Sequence[int | None] | None = None,
         environs: Sequence[Mapping[str, str]] | None = None,
+        remotes: Sequence[RemoteEnv] | None = None,
         name: str = "env",
         max_restarts: int = 3,
         bounds: Bounds | None = None,
@@ -119,6 +121,7 @@ class EnvPool:
             cpus: the core of each process; None binds none.
             numa_nodes: the NUMA node of each process.
             environs: further environment variables of each process.
+            remotes: the server that each process is behind; None for processes of this machine.
             name: managers are called ``<name>/<number>``.
             max_restarts: see the class.
             bounds: see the class.
@@ -141,6 +144,7 @@ class EnvPool:
                 cpu=cpus[rank] if cpus else None,
                 numa_node=numa_nodes[rank] if numa_nodes else None,
                 first_env=rank * size,
+                remote=remotes[rank] if remotes else None,
                 **{**manager_options, "environ": {**shared, **(environs[rank] if environs else {})}},
             )
             for rank in range(num_processes)

@@ -22,6 +22,7 @@ from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
 from embodrl.processes.trace import span
 from embodrl.specs import ENVS
+from embodrl.types import EnvSpec
 
 
 def main(socket_fd: int) -> None:
@@ -74,7 +75,7 @@ class EnvServer:
         """Return the answer to a request; observations and outcomes go to the frame's slot of the shared memory."""
         if frame.kind == Kind.START:
             self._env = build(self._start)
-            self._ring = make_ring(self._env, self._start.integer("memory_fd"))
+            self._ring = make_ring(self._env.spec, self._start.integer("memory_fd"))
             return spec_to_dict(self._env.spec)
         if frame.kind == Kind.ONLOAD:
             env = build(self._start)
@@ -145,6 +146,8 @@ def build(start: Fields) -> VectorEnv:
         env = make(**start.fields("kwargs").content)
         if axis := start.text("axis", None):
             env.set_axis(axis)
+        if real_time := start.fields("real_time", {}).content:
+            env.set_real_time(real_time)
     finally:
         gc.enable()
     max_chunk = start.integer("max_chunk", None)
@@ -153,13 +156,13 @@ def build(start: Fields) -> VectorEnv:
     return env
 
 
-def make_ring(env: VectorEnv, memory_fd: int) -> Ring:
+def make_ring(spec: EnvSpec, memory_fd: int) -> Ring:
     """Size the shared memory and map it.
 
     Reserved here and not by the parent: pages lie on the NUMA node of the process that touches them first. Reserved at
     once, because memory that runs out later is a bus error and not an exception.
     """
-    num_bytes = compute_layout(env.spec).num_bytes
+    num_bytes = compute_layout(spec).num_bytes
     try:
         os.posix_fallocate(memory_fd, 0, num_bytes)
     except OSError as error:
@@ -168,7 +171,7 @@ def make_ring(env: VectorEnv, memory_fd: int) -> Ring:
             "use fewer or smaller environments",
             code="shared-memory",
         ) from error
-    return Ring(memory_fd, env.spec)
+    return Ring(memory_fd, spec)
 
 
 def release_memory() -> None:

@@ -19,7 +19,7 @@ from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.condition import told
-from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.types import ChunkPrefix, Observation, PolicyOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,14 @@ class RolloutEngine(ABC):
     def act_greedily(self, observation: Observation) -> PolicyOutput:
         """Choose the most probable chunk of actions for each row."""
         return self._predict(ActRequest(self._told(observation), "eval", False, self.generators))
+
+    def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:
+        """As ``act_greedily``, continuing the chunks that robots are in the midst of: see ``VLAPolicy``."""
+        with self._lock:
+            self.onload()
+            with torch.no_grad(), autocast(self.precision, self.device):
+                actions = self.policy.continue_chunk(self._told(observation), prefix, guidance)
+            return PolicyOutput(actions, torch.zeros(actions.shape), None, {}, self.version)
 
     def values(self, observation: Observation) -> Tensor:
         """Return ``float32[B,K]`` on the CPU."""

@@ -11,8 +11,9 @@ from torch import Tensor
 from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, proximal_terms
 from embodrl.algorithms.episodes import element_weights, split_episodes
-from embodrl.algorithms.losses import LossCounts, LossOutput, element_counts
+from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.config.schema import AlgorithmConfig
+from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import call_named
@@ -40,6 +41,8 @@ def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, o
         "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
         "kl_estimator": algorithm.kl.estimator,
     }
+    if algorithm.loss_type == "nft":
+        settings |= {f"nft_{name}": value for name, value in algorithm.nft}
     if needs_values:
         settings |= {
             "value_clip": algorithm.value_clip,
@@ -120,6 +123,17 @@ def flatten_chunks(
     return flat if len(chosen) == len(flat) else flat[chosen]
 
 
+def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: torch.device) -> LossCounts:
+    """Return the counts of a minibatch, on a device."""
+    return count_elements(
+        minibatch.drawn.to(device),
+        action_dim=minibatch.logprobs.shape[-1],
+        logprob_type=algorithm.logprob_type,
+        entropy_type=algorithm.entropy_type,
+        num_values=minibatch["advantages"].shape[-1],
+    )
+
+
 def make_loss(
     evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, needs_values: bool
 ) -> Callable[[TrajectoryBatch, LossCounts], LossOutput]:
@@ -136,6 +150,7 @@ def make_loss(
     sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
     loss_fn = LOSSES.get(algorithm.loss_type)
     settings = loss_settings(algorithm, needs_values)
+    reads_errors = "errors" in (LOSSES.entry(algorithm.loss_type).parameters or ())
 
     def compute(micro: TrajectoryBatch, counts: LossCounts) -> LossOutput:
         output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
@@ -162,8 +177,34 @@ def make_loss(
             "weights": micro.get("weights"),
             "counts": counts,
         }
+        if reads_errors and output.errors is not None:
+            arguments |= {"errors": output.errors.float(), "old_errors": micro.forward_inputs["flow_error"]}
         loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
         apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | apart | (proximal.metrics if proximal else {}))
+
+    return compute
+
+
+def make_imitation_loss(
+    sft_loss: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
+    total: Tensor,
+    label_smoothing_bins: float,
+    weight: float,
+) -> Callable[[Batch], LossOutput]:
+    """Return ``weight`` times the imitation loss of a micro-batch, and scalars without the weight.
+
+    Args:
+        sft_loss: as ``VLAPolicy.sft_loss``.
+        total: actions of the whole batch (scalar).
+        label_smoothing_bins: see there.
+        weight: of the loss.
+    """
+
+    def compute(micro: Batch) -> LossOutput:
+        inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
+        share = inputs["action_mask"].sum() / total
+        loss, scalars = sft_loss(inputs, label_smoothing_bins)
+        return LossOutput(loss * share * weight, {name: value * share for name, value in scalars.items()})
 
     return compute

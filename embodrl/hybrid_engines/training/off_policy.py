@@ -111,7 +111,7 @@ class OffPolicyEngine(NativeTrainEngine):
             metrics = self._update_critic(batch, generator)
             self.num_updates += 1
             if self.num_updates > settings.critic_warm_up and self.num_updates % settings.policy_delay == 0:
-                metrics |= self._update_actor(batch, generator, algorithm.bc_coef)
+                metrics |= self._update_actor(batch, generator, algorithm)
             for name, value in metrics.items():
                 totals[name] += value
                 counts[name] += 1
@@ -154,7 +154,10 @@ class OffPolicyEngine(NativeTrainEngine):
         demos = float(batch.is_demo.float().mean())
         return {"critic_loss": loss, "critic_grad_norm": norm, "demo_share": demos, **metrics}
 
-    def _update_actor(self, batch: Transitions, generator: torch.Generator, bc_coef: float) -> dict[str, float]:
+    def _update_actor(
+        self, batch: Transitions, generator: torch.Generator, algorithm: AlgorithmConfig
+    ) -> dict[str, float]:
+        bc_coef = algorithm.bc_coef
         noise = self._noise(len(batch), generator)
         alpha, total = float(self.log_alpha.detach().exp()), len(batch)
         labelled = batch.label_mask.sum().clamp_min(1)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from embodrl.algorithms.losses import LossOutput
 from embodrl.algorithms.off_policy import critic_loss, soft_update
 from embodrl.algorithms.offline import advantage_weights, expectile_loss
-from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
+from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig, OptimConfig
 from embodrl.data.batch import Batch
 from embodrl.data.offline import OfflineData
 from embodrl.errors import CheckpointError, NonFiniteError
@@ -60,6 +60,7 @@ class IqlCritics:
         spec: what is looked at.
         chunk_dim: C A.
         settings: section ``algorithm.off_policy``: critics, their size, tau.
+        optim: betas and eps.
         device: where they train.
         seed: of their weights.
 
@@ -69,7 +70,13 @@ class IqlCritics:
     """
 
     def __init__(
-        self, spec: ObservationSpec, chunk_dim: int, settings: OffPolicyConfig, device: torch.device, seed: int
+        self,
+        spec: ObservationSpec,
+        chunk_dim: int,
+        settings: OffPolicyConfig,
+        optim: OptimConfig,
+        device: torch.device,
+        seed: int,
     ) -> None:
         self.settings, self.device = settings, device
         self.q, self.v = Critic(spec, settings.num_q, chunk_dim, settings), Critic(spec, 1, 0, settings)
@@ -78,7 +85,9 @@ class IqlCritics:
             part.init_weights(generator)
             part.to(device)
         self.target = copy.deepcopy(self.q).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(self.named().values(), lr=0.0, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.named().values(), lr=0.0, betas=optim.betas, eps=optim.eps, weight_decay=0.0, fused=True
+        )
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return what trains, by name."""

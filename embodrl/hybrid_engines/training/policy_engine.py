@@ -27,7 +27,7 @@ from embodrl.algorithms.decoupled import (
     staleness_metrics,
     staleness_of,
 )
-from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements
+from embodrl.algorithms.losses import LossOutput
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
@@ -37,8 +37,10 @@ from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_ten
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes, check_fit
 from embodrl.hybrid_engines.training.objective import (
     chunk_weights,
+    counts_of,
     flatten_chunks,
     is_largest,
+    make_imitation_loss,
     make_loss,
     trained_chunks,
 )
@@ -95,10 +97,13 @@ class PolicyTrainEngine(TrainEngine):
         memory: what ``offload`` takes off the device.
         shares_weights: what acts uses the weights themselves, so that they stay on the device.
         is_shared: other processes of the default group have the rest of the state.
+        draw_demos: returns inputs of ``sft_loss``; every step of ``update`` that trains the policy then imitates some,
+            too, with the weight ``algorithm.bc_coef``.
     """
 
     shares_weights = False
     is_shared = False
+    draw_demos: Callable[[], Batch] | None = None
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str) -> None:
         self.device = torch.device(device)
@@ -196,6 +201,7 @@ class PolicyTrainEngine(TrainEngine):
         critic_warmup = self._critic_warmup(algorithm)
         rates = learning_rates(self.config.optim, self.version, self.options.total_iterations, critic_warmup)
         self._set_learning_rates(rates, train_policy=self.version >= critic_warmup)
+        draw_demos = self.draw_demos if self.version >= critic_warmup else None
         loss_fn = make_loss(self.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.version)
         aged = self._policy_staleness(batch, algorithm)
@@ -207,9 +213,12 @@ class PolicyTrainEngine(TrainEngine):
         first_kl: Tensor | float | None = None
         mismatch: dict[str, float] | None = None
         for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
-            counts = self._counts(minibatch, algorithm)
+            counts = counts_of(minibatch, algorithm, self.device)
             with span("forward and backward"):
                 loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))
+            if draw_demos is not None:
+                bc_loss, scalars = self._imitation_gradients(draw_demos(), weight=algorithm.bc_coef)
+                loss, metrics = loss + bc_loss, metrics | {f"bc_{name}": value for name, value in scalars.items()}
             apart = {name: metrics.pop(name) for name in MISMATCH_TERMS}
             mismatch = mismatch_metrics(apart) if mismatch is None else mismatch  # before the first step
             if first_kl is None and not bool(staleness.any()):
@@ -262,18 +271,18 @@ class PolicyTrainEngine(TrainEngine):
 
     def imitation_step(self, batch: Batch, label_smoothing_bins: float) -> dict[str, float]:
         """Take one optimizer step at the present learning rates; arguments as of ``imitate``."""
-        total = batch["action_mask"].sum().to(self.device)
-
-        def loss_fn(micro: Batch) -> LossOutput:
-            inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
-            weight = inputs["action_mask"].sum() / total
-            loss, scalars = self.sft_loss(inputs, label_smoothing_bins)
-            return LossOutput(loss * weight, {name: value * weight for name, value in scalars.items()})
-
-        loss, scalars = self.forward_backward(batch, loss_fn)
+        loss, scalars = self._imitation_gradients(batch, label_smoothing_bins)
         step = self.optimizer_step(loss)
-        metrics = {"loss": float(loss)} | {name: float(value) for name, value in scalars.items()}
-        return metrics | {"grad_norm": step.grad_norm}
+        return {name: float(value) for name, value in scalars.items()} | {"grad_norm": step.grad_norm}
+
+    def _imitation_gradients(
+        self, batch: Batch, label_smoothing_bins: float = 0.0, weight: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradients of ``weight`` times the imitation loss; return that loss and, without weight, scalars."""
+        total = batch["action_mask"].sum().to(self.device)
+        loss_fn = make_imitation_loss(self.sft_loss, total, label_smoothing_bins, weight)
+        loss, scalars = self.forward_backward(batch, loss_fn)
+        return loss, {"loss": loss / weight, **scalars}
 
     def _critic_warmup(self, algorithm: AlgorithmConfig) -> int:
         """Return how many of the first updates leave the policy as it is."""
@@ -296,15 +305,6 @@ class PolicyTrainEngine(TrainEngine):
         """Give the policy gradients, or leave it without."""
         for parameter in self.policy_parameters:
             parameter.requires_grad_(train_policy)
-
-    def _counts(self, minibatch: TrajectoryBatch, algorithm: AlgorithmConfig) -> LossCounts:
-        return count_elements(
-            minibatch.drawn.to(self.device),
-            action_dim=minibatch.logprobs.shape[-1],
-            logprob_type=algorithm.logprob_type,
-            entropy_type=algorithm.entropy_type,
-            num_values=minibatch["advantages"].shape[-1],
-        )
 
     def optimizer_step(self, loss: Tensor) -> StepResult:
         """Clip the gradients, update the weights unless something is not finite, and clear the gradients.

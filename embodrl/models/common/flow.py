@@ -137,11 +137,15 @@ class Chain:
 
 @dataclass
 class ChainEvaluation:
-    """Log-probs and entropies ``float32[B,C,A]`` of a stored chain, and features ``[B,H,F]``."""
+    """Log-probs and entropies ``float32[B,C,A]`` of a stored chain, and features ``[B,H,F]``.
+
+    ``errors float32[B,N,C,A]`` are what N velocities miss their targets by, in units of the noise, where that is known.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     features: Tensor
+    errors: Tensor | None = None
 
 
 def standard_normal(shape: Sequence[int], generator: RandomSource | None, device: torch.device, dim: int = 0) -> Tensor:
@@ -152,6 +156,11 @@ def standard_normal(shape: Sequence[int], generator: RandomSource | None, device
         return torch.randn(size, generator=one, device=source)
 
     return draw_rows(draw, shape, generator, dim).to(device)
+
+
+def _standardized(reached: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return ``[B,1,C,A]``: the one sample of an error that a step has."""
+    return ((reached - mean) / std).unsqueeze(1)
 
 
 def _start_log_prob(x: Tensor) -> Tensor:
@@ -211,6 +220,7 @@ class Sampler:
         noise_head: makes it Flow-Noise; None is Flow-SDE.
         joint: the log-prob of Flow-Noise is the ``sum`` over the start and the K steps, the log-likelihood of the chain
             (ReinFlow, pi_RL), or their ``mean``, as RLinf computes it: ratios are then those to the power 1 / (K + 1).
+        keep_errors: Flow-SDE stores what its step missed the mean by, in standard deviations, as ``flow_error``.
     """
 
     def __init__(
@@ -221,8 +231,10 @@ class Sampler:
         action_dim: int,
         noise_head: NoiseHead | None = None,
         joint: Joint = "sum",
+        keep_errors: bool = False,
     ) -> None:
         self.num_steps = num_steps
+        self.keep_errors = keep_errors
         self.joint: Joint = joint
         self.delta = 1.0 / num_steps
         self.num_actions = num_actions
@@ -230,6 +242,21 @@ class Sampler:
         self.noise_head = noise_head
         self.times = torch.tensor(denoising_times(num_steps), dtype=torch.float32)
         self.sigmas = torch.tensor([sde_sigma(i, num_steps, noise_level) for i in range(num_steps)])
+
+    @property
+    def trained_steps(self) -> int:
+        """Denoising steps that one row of an update differentiates: one of Flow-SDE, all of Flow-Noise."""
+        return 1 if self.noise_head is None else self.num_steps
+
+    def stored_numbers(self, horizon: int, padded_action_dim: int) -> int:
+        """Return how many float32 numbers of a chunk ``sample`` stores.
+
+        Flow-SDE keeps the point before the random step and the step (as two numbers), Flow-Noise all points but the
+        last; both what came out.
+        """
+        step = 2 if self.noise_head is None else 0
+        outcomes = (2 if self.keep_errors else 1) * self.num_actions * self.action_dim
+        return self.trained_steps * horizon * padded_action_dim + outcomes + step
 
     def sample(
         self,
@@ -288,6 +315,8 @@ class Sampler:
         reached = self._executed(kept["next"])
         logprobs = normal_log_prob(reached, self._executed(kept["mean"]), std.expand_as(reached))
         stored = {"flow_x": kept["x"], "flow_next": reached, "flow_step": chosen}
+        if self.keep_errors:
+            stored["flow_error"] = _standardized(reached, self._executed(kept["mean"]), std)
         return Chain(x, logprobs, stored, kept["features"])
 
     def _evaluate_sde(self, velocity: Velocity, stored: dict[str, Tensor]) -> ChainEvaluation:
@@ -297,7 +326,9 @@ class Sampler:
         v, features = velocity(x, tau)
         mean = self._executed(step_mean(x, v.float(), tau[:, None, None], self.delta, sigma))
         std = (sigma * math.sqrt(self.delta)).expand_as(mean)
-        return ChainEvaluation(normal_log_prob(stored["flow_next"], mean, std), normal_entropy(std), features)
+        reached = stored["flow_next"]
+        errors = _standardized(reached, mean, std) if self.keep_errors else None
+        return ChainEvaluation(normal_log_prob(reached, mean, std), normal_entropy(std), features, errors)
 
     # Flow-Noise: all steps are stochastic ------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padd
 
 from __future__ import annotations
 
+import zlib
 from abc import abstractmethod
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.cfm import CfmSampler
 from embodrl.models.common.flow import (
     NoiseHead,
     Sampler,
@@ -27,8 +29,9 @@ from embodrl.models.common.flow import (
 )
 from embodrl.models.common.flow_spec import FlowConfig, FlowModelConfig
 from embodrl.models.common.gripper import Convention, to_environment, to_model
+from embodrl.models.common.rtc import guided, prefix_weights
 from embodrl.models.common.value_head import ValueHead
-from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 TIME_ALPHA, TIME_LOW = 1.5, 0.001
 EVALUATION_NOISE_SEED = 0
@@ -103,18 +106,17 @@ class FlowPolicy(VLAPolicy):
         self.detach_value = config.value_head.detach
         self.value_head = value_head
         self.noise_head = noise_head
-        self.sampler = Sampler(
-            config.flow.num_steps,
-            config.flow.noise_level,
-            self.num_action_chunks,
-            self.action_dim,
-            noise_head,
-            config.flow.joint,
-        )
+        self.sampler = self._make_sampler(noise_head)
         start = torch.Generator().manual_seed(EVALUATION_NOISE_SEED)
         self.register_buffer(
             "_evaluation_noise", torch.randn(1, horizon, padded_action_dim, generator=start), persistent=False
         )
+
+    def _make_sampler(self, noise_head: NoiseHead | None) -> Sampler | CfmSampler:
+        flow, chunk = self.flow, (self.num_action_chunks, self.action_dim)
+        if flow.method == "cfm":
+            return CfmSampler(flow.num_steps, flow.num_samples, *chunk, type(self).euler_times, flow.keep_errors)
+        return Sampler(flow.num_steps, flow.noise_level, *chunk, noise_head, flow.joint, flow.keep_errors)
 
     # What a family defines ---------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class FlowPolicy(VLAPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Draw a chunk for each row in ``train`` mode; in ``eval`` mode follow the ODE from one fixed noise.
+        """Draw a chunk for each row in ``train`` mode; in ``eval`` mode follow the ODE from ``_evaluation_start``.
 
         ``forward_inputs`` has what ``preprocess`` returns and, in ``train`` mode, the stored part of the chain.
         Log-probs in ``eval`` mode, where nothing is random, are 0. ``sampling`` is for token policies.
@@ -182,8 +184,7 @@ class FlowPolicy(VLAPolicy):
             values = self._values(context, chain.features) if compute_values else None
             actions = self._to_environment(chain.actions, observation)
             return PolicyOutput(actions, chain.logprobs, values, {**inputs, **chain.stored})
-        noise = self.get_buffer("_evaluation_noise").to(self.device).expand(batch, -1, -1)
-        chosen, features = self._integrate(network, noise)
+        chosen, features = self._integrate(network, self._evaluation_start(observation))
         actions = self._to_environment(chosen, observation)
         values = self._mean_value(context, features) if compute_values else None
         return PolicyOutput(actions, torch.zeros(actions.shape, device=self.device), values, inputs)
@@ -208,11 +209,14 @@ class FlowPolicy(VLAPolicy):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Return log-probs, entropy (of Flow-SDE a constant) and values of stored chains, with gradients."""
+        """Return log-probs, entropy (of Flow-SDE a constant) and values of stored chains, with gradients.
+
+        With ``model.flow.keep_errors`` the errors of their velocities, too.
+        """
         context = self.encode(forward_inputs)
         result = self.sampler.evaluate(self.velocity(context), forward_inputs)
         values = self._values(context, result.features) if compute_values else None
-        return EvalOutput(result.logprobs, result.entropy if compute_entropy else None, values)
+        return EvalOutput(result.logprobs, result.entropy if compute_entropy else None, values, result.errors)
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return what ``preprocess`` returns, ``target float32[B,H,D]``, ``noise`` like it and ``tau float32[B]``.
@@ -265,6 +269,28 @@ class FlowPolicy(VLAPolicy):
             l1 = (error * weight).sum() / (total * self.action_dim)
         return loss, {"l1": l1}
 
+    # Real-time chunking ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
+        """As ``eval`` of ``predict_action_batch``, guided towards what is left of the last chunk: see ``rtc.py``.
+
+        Without a prefix it gives the same actions. The first ``delay`` actions come out close to the prefix, which is
+        what has to be executed.
+        """
+        shape = (observation.batch_size, self.horizon, self.padded_action_dim)
+        target, weights = torch.zeros(shape), torch.zeros(shape)
+        length = min(prefix.actions.shape[1], self.action_horizon)
+        actions = np.zeros((shape[0], self.action_horizon, self.action_dim))  # statistics may be of each step
+        actions[:, :length] = prefix.actions[:, :length]
+        units = self.scaled(self.relative_to(to_model(actions, self.gripper), observation))
+        target[:, :length, : self.action_dim] = torch.from_numpy(units[:, :length])
+        held = prefix_weights(torch.from_numpy(prefix.delay), torch.from_numpy(prefix.length), self.horizon)
+        weights[..., : self.action_dim] = held[..., None]
+        network = self.velocity(self.encode(self.preprocess(observation)))
+        velocity = guided(network, target.to(self.device), weights.to(self.device), guidance)
+        return self._to_environment(self._integrate(velocity, self._evaluation_start(observation))[0], observation)
+
     # Noise that another policy chooses ---------------------------------------------------------------------------
 
     def encode_observation(self, observation: Observation) -> Any:
@@ -279,22 +305,32 @@ class FlowPolicy(VLAPolicy):
 
     @property
     def trained_steps(self) -> int:
-        """Denoising steps that one row of an update differentiates: one of Flow-SDE, all of Flow-Noise."""
-        return 1 if self.noise_head is None else self.flow.num_steps
+        """Passes of the action expert that one row of an update differentiates."""
+        return self.sampler.trained_steps
 
     def chosen_bytes(self) -> int:
-        """Return the bytes of denoising and log-probs.
-
-        Flow-SDE keeps the random step and the point before it, Flow-Noise all but the last point; both what came out.
-        """
-        points, step = (1, torch.int64.itemsize) if self.noise_head is None else (self.flow.num_steps, 0)
-        actions = self.num_action_chunks * self.action_dim
-        return torch.float32.itemsize * (points * self.horizon * self.padded_action_dim + 2 * actions) + step
+        """Return the bytes of what the sampler stores, and of log-probs."""
+        stored = self.sampler.stored_numbers(self.horizon, self.padded_action_dim)
+        return torch.float32.itemsize * (stored + self.num_action_chunks * self.action_dim)
 
     def own_heads(self) -> dict[str, nn.Module]:
         """Return the groups that embodrl adds to the family's network."""
         heads = {"noise_head": self.noise_head, "value_head": self.value_head}
         return {name: head for name, head in heads.items() if head is not None}
+
+    def _evaluation_start(self, observation: Observation) -> Tensor:
+        """Return the noise ``float32[B,H,D]`` that evaluations start from; see ``model.flow.evaluation_noise``.
+
+        What is drawn follows from a row's pictures and state alone, so that it depends on no generator and no batch.
+        """
+        if self.flow.evaluation_noise == "fixed":
+            noise = self.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
+        else:
+            rows = zip(observation.images, observation.state, strict=True)
+            seeds = [zlib.crc32(state.tobytes(), zlib.crc32(images.tobytes())) for images, state in rows]
+            shape = (self.horizon, self.padded_action_dim)
+            noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        return noise.to(self.device)
 
     def _integrate(self, network: Velocity, noise: Tensor) -> tuple[Tensor, list[Tensor]]:
         return integrate_with_features(network, noise, self.flow.num_steps, type(self).euler_times)

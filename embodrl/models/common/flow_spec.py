@@ -32,11 +32,17 @@ class SiglipConfig(Section):
 class FlowConfig(Section):
     """Sampling of flow policies (pi0, pi0.5, GR00T) and the noise that makes it a distribution."""
 
-    method: Literal["flow_sde", "flow_noise"] = Field(
+    method: Literal["flow_sde", "flow_noise", "cfm"] = Field(
         default="flow_sde",
-        description="flow_sde: one random denoising step is stochastic; flow_noise: all are, with learned noise",
+        description="flow_sde: one random denoising step is stochastic; flow_noise: all are, with learned noise; cfm:"
+        " none is, and ratios are those of flow-matching losses (algorithm=fpo)",
     )
     num_steps: PositiveInt = Field(default=4, description="denoising steps")
+    evaluation_noise: Literal["fixed", "drawn"] = Field(
+        default="fixed",
+        description="what evaluation and serving denoise. fixed: one noise for every chunk; drawn: one of its own for"
+        " every observation, which follows from its pictures and state alone, as published evaluations draw it",
+    )
     noise_level: PositiveFloat = Field(default=0.5, description="eta of flow_sde")
     joint: Literal["sum", "mean"] = Field(
         default="sum",
@@ -44,6 +50,13 @@ class FlowConfig(Section):
     )
     noise_std_min: PositiveFloat = Field(default=0.08, description="least standard deviation of flow_noise, a step")
     noise_std_max: PositiveFloat = Field(default=0.16, description="largest one; above noise_std_min")
+    num_samples: PositiveInt = Field(
+        default=8, le=100, description="cfm: pairs of noise and time that estimate the flow-matching loss of a chunk"
+    )
+    keep_errors: bool = Field(
+        default=False,
+        description="flow_sde and cfm: rollouts keep what the velocity misses its target by (algorithm=pi_nft)",
+    )
 
 
 class FlowModelConfig(ModelConfig):
@@ -69,6 +82,36 @@ def noise_range_is_not_empty(context: Context) -> Iterator[Finding]:
         )
 
 
+@FLOW.rule("model.flow.method", "model.value_head.input", "model.add_value_head")
+def value_is_of_the_observation(context: Context) -> Iterator[Finding]:
+    """Where features are those of noised actions that were executed, a value read from them would know the actions."""
+    model = context.model(FlowModelConfig)
+    if model.flow.method == "cfm" and model.add_value_head and model.value_head.input == "suffix":
+        message = "with model.flow.method=cfm the action expert sees the executed actions: no baseline may"
+        yield Finding(
+            "model.value_head.input", message, "set it to prefix", "auto, prefix", others=("model.flow.method",)
+        )
+
+
+@FLOW.rule("model.flow.method", "model.flow.keep_errors", "algorithm.loss_type")
+def loss_fits_the_sampling(context: Context) -> Iterator[Finding]:
+    """FPO has ratios of flow-matching losses; negative-aware fine-tuning compares velocities with the rollout's."""
+    flow, others = context.model(FlowModelConfig).flow, ("algorithm.loss_type",)
+    if context.config.algorithm.loss_type == "fpo" and flow.method != "cfm":
+        message = f"with {flow.method} ratios are those of log-probs, not of flow-matching losses"
+        yield Finding("model.flow.method", message, "set it to cfm, or choose algorithm=ppo", "cfm", others=others)
+    if context.config.algorithm.loss_type != "nft":
+        return
+    if flow.method == "flow_noise":
+        message = "loss_type 'nft' has targets for one velocity of a chunk, or for those of the forward process"
+        yield Finding("model.flow.method", message, "set it to flow_sde", "flow_sde, cfm", others=others)
+    elif not flow.keep_errors:
+        message = "loss_type 'nft' needs what the velocities of the rollout missed their targets by"
+        yield Finding(
+            "model.flow.keep_errors", message, "set it to true, as algorithm=pi_nft does", "true", others=others
+        )
+
+
 @FLOW.note("model.model_type", "sft.label_smoothing_bins", "algorithm.sampling")
 def settings_of_token_policies(context: Context) -> Iterator[Finding]:
     """Temperatures and bins belong to policies with action tokens."""
@@ -82,21 +125,26 @@ def settings_of_token_policies(context: Context) -> Iterator[Finding]:
 def noise_of_the_other_method(context: Context) -> Iterator[Finding]:
     """Each sampling method has its own noise."""
     method = context.model(FlowModelConfig).flow.method
-    for name in ("noise_std_min", "noise_std_max", "joint") if method == "flow_sde" else ("noise_level",):
+    settings = {
+        "flow_sde": ("noise_level", "keep_errors"),
+        "flow_noise": ("noise_std_min", "noise_std_max", "joint"),
+        "cfm": ("num_samples", "keep_errors"),
+    }
+    for name in sorted({name for names in settings.values() for name in names} - {*settings[method]}):
         if context.by_user(f"model.flow.{name}"):
             yield Finding(f"model.flow.{name}", f"has no effect: model.flow.method is {method}", "leave it out")
 
 
 @FLOW.note("model.flow", "algorithm.entropy_bonus")
 def entropy_is_constant(context: Context) -> Iterator[Finding]:
-    """The entropy of flow_sde depends on no weight."""
+    """The entropy of flow_sde depends on no weight, and cfm has none."""
     flow = context.model(FlowModelConfig).flow
     if (
-        flow.method == "flow_sde"
+        flow.method != "flow_noise"
         and context.config.algorithm.entropy_bonus
         and context.by_user("algorithm.entropy_bonus")
     ):
-        message = "has no effect: the entropy of flow_sde is a constant"
+        message = f"has no effect: the entropy of {flow.method} is a constant"
         hint = "leave it out, or set model.flow.method=flow_noise, whose noise is learned"
         yield Finding("algorithm.entropy_bonus", message, hint, others=("model.flow.method",))
 
@@ -185,7 +233,7 @@ def flow_family(
         actions=actions,
         missing_config=missing_config,
         checkpoint=checkpoint,
-        rl="Gaussian log-probs of denoising steps: flow_sde, flow_noise",
+        rl="Gaussian log-probs of denoising steps: flow_sde, flow_noise; flow-matching losses: cfm",
     )
 
 

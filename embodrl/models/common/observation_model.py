@@ -1,4 +1,4 @@
-"""A small network that judges observations: a value function, a success classifier, or a progress model, and its files.
+"""A small network that judges observations: a value function, which tells progress, or a success classifier; its files.
 
 Shapes: B batch, K outputs.
 """
@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.config.rules.reward import REWARD_MODEL
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
@@ -23,15 +24,15 @@ from embodrl.models.common.images import resize_area
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationNet, ObservationSpec
 from embodrl.storage.integrity import check_checksums
 
-MODEL_TYPE, WEIGHTS = "embodrl_observation_model", "model.safetensors"
-KINDS = {"value": 201, "success": 1, "progress": 1}
+WEIGHTS = "model.safetensors"
+KINDS = {"value": 201, "success": 1}
 """What a model says, and its outputs K: logits of 201 bins, or one logit."""
 HIDDEN = 128
 ROWS_AT_ONCE = 256
 
 
 class ObservationModel(nn.Module):
-    """A kind of judgement, the instructions that it knows, and the network.
+    """A kind of judgement, the instructions that it knows, statistics of the state, and the network.
 
     Args:
         kind: one of ``KINDS``.
@@ -40,17 +41,35 @@ class ObservationModel(nn.Module):
         facts: what is recorded with it, as JSON.
     """
 
+    state_mean: Tensor
+    state_std: Tensor
+
     def __init__(
         self, kind: str, spec: ObservationSpec, instructions: Sequence[str], facts: Mapping[str, object] | None = None
     ) -> None:
         super().__init__()
         self.kind, self.spec, self.instructions, self.facts = kind, spec, list(instructions), dict(facts or {})
         self.net = ObservationNet(spec)
+        self.register_buffer("state_mean", torch.zeros(spec.state_dim))
+        self.register_buffer("state_std", torch.ones(spec.state_dim))
         self.hidden, self.out = nn.Linear(self.net.num_features, HIDDEN), nn.Linear(HIDDEN, KINDS[kind])
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return logits ``float32[B,K]``."""
-        return self.out(F.relu(self.hidden(self.net(inputs))))
+        state = (inputs[STATE].float() - self.state_mean) / self.state_std
+        return self.out(F.relu(self.hidden(self.net({**inputs, STATE: state}))))
+
+    def standardize(self, state: Tensor) -> None:
+        """Take the statistics of states ``float32[B,S]`` from here on; numbers that never change are left out."""
+        if self.spec.state_dim:
+            self.state_mean, std = state.mean(0), state.std(0, correction=0)
+            self.state_std = torch.where(std > 1e-6, std, torch.inf)
+
+    @property
+    def threshold(self) -> float:
+        """From this probability on a success classifier says yes."""
+        found = self.facts.get("threshold")
+        return float(found) if isinstance(found, int | float) else 0.5
 
     @property
     def centers(self) -> Tensor:
@@ -59,7 +78,7 @@ class ObservationModel(nn.Module):
 
     @torch.no_grad()
     def judge(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B]``: the expected value, or the probability of success, or progress from 0 to 1."""
+        """Return ``float32[B]``: the expected value from -1 to 0, or the probability of success."""
         rows = len(inputs[STATE])
         parts = [
             self({name: column[start : start + ROWS_AT_ONCE] for name, column in inputs.items()})
@@ -96,7 +115,12 @@ class ObservationModel(nn.Module):
         Raises:
             OutputError: it can't be written.
         """
-        content = {"model_type": MODEL_TYPE, "kind": self.kind, **asdict(self.spec), "instructions": self.instructions}
+        content = {
+            "model_type": REWARD_MODEL,
+            "kind": self.kind,
+            **asdict(self.spec),
+            "instructions": self.instructions,
+        }
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.state_dict(), staging, one_file=True)
             checkpoint.write_json(staging / CONFIG_FILE, {**content, "facts": self.facts})
@@ -110,7 +134,7 @@ class ObservationModel(nn.Module):
         """
         fields = read_file(directory / CONFIG_FILE)
         kind = fields.text("kind", "")
-        if fields.text("model_type", "") != MODEL_TYPE or kind not in KINDS:
+        if fields.text("model_type", "") != REWARD_MODEL or kind not in KINDS:
             raise CheckpointError(
                 f"{directory} is no reward model or value function of embodrl",
                 "give a directory of `embodrl reward train`",
@@ -122,8 +146,9 @@ class ObservationModel(nn.Module):
         facts = fields.fields("facts", {}).content
         model = cls(kind, ObservationSpec(**sizes), fields.texts("instructions"), dict(facts))
         try:
-            model.load_state_dict(load_file(directory / WEIGHTS))
-        except (OSError, RuntimeError, ValueError) as error:
+            with checkpoint.readable(directory / WEIGHTS):
+                model.load_state_dict(load_file(directory / WEIGHTS))
+        except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{directory / WEIGHTS}: {error}", code="observation-model-weights") from error
         return model.eval()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +57,27 @@ class FeatureTap(ValueHead):
         return hidden.float()
 
 
+_prefix: ContextVar[list[tuple[Tensor, Tensor | None]] | None] = ContextVar("prefix", default=None)
+
+
+@contextmanager
+def keep_prefix() -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+    """Yield a list that fills with what ``masked_mean`` averages meanwhile.
+
+    Every family reads a value of the prompt's mean from there, so that its prefix states are the last entry.
+    """
+    kept: list[tuple[Tensor, Tensor | None]] = []
+    token = _prefix.set(kept)
+    try:
+        yield kept
+    finally:
+        _prefix.reset(token)
+
+
 def masked_mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return the mean ``float32[B,D]`` of ``[B,S,D]`` over the tokens where ``mask [B,S]`` is not 0; None: all."""
+    if (kept := _prefix.get()) is not None:
+        kept.append((hidden, mask))
     hidden = hidden.float()
     if mask is None:
         return hidden.mean(dim=1)

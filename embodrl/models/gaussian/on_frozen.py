@@ -1,8 +1,10 @@
-"""A small Gaussian actor on a frozen policy of any family, which corrects its actions or chooses its noise.
+"""A small actor on a frozen policy of any family: it corrects actions, chooses noise, or has the last word.
 
 Residual: ``a = a_base + s tanh(u)``, Yuan et al. 2024, "Policy Decorator", arXiv 2412.13630. DSRL: the noise that a
 flow policy denoises is ``w = s tanh(u)``, Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space
-Reinforcement Learning", arXiv 2506.15799. In both ``u`` is Gaussian given what the frozen policy makes of an
+Reinforcement Learning", arXiv 2506.15799. RL token: the actor reads
+a compact token of the frozen policy's prefix states and its action, and returns an action of its own (see
+``models.common.rl_token``). In all ``u`` is Gaussian given what the frozen policy makes of an
 observation, which is computed once and kept in the replay buffer in place of pictures.
 
 Shapes: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions, G features of the
@@ -31,8 +33,9 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.flow import standard_normal
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.common.init import new_generator
-from embodrl.models.common.value_head import FeatureTap, ValueHead
-from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec
+from embodrl.models.common.rl_token import RLToken, RLTokenSpec
+from embodrl.models.common.value_head import FeatureTap, ValueHead, keep_prefix
+from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.policy import GaussianPolicy, padded_state
 from embodrl.specs import MODELS
 from embodrl.storage.files import write_safetensors
@@ -40,6 +43,8 @@ from embodrl.types import CHOSEN, Observation, PolicyOutput, SamplingParams
 
 ACTOR_CONFIG, ACTOR_WEIGHTS = "small_actor.json", "small_actor.safetensors"
 GREEDY = SamplingParams()
+PREFIX_INPUTS = ("prefix", "prompt_mean")
+"""Of ``model.value_head.input``, those that are the mean of the prefix states."""
 
 
 class OnFrozenPolicy(GaussianPolicy):
@@ -51,6 +56,8 @@ class OnFrozenPolicy(GaussianPolicy):
         config: section ``model``.
         settings: section ``model.small_actor``.
     """
+
+    network = GaussianModel
 
     def __init__(self, base: VLAPolicy, model: GaussianModel, config: ModelConfig, settings: SmallActorConfig) -> None:
         super().__init__(model, config, None)
@@ -97,6 +104,10 @@ class OnFrozenPolicy(GaussianPolicy):
             self.base.save_pretrained(staging)
             write_safetensors(staging / ACTOR_WEIGHTS, self.model.state_dict())
             checkpoint.write_json(staging / ACTOR_CONFIG, self.settings.model_dump(mode="json"))
+            self._save_beside(staging)
+
+    def _save_beside(self, staging: Path) -> None:
+        """Write what else the actor needs; a residual and chosen noise need nothing."""
 
     def _state(self, observation: Observation) -> Tensor:
         return padded_state(observation, self.settings.max_state_dim, "model.small_actor").to(self.device)
@@ -168,6 +179,75 @@ class NoisePolicy(OnFrozenPolicy):
         raise _off_policy_only()
 
 
+class FixedGaussian(TanhGaussian):
+    """As ``TanhGaussian``, without the tanh."""
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        return torch.distributions.Normal(self.mean, self.std).log_prob(u)
+
+
+class ReferenceActor(GaussianModel):
+    """An MLP and a learned diagonal from the reference, which is all there is at first; of constant deviation."""
+
+    def __init__(self, spec: GaussianSpec) -> None:
+        super().__init__(spec)
+        self.skip = nn.Parameter(torch.ones(spec.num_action_chunks, spec.action_dim))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        super().init_weights(generator)
+        nn.init.ones_(self.skip)
+
+    def distribution(self, features: Tensor) -> TanhGaussian:
+        change = super().distribution(features).mean
+        mean = change + self.skip * features[:, -change[0].numel() :].view_as(change)
+        return FixedGaussian(mean, torch.full_like(mean, self.spec.initial_std))
+
+
+class ReferencePolicy(OnFrozenPolicy):
+    """Chooses the action, from the RL token, the state and the frozen policy's greedy action, its reference.
+
+    Args:
+        base, model, config, settings: as of ``OnFrozenPolicy``.
+        token: frozen, too.
+    """
+
+    network = ReferenceActor
+
+    def __init__(
+        self, base: VLAPolicy, model: GaussianModel, config: ModelConfig, settings: SmallActorConfig, token: RLToken
+    ) -> None:
+        super().__init__(base, model, config, settings)
+        self.token = token
+
+    @staticmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        return ResidualPolicy.spec_of(base, width, settings)
+
+    @torch.no_grad()
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """``seen`` is ``z_rl float32[B,Z]``; besides it and ``state`` there is ``base float32[B,C,A]``."""
+        with keep_prefix() as kept:
+            output = self.base.predict_action_batch(observation, "eval", GREEDY, compute_values=True)
+        base = torch.from_numpy(output.actions).to(self.device)
+        return {"seen": self.token.encode(*kept[-1]), "state": self._state(observation), "base": base}
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        return u.clamp(-1.0, 1.0)
+
+    def without_reference(self, features: Tensor, dropped: Tensor) -> Tensor:
+        """Return features whose reference is zeros in the rows ``dropped bool[B]``."""
+        numbers = self.num_action_chunks * self.action_dim
+        kept = torch.cat([features[:, :-numbers], torch.zeros_like(features[:, -numbers:])], 1)
+        return torch.where(dropped[:, None], kept, features)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``small_actor``, ``rl_token``, and the parts of the frozen policy."""
+        return {**super().parts(), "rl_token": self.token}
+
+    def _save_beside(self, staging: Path) -> None:
+        self.token.save(staging)
+
+
 def _off_policy_only() -> EmbodrlError:
     return EmbodrlError(
         "a small actor on a frozen policy learns off-policy only",
@@ -176,7 +256,7 @@ def _off_policy_only() -> EmbodrlError:
     )
 
 
-KINDS: Mapping[str, type[OnFrozenPolicy]] = {"residual": ResidualPolicy, "dsrl": NoisePolicy}
+KINDS: Mapping[str, type[OnFrozenPolicy]] = {"residual": ResidualPolicy, "dsrl": NoisePolicy, "rlt": ReferencePolicy}
 
 
 def _mlp(chunk: int, dims: int, inputs: int, settings: SmallActorConfig) -> GaussianSpec:
@@ -221,11 +301,19 @@ def actor_of(config: ModelConfig) -> tuple[SmallActorConfig, Path | None]:
     return stored, directory
 
 
+def prefix_input(config: ModelConfig) -> str:
+    """Return the ``model.value_head.input`` of the family whose features are the mean of the prefix states."""
+    known = MODELS.entry(config.model_type).value_inputs or ()
+    return next((name for name in PREFIX_INPUTS if name in known), "auto")
+
+
 def value_head_of(config: ModelConfig, settings: SmallActorConfig) -> ModelConfig:
     """Return the configuration of the frozen policy: its critic's place is where features are read."""
     head = config.value_head
     if settings.kind == "dsrl":  # features that do not depend on the noise
         head = head.model_copy(update={"input": "prefix"})
+    elif settings.kind == "rlt":
+        head = head.model_copy(update={"input": prefix_input(config)})
     return config.model_copy(update={"add_value_head": True, "value_head": head})
 
 
@@ -254,14 +342,15 @@ def build_on_frozen(
     assert isinstance(head, ValueHead), "the configuration was checked"
     first = head.hidden[0] if len(head.hidden) else head.out
     assert isinstance(first, nn.Linear)
-    width = first.in_features
+    kind = KINDS[str(settings.kind)]
+    token = _token_of(config, base.device, first.in_features) if settings.kind == "rlt" else None
+    width = first.in_features if token is None else token.spec.size
     base.value_head = FeatureTap()
     for name in [name for name in report.initialized if name.startswith("value_head.")]:
         del report.initialized[name]
-    kind = KINDS[str(settings.kind)]
     device = base.device
     with torch.device("meta"):
-        model = GaussianModel(kind.spec_of(base, width, settings))
+        model = kind.network(kind.spec_of(base, width, settings))
     files = [] if directory is None else [directory / ACTOR_WEIGHTS]
     own = LoadReport(str(directory))
     generator = new_generator(device, seed)
@@ -269,4 +358,20 @@ def build_on_frozen(
     report.initialized |= {f"small_actor.{name}": reason for name, reason in own.initialized.items()}
     report.num_loaded += own.num_loaded
     report.conventions["small actor"] = f"{settings.kind}, scale {settings.scale:g}, on a frozen {config.model_type}"
+    if token is not None:
+        return ReferencePolicy(base, model, config, settings, token.to(device))
     return kind(base, model, config, settings)
+
+
+def _token_of(config: ModelConfig, device: torch.device, width: int) -> RLToken:
+    """Return the RL token beside the frozen policy.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit.
+    """
+    if config.model_path is not None:
+        return RLToken.load(checkpoint.resolve(config.model_path))
+    directory = config.warm_start
+    if directory is None and str(device) == "meta":  # memory is counted before anything is loaded
+        return RLToken(RLTokenSpec(width, places=1))
+    return RLToken.load(Path(directory or "builtin").expanduser())

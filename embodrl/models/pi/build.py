@@ -97,7 +97,7 @@ def build_pi(
     )
     feature_dim = model_config.expert.width
     chosen = config.value_head.input
-    value_input = default_value_input(variant) if chosen == "auto" else chosen
+    value_input = default_value_input(variant, config.flow.method) if chosen == "auto" else chosen
     value_dim = model_config.vlm.width if value_input == "prefix" else feature_dim
     policy = PiPolicy(
         model,

@@ -64,7 +64,7 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
             stats.actions,
             config,
             model.config.action_horizon,
-            default_value_input(model.config.variant),
+            default_value_input(model.config.variant, config.flow.method),
             value_head,
             noise_head,
         )
@@ -152,6 +152,6 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         return offset
 
 
-def default_value_input(variant: Variant) -> Literal["prefix", "suffix"]:
-    """Return what ``value_head.input: auto`` means."""
-    return "prefix" if variant == "pi05" else "suffix"
+def default_value_input(variant: Variant, method: str) -> Literal["prefix", "suffix"]:
+    """Return what ``value_head.input: auto`` means, with the sampling ``model.flow.method``."""
+    return "prefix" if variant == "pi05" or method == "cfm" else "suffix"

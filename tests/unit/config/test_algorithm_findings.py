@@ -26,7 +26,7 @@ def test_dense_rewards_that_pay_for_waiting_are_noted() -> None:
     assert "waiting-may-pay" not in codes("env=maniskill", "model=openvla")
 
 
-@pytest.mark.parametrize(("method", "noted"), [("flow_sde", True), ("flow_noise", False)])
+@pytest.mark.parametrize(("method", "noted"), [("flow_sde", True), ("cfm", True), ("flow_noise", False)])
 def test_an_entropy_bonus_without_a_gradient_is_noted(method: str, noted: bool) -> None:
     """D12: the entropy of Flow-SDE depends on no weight."""
     line = ("env=toy", "model=pi0", "algorithm.entropy_bonus=0.01", f"model.flow.method={method}")

@@ -32,12 +32,14 @@ def test_main_job() -> None:
     assert loaded.choices == {"env": "maniskill", "model": "openvla"}
 
 
+ONE_ROBOT = ["actor.micro_batch_size=20"]
 TWO_TRAINERS = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 
 
 @pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
 def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "rl_token.json").touch()
     (tmp_path / "meta").mkdir()
     (tmp_path / "meta" / "advantages_recap.parquet").touch()
     lerobot = [f"model.python={sys.executable}", f"model.model_path={tmp_path}"]
@@ -48,13 +50,16 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "remote": ["model.url=ws://host:1" if group == "model" else "rollout.remote.urls=[http://host:1]"],
         "iql": ["env=toy", "model=mlp", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"],
         "recap": ["env=toy", "model=mlp", "algorithm=recap", f"algorithm.off_policy.demos={tmp_path}"],
+        "robot": ["model=mlp", "env.instruction=lift", *ONE_ROBOT, "actor.global_batch_size=200"],
+        "robot_sim": ["model=mlp", *ONE_ROBOT, "actor.global_batch_size=100"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "ppo_gaussian": ["model=mlp"],
+        "fpo": ["model=pi0"],
+        "pi_nft": ["model=pi0"],
         "dsrl": ["model=pi0", f"model.warm_start={tmp_path}"],
+        "rlt": ["model=pi0", f"model.warm_start={tmp_path}"],
         "sac": ["env=toy", "model=mlp", *(["algorithm=sac"] if group == "pipeline" else [])],
     }.get(name, [])
-    if (group, name) == ("experiment", "reach"):  # demonstrations are of an earlier stage
-        extra = [f"algorithm.off_policy.demos={tmp_path}"]
     if group == "model" and name.endswith("_libero"):
         extra = ["env=libero_spatial"]  # what they need of the environment
     # The hardware of a cluster need not be here, nor the package of a backend.

@@ -15,6 +15,7 @@ from config_cases_cluster import CLUSTER
 from config_cases_data import DATA
 from config_cases_families import FAMILIES
 from config_cases_libero import LIBERO
+from config_cases_robot import ROBOT
 from config_cases_serve import SERVE
 from expect import raises_code
 
@@ -23,7 +24,7 @@ from embodrl.errors import ConfigError
 from embodrl.runs.load import load_config
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
-RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA + SERVE
+RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA + SERVE + ROBOT
 CASES = FORM + RULES
 
 

@@ -99,7 +99,7 @@ INERT = [
     ("algorithm.srpo.steepness=3", "algorithm.srpo.enabled is false"),
     ("algorithm.srpo.encoder_path=x", "encoder is 'pixels'"),
     ("algorithm.length_normalized_ratio=true", "a ratio per token"),
-    ("reward.retries=9", "reward.fn is null"),
+    ("reward.retries=9", "reward.fn and reward.model are null"),
     ("algorithm.decoupled.level=chunk", "algorithm.decoupled.enabled is false"),
     ("algorithm.decoupled={enabled: true,cap: null,on_exceed: clamp}", "algorithm.decoupled.cap is null"),
 ]

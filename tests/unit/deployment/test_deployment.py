@@ -288,3 +288,40 @@ def test_every_documented_placement_is_started_here() -> None:
     ]  # made by a script that tries its commands
     written = {plain(found) for page in pages for found in re.findall(r"component_placement=({[^}]*})", page)}
     assert written and written <= tested
+
+
+def test_evaluation_beside_training_has_a_place_of_its_own() -> None:
+    """The first GPU that neither trains nor acts, and cores that no simulator of the rollouts has."""
+    placed = (*FSDP, "env.num_processes=48", "env.train.total_num_envs=96", "env.eval.total_num_envs=96")
+    loaded = load_config(
+        ["cluster=8xh100", *placed, PLACES + "{actor:0-3,rollout:4-6,env:4-6}", "runner.eval_async=true"], None, "plan"
+    )
+    deployment = loaded.deployment
+    (place,) = deployment.of("eval")
+    assert (place.node, place.devices, place.visible) == (0, (7,), "7")
+    simulators = deployment.of("eval_env")
+    assert len(simulators) == 16  # as one of three rollout processes
+    assert {each.devices for each in simulators} == {(7,)}
+    core_of = deployment.machines[0].core_of
+    cores = [core_of[each.cpus[0]] for each in (*deployment.of("env"), *simulators)]
+    assert len(set(cores)) == 64
+    without = load_config(["cluster=8xh100", *placed, PLACES + "{actor:0-3,rollout:4-6,env:4-6}"], None, "plan")
+    assert without.deployment.processes == deployment.processes[: len(without.deployment.processes)]
+
+
+def test_evaluation_beside_training_shares_the_gpu_of_the_rollouts_where_none_is_left() -> None:
+    deployment = load_config(["cluster=1xh200", "runner.eval_async=true"], None, "plan").deployment
+    assert deployment.of("eval")[0].devices == deployment.of("rollout")[0].devices == (0,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        (["rollout=vllm", "model=openvla"], "evaluations-beside-can-run"),
+        (["env.sim_backend=physx_cuda", "env.num_processes=2", "cluster=8xh100"], "evaluations-beside-can-run"),
+    ],
+)
+def test_an_evaluation_beside_training_that_could_not_run_is_refused(settings: list[str], code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["env=maniskill", "runner.eval_async=true", *settings], None, "plan")
+    assert code in {problem.code for problem in caught.value.problems}

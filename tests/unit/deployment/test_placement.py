@@ -138,3 +138,64 @@ def test_training_refuses_what_planning_allows():
     with raises_code("native-is-one-process", ConfigError) as caught:
         load_config(["cluster=8xh100", "cluster.component_placement={actor:0-3,rollout:0,env:all}"])
     assert "'8xh100' is described, but this machine has" in str(caught.value)
+
+
+AUTO = ("env=maniskill", "model=openvla", "cluster.placement=auto")
+MANY = (
+    *("actor=fsdp", "actor.micro_batch_size=10", "env.num_processes=32"),
+    *("env.train.total_num_envs=64", "env.eval.total_num_envs=64"),
+)
+THIRTY = ("env.num_processes=30", "env.train.total_num_envs=120", "env.eval.total_num_envs=120")
+AHEAD = "runner.max_staleness=1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "actors", "rollouts"),
+    [
+        # Turns: both on all devices; 160 chunks in micro-batches of 10 are shared by 8 and by 16.
+        (("cluster=8xh100", *MANY), range(8), range(8)),
+        (("cluster=2x8xh100", "cluster.launcher=ray", *MANY), range(16), range(16)),
+        # One process trains; rollouts are limited by the simulators, and lie spread.
+        (("cluster=8xh100", "env.num_processes=4"), [0], [0, 2, 4, 6]),
+        # At the same time: 8 is divided as the work is.
+        (("cluster=8xh100", *MANY, AHEAD), range(4), range(4, 8)),
+        (("cluster=8xh100", *MANY, AHEAD, "cluster.training_share=0.2", *THIRTY), range(2), range(2, 8)),
+        (("cluster=8xh100", *MANY, AHEAD, "cluster.training_share=0.8"), range(4), range(4, 8)),
+        (("cluster=8xh100", "env.num_processes=4", AHEAD), [0], range(1, 5)),
+        # Nothing to divide.
+        (("cluster=1xh200", *MANY), [0], [0]),
+        (("cluster=1xh200", AHEAD), [0], [0]),
+        (("cluster=laptop",), [-1], [-1]),
+        # One process gathers and trains; its simulators may render on every GPU.
+        (("cluster=8xh100", "algorithm=sac", "model=mlp", "env.num_processes=8"), [0], [0]),
+    ],
+)
+def test_an_automatic_placement_fills_the_cluster(
+    settings: tuple[str, ...], actors: list[int], rollouts: list[int]
+) -> None:
+    loaded = load_config([*AUTO, *settings], None, "plan")
+    deployment = loaded.deployment
+    gpus = max(1, deployment.gpus_per_node)
+
+    def devices(component: str) -> list[int]:
+        return [gpus * place.node + next(iter(place.devices), -1) for place in deployment.of(component)]
+
+    assert devices("actor") == list(actors) and devices("rollout") == list(rollouts)
+    share = len(deployment.of("env")) // len(rollouts)
+    for rollout in deployment.of("rollout"):
+        mine = deployment.of("env")[rollout.rank * share : (rollout.rank + 1) * share]
+        assert {place.node for place in mine} == {rollout.node}
+        assert len(rollouts) == 1 or {place.devices for place in mine} == {rollout.devices}
+    assert deployment.reasons
+    # The plan's last line is the same placement, given by hand.
+    by_hand = deployment.reasons[-1].partition("'")[2].removesuffix("'")
+    given = load_config([*AUTO[:2], *settings, by_hand], None, "plan").deployment
+    assert given.processes == deployment.processes and given.reasons == ()
+
+
+def test_a_placement_is_given_or_chosen() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*AUTO, "cluster=8xh100", "cluster.component_placement={actor:0,rollout:0,env:0}"], None, "plan")
+    assert [problem.code for problem in caught.value.problems] == ["there-is-one-placement"]
+    notes = load_config([*AUTO, "cluster=8xh100", "cluster.training_share=0.3"], None, "plan").notes
+    assert "shares-are-of-chosen-placements" in {note.code for note in notes}

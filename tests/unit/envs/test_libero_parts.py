@@ -124,6 +124,13 @@ SHORT = ("env.max_episode_steps=100", "env.eval.num_episodes=50")
         (["env.libero_assets=/no/such/folder"], "env.libero_assets", "no directory"),
         (["env.cameras=[{name: agentvieuw}]"], "env.cameras.0.name", "no camera"),
         (["env.cameras=[{name: agentview, fov_rad: 1.0}]"], "env.cameras.0.fov_rad", "scenes put them"),
+        (["env.init_states=sampled"], "env.init_states", "on or in a fixture"),
+        (
+            ["env.suite=libero_object", "env.init_states=sampled", "env.fixture_seed=0"],
+            "env.fixture_seed",
+            "sampled initial states",
+        ),
+        (["env.state=full"], "env.state", "no state is observed"),
         (["env.settle_steps=-1"], "env.settle_steps", ""),
         (["env.render_detail=low"], "env.render_detail", ""),
     ],

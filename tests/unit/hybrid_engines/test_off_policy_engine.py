@@ -84,7 +84,7 @@ def test_critics_train_the_encoder_and_the_actor_does_not() -> None:
     before = {name: p.detach().clone() for name, p in engine.policy.named_parameters()}
     critics = copy.deepcopy(engine.critic)
     engine._set_rates(engine_rates())
-    engine._update_actor(batch, generator(), 0.0)
+    engine._update_actor(batch, generator(), config_of().algorithm)
     moved = {name for name, p in engine.policy.named_parameters() if not torch.equal(p, before[name])}
     assert moved and not any(".vision." in name for name in moved)
     assert all(torch.equal(a, b) for a, b in zip(critics.parameters(), engine.critic.parameters(), strict=True))
@@ -138,7 +138,8 @@ def test_the_actor_imitates_the_labels_of_demonstrations() -> None:
         engine = engine_of(config_of(alpha_lr=None))
         kept: list[torch.Tensor] = []
         engine._step = lambda who, optimizer, parameters, loss: kept.extend(p.grad for p in parameters) or 0.0  # type: ignore[method-assign]
-        metrics = engine._update_actor(batch, generator(), bc_coef)
+        algorithm = config_of().algorithm.model_copy(update={"bc_coef": bc_coef})
+        metrics = engine._update_actor(batch, generator(), algorithm)
         assert ("bc_loss" in metrics) == bool(bc_coef)
         return kept
 

@@ -58,7 +58,8 @@ def engine_of(config: Config, with_critics: bool = True, seed: int = 0) -> Offli
     spec, critics = ObservationSpec(1, S, 1, image_size=16), None
     if with_critics:
         size = policy.num_action_chunks * policy.action_dim
-        critics = IqlCritics(spec, size, config.algorithm.off_policy, torch.device("cpu"), seed)
+        off_policy, optim = config.algorithm.off_policy, config.actor.optim
+        critics = IqlCritics(spec, size, off_policy, optim, torch.device("cpu"), seed)
     return OfflineEngine(policy, EngineOptions.of(config), "cpu", critics)
 
 
@@ -138,6 +139,23 @@ def test_critics_learn_from_the_equations() -> None:
         assert torch.allclose(target, before[name].lerp(critics.q.state_dict()[name], 0.005), atol=1e-7)
 
 
+def test_critics_have_the_optimizer_of_the_settings() -> None:
+    """A first AdamW step of betas (0, 0) is lr g / (|g| + eps): a large eps leaves little of it."""
+    moved = list[float]()
+    for eps in (1e-8, 1e4):
+        config = config_of()
+        optim = config.actor.optim.model_copy(update={"eps": eps, "betas": (0.0, 0.5)})
+        config = config.model_copy(update={"actor": config.actor.model_copy(update={"optim": optim})})
+        critics = engine_of(config).critics
+        assert critics is not None and critics.optimizer.param_groups[0]["betas"] == (0.0, 0.5)
+        before = [p.detach().clone() for p in critics.named().values()]
+        critics.update(data_of(2), torch.tensor([0, 4, 9]), config.algorithm, 1e-3, 1e9)
+        moved.append(
+            max(float((p.detach() - b).abs().max()) for p, b in zip(critics.named().values(), before, strict=True))
+        )
+    assert moved[0] == pytest.approx(1e-3, rel=1e-3) and moved[1] < 1e-5
+
+
 def test_a_positive_temperature_prefers_better_actions() -> None:
     """With critics that know which of two actions is better, the policy learns that one."""
     config = config_of(updates=150, temperature=20.0, value_lr=3e-3)
@@ -214,3 +232,9 @@ def test_other_data_are_refused_when_a_run_is_resumed() -> None:
     data.load_state(data.state())
     with raises_code("offline-other-data", CheckpointError):
         data_of(2, seed=1).load_state(data.state())
+    demos = data.demos
+    brighter = replace(demos, images=demos.images | np.uint8(1))
+    renamed = replace(demos, instructions=["pull the cube", *demos.instructions[1:]])
+    for other in (brighter, renamed, replace(demos, state=demos.state[:, :0])):
+        with raises_code("offline-other-data", CheckpointError):
+            replace(data, demos=other).load_state(data.state())

@@ -38,16 +38,18 @@ def servers(monkeypatch, *ports: int, count: int = 1):
     monkeypatch.setenv("EMBODRL_TOKEN", TOKEN)
     loop, ready = asyncio.new_event_loop(), threading.Event()
     monkeypatch.setattr(loop, "add_signal_handler", lambda *arguments: None)  # the main thread has them
-    urls, ends, tasks = [], [], []
+    urls, ends, ended, tasks = [], [], [], []
 
     async def one(number: int) -> None:
         async with served("http", port=ports[number] if ports else 0) as server:
             urls.append(server.urls["http"])
-            end = asyncio.Event()
+            end, over = asyncio.Event(), threading.Event()
             ends.append(end)
+            ended.append(over)
             if len(urls) == count:
                 ready.set()
             await end.wait()
+        over.set()
 
     def run() -> None:
         asyncio.set_event_loop(loop)
@@ -59,7 +61,10 @@ def servers(monkeypatch, *ports: int, count: int = 1):
     assert ready.wait(60)
 
     def stop(number: int) -> None:
-        loop.call_soon_threadsafe(ends[number].set)
+        """End it; one that a request reaches meanwhile answers late, if its process lives on as this one does."""
+        if not ended[number].is_set():
+            loop.call_soon_threadsafe(ends[number].set)
+            assert ended[number].wait(60)
 
     try:
         yield urls, stop

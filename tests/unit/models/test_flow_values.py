@@ -46,3 +46,21 @@ def test_a_bootstrap_reads_the_critic_where_it_is_trained(family: str) -> None:
         network = policy.velocity(policy.encode(policy.preprocess(seen)))
         at_zero = network(zeros, torch.ones(1))[1][0, : policy.num_action_chunks].mean(dim=0)
     assert (bootstrap - center).norm() < 0.7 * (at_zero - center).norm()
+
+
+@pytest.mark.parametrize("family", ["pi0", "gr00t"])
+def test_drawn_noise_of_evaluations_follows_from_the_observation(family: str) -> None:
+    policy = build(family, flow={"evaluation_noise": "drawn"})
+    assert isinstance(policy, FlowPolicy)
+    seen = observation(family, 3)
+    starts = policy._evaluation_start(seen)
+    alone = policy._evaluation_start(seen.select(np.array([2])))
+    assert torch.equal(starts[2:], alone) and not torch.equal(starts[0], starts[1])
+    together, again = (policy.predict_action_batch(seen, "eval", SamplingParams()).actions for _ in range(2))
+    np.testing.assert_array_equal(together, again)
+    many = observation(family, 64, seed=1)
+    noise = policy._evaluation_start(many)
+    assert abs(float(noise.mean())) < 0.05 and abs(float(noise.std()) - 1) < 0.05
+    fixed = build(family)
+    assert isinstance(fixed, FlowPolicy)
+    assert torch.equal(*fixed._evaluation_start(seen)[:2])

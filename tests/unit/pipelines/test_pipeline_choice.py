@@ -73,7 +73,16 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
-    others = ("rlpd", "residual", "dsrl", "hg_dagger", "ppo_gaussian")  # whose graphs are those of sac, dagger and ppo
+    others = (
+        "rlpd",
+        "residual",
+        "dsrl",
+        "rlt",
+        "hg_dagger",
+        "ppo_gaussian",
+        "fpo",
+        "pi_nft",
+    )  # with the graphs of others
     assert presets("algorithm") == sorted([*PIPELINES, *others])
 
 

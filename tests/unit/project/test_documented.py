@@ -48,7 +48,9 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
 """Those with settings, and what is checked; the arguments of the others are parsed."""
 STANDS_FOR = {
     **{"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"},
-    "model.python=lerobot-env/bin/python": f"model.python={sys.executable}",
+    **{
+        f"{section}.python=lerobot-env/bin/python": f"{section}.python={sys.executable}" for section in ("env", "model")
+    },
 }
 """Words of the pages that the reader replaces."""
 WRONG = {
@@ -93,7 +95,8 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
         assert [problems_of(list(run.overrides), None, "train") for run in runs] == [{}] * len(runs)
         return
     if path not in VERBS and path != ("run",):
-        assert "overrides" not in rest or path[0] in ("doctor", "bench", "data", "export", "list")
+        plain = path[0] in ("doctor", "bench", "data", "export", "list") or path == ("model", "token")
+        assert "overrides" not in rest or plain
         return
     if path == ("run",):
         assert plan_recipe(rest["overrides"]).stages
@@ -162,6 +165,10 @@ def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) ->
         if key in ("model.warm_start", "model.model_path") and value.startswith(("outputs/", "DIR")):
             Path(value).mkdir(parents=True)
             Path(value, "config.json").write_text("{}", encoding="utf-8")
+            Path(value, "rl_token.json").touch()
+        if key == "reward.model":
+            Path(value).mkdir(parents=True)
+            Path(value, "config.json").write_text('{"model_type": "embodrl_observation_model"}', encoding="utf-8")
         if key == "model.lora_path":
             Path(value).mkdir(parents=True)
             Path(value, "adapter_config.json").write_text("{}", encoding="utf-8")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,44 @@ def test_wandb_offline_keeps_its_id(tmp_path: Path) -> None:
         metrics.log(row(1))
     run_id = (tmp_path / "wandb_id.txt").read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))) == 1
+
+
+def test_late_figures_are_part_of_the_row_of_their_iteration(tmp_path: Path) -> None:
+    tracker = RecordingTracker()
+    with MetricsLogger(tmp_path, QUIET, trackers={"one": tracker}) as metrics:
+        for iteration in (1, 2):
+            metrics.log(row(iteration))
+        metrics.log_late({"iteration": 1, "eval/success_rate": 0.5, "eval/return": float("nan")})
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [each["iteration"] for each in rows] == [1, 2]
+    assert rows[0] == row(1) | {"time/elapsed_s": 2.0, "eval/success_rate": 0.5, "eval/return": None}
+    assert "eval/success_rate" not in rows[1] and tracker.rows[-1][0] == 1
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert content == bytes(metrics.content)
+    with MetricsLogger(tmp_path, QUIET, resume_iteration=2, saved=content) as resumed:
+        assert resumed.log(row(3))["time/elapsed_s"] == 6.0  # the last line has no time of its own
+
+
+def test_steps_of_wandb_never_go_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    logged: list[tuple[dict[str, Any], int]] = []
+    run = SimpleNamespace(log=lambda values, step: logged.append((values, step)), finish=lambda: None)
+    fake = SimpleNamespace(init=lambda **_: run, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with MetricsLogger(tmp_path, LoggerConfig(tensorboard=False, wandb_mode="offline")) as metrics:
+        metrics.log({"iteration": 3, "a": 1.0})
+        metrics.log_late({"iteration": 2, "eval/success_rate": 0.5})
+    assert [step for _, step in logged] == [3, 3]
+    assert logged[1][0] == {"iteration": 3, "eval/iteration": 2, "eval/success_rate": 0.5}
+
+
+def test_the_console_shows_late_evaluations() -> None:
+    stream = io.StringIO()
+    with Console("plain", 4, "run", terminal(stream, False)) as console:
+        console.late({"iteration": 2, "eval/success_rate": 0.5, "eval/episodes": 128.0})
+        console.late({"iteration": 3, "eval/success_rate": None})
+    first, second = stream.getvalue().splitlines()
+    assert first == "evaluation after iteration 2: success 0.500 [0.41, 0.59]"
+    assert second == "evaluation after iteration 3: success not known"
 
 
 def test_importing_metrics_imports_neither_torch_nor_matplotlib_nor_wandb() -> None:

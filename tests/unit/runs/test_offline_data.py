@@ -51,6 +51,10 @@ def test_what_a_run_learns_from(tmp_path: Path) -> None:
     assert np.allclose(actions, 4 / 100) and inside.tolist() == [[True, False]]  # as executed, not as labelled
     data, spec = load_offline(config(tmp_path / "data", "model=cnn"), policy)
     assert data.seen["images"].shape == (9, 1, 16, 16, 3) and spec is not None and spec.num_cameras == 1
+    assert data.observation(torch.tensor([4])).state.shape == (1, 4)
+    blind = ("model=cnn", "env.include_state=false", "env.state=proprio")
+    data, spec = load_offline(config(tmp_path / "data", *blind), policy)
+    assert data.observation(torch.tensor([4])).state.shape == (1, 0) and spec is not None and spec.state_dim == 0
 
 
 def test_data_without_rewards_or_whole_chunks_are_refused(tmp_path: Path) -> None:

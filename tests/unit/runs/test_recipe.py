@@ -112,6 +112,12 @@ def test_a_recipe_without_imitation_has_no_warm_start(plan: Callable[..., Recipe
     assert not any("demos=" in text for text in arguments) and any("warm_start" in text for text in arguments)
 
 
+def test_an_offline_stage_learns_from_the_demonstrations(plan: Callable[..., Recipe], tmp_path: Path) -> None:
+    for stages in ("[collect,rl]", "[collect,sft,rl]"):
+        arguments = plan("algorithm=iql", f"recipe.stages={stages}").stages[-1].arguments
+        assert f"algorithm.off_policy.demos='{tmp_path / 'run' / 'collect'}'" in arguments
+
+
 def test_everything_wrong_with_all_stages_is_refused_at_once(plan: Callable[..., Recipe], tmp_path: Path) -> None:
     wrong = ("collect.num_episodes=0", "sft.lr=-1", "runner.max_iterations=0", "serve.port=1", "sft.data_dir=x")
     assert refused(lambda: plan(*wrong)) == {
@@ -230,7 +236,7 @@ def test_recipes_that_ship_are_valid_and_say_what_is_known_of_them(name: str, tm
     try:
         recipe = plan_recipe([f"experiment={name}", f"runner.output_dir={tmp_path}"])
     except UsageError as error:
-        assert error.code == "recipe-missing" and name in ("hybrid", "push_and_pull")
+        assert error.code == "recipe-missing" and name in ("hybrid", "human_in_the_loop", "push_and_pull")
         return
     text = module.compose([f"experiment={name}"], None).tree.plain()
     assert recipe.expected and text["recipe"]["stages"][-1] == "rl"

@@ -13,6 +13,7 @@ from tiny_families import build
 
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos, Episode, Outcomes
+from embodrl.data.imitation import observed
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
@@ -109,7 +110,7 @@ def test_chunks_begin_at_every_frame() -> None:
     assert len(buffer) == 5
 
 
-def test_demonstrations_of_the_run_are_taken(tmp_path: Path) -> None:
+def test_demonstrations_of_the_run_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data", "raw", episode(0, 3, True), episode(1, 2, True))
     arguments = (f"algorithm.off_policy.demos={tmp_path / 'data'}", "algorithm.off_policy.demo_fraction=0.5")
     run = config(*arguments)
@@ -117,6 +118,13 @@ def test_demonstrations_of_the_run_are_taken(tmp_path: Path) -> None:
     assert stores.demos is not None and len(stores.demos) == 5
     with raises_code("demos-other-state"):
         make_stores(run, build("gaussian"), pool(state_dim=2))
+    blind = config(*arguments, "model=cnn", "env.include_state=false", "env.state=proprio")
+    assert not observed(load_demos(tmp_path / "data"), blind).state.size
+    taken: list[int] = []
+    policy = build("gaussian", num_action_chunks=1)
+    monkeypatch.setattr(policy, "preprocess", lambda seen: taken.append(seen.state.shape[1]) or {"x": torch.zeros(5)})
+    make_stores(blind, policy, pool(state_dim=0))
+    assert taken == [0]
 
 
 @pytest.mark.parametrize("style", ["raw", "lerobot"])

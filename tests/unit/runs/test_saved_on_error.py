@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from embodrl.config import load_config
+from embodrl.runs.loop import Runner
 from embodrl.runs.stop import StopSignal
-from embodrl.runs.train import Runner
 
 
 class Noting(Runner):
@@ -40,7 +40,7 @@ class Noting(Runner):
         self.engine: Any = SimpleNamespace(onload=fine)
         self.graph: Any = SimpleNamespace(run=run)
         self.shuffle: Any = SimpleNamespace(get_state=lambda: SimpleNamespace(numpy=lambda: b""))
-        self.publisher = None
+        self.publisher, self.beside, self._regressed = None, None, None
         self.run_dir = Path("run")
 
     def _publish(self) -> None: ...
@@ -58,8 +58,8 @@ class Noting(Runner):
 @pytest.fixture(autouse=True)
 def no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("capture_rng", "generator_state"):
-        monkeypatch.setattr(f"embodrl.runs.train.{name}", lambda *_: None)
-    monkeypatch.setattr("embodrl.runs.train.lost_trainers", lambda _: False)
+        monkeypatch.setattr(f"embodrl.runs.loop.{name}", lambda *_: None)
+    monkeypatch.setattr("embodrl.runs.loop.lost_trainers", lambda _: False)
 
 
 @pytest.mark.parametrize("kind", [ValueError, asyncio.CancelledError, GeneratorExit, KeyboardInterrupt])

@@ -200,6 +200,15 @@ def test_a_client_without_instructions_can_not_poll_in_a_tight_loop(monkeypatch)
     with_robot(test, None)
 
 
+def test_a_client_that_was_silent_is_forgotten_with_its_token(monkeypatch):
+    async def test(client, server):
+        await client.observe((END, seen(1)))
+        monkeypatch.setattr(service, "IDLE_S", 0.0)
+        assert (await status(client.observe((END, seen(2)))))[0] == "FAILED_PRECONDITION"
+
+    with_robot(test, setup())
+
+
 def test_several_robots_share_a_batch():
     async def run():
         async with served("lerobot") as server, robot(server, setup()) as one, robot(server, setup()) as two:
@@ -227,10 +236,24 @@ def huge_memo() -> bytes:
     return b"\x80\x04Nr\xff\xff\xff\x7f."
 
 
+def built_twice() -> bytes:
+    """A pickle that gives a map, which it names once, to an object two times."""
+    name = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (MODULE, "TimedObservation"))
+    return b"\x80\x04" + name + b"\x93)\x81}\x8c\x01aK\x01s\x94bh\x00b."
+
+
 def refused() -> dict[str, list[bytes]]:
     return {
         "wire-pickle": [
-            *(b"", b"\x80\x04", huge_memo(), pickle.dumps([1], 2), pickle.dumps({(1, 2): 3}), pickle.dumps({1, 2})),
+            *(
+                b"",
+                b"\x80\x04",
+                huge_memo(),
+                built_twice(),
+                pickle.dumps([1], 2),
+                pickle.dumps({(1, 2): 3}),
+                pickle.dumps({1, 2}),
+            ),
             *(pickle.dumps(Evil()), pickle.dumps(np.array([print], object)), b"\x80\x04(N."),
             b"\x80\x04" + b"]" * 201 + b".",
         ],
@@ -270,6 +293,22 @@ def test_what_is_refused(capfd, monkeypatch):
 
     with_robot(test, setup(), max_message_mb=1)
     assert "executed" not in capfd.readouterr().out
+
+
+class Shared:
+    """An array of a buffer that several name."""
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+
+    def __reduce__(self):
+        return np._core.numeric._frombuffer, (self.data, np.dtype("u1"), (len(self.data),), "C")
+
+
+def test_a_buffer_that_is_named_often_is_kept_once():
+    data = bytearray(range(200))
+    one, two = read_pickle(pickle.dumps([Shared(data), Shared(data)], 5))
+    assert bytes(one) == bytes(data) and np.shares_memory(one, two)
 
 
 def test_an_address_that_is_taken_is_named():

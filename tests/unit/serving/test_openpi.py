@@ -53,6 +53,28 @@ def test_a_conversation():
     run(test)
 
 
+def test_a_request_that_says_what_is_left_of_its_chunk_is_continued():
+    left = np.full((3, 7), 0.25, np.float32)
+    array = {b"__ndarray__": True, b"data": left.tobytes(), b"dtype": "<f4", b"shape": [3, 7]}
+
+    async def test(server):
+        async with websocket(server.urls["openpi"]) as socket:
+            await socket.receive_bytes(timeout=10)
+            content = {"observation/base_camera": picture(3), "prompt": "push"}
+            await socket.send_bytes(raw(content | {"rtc": {"actions": array, "delay": 2}}))
+            reply = unpack(await socket.receive_bytes(timeout=10), openpi_envelope)
+            np.testing.assert_array_equal(reply["actions"], np.full((5, 7), 0.25 + 2 + 30 + 100 * 4.0))
+            short = {**array, b"shape": [1, 7], b"data": left[:1].tobytes()}
+            for wrong in ({"delay": 1}, {"actions": short, "delay": 2}, {"actions": array, "delay": -1}, 7):
+                await socket.send_bytes(raw(content | {"rtc": wrong}))
+                assert "[wire-rtc]" in await socket.receive_str(timeout=10)
+            await socket.send_bytes(observation(3))
+            reply = unpack(await socket.receive_bytes(timeout=10), openpi_envelope)
+            np.testing.assert_array_equal(reply["actions"], wanted(3, "push"))
+
+    run(test, rtc_max_guidance_weight=4.0)
+
+
 def test_errors_are_text_and_the_connection_goes_on():
     async def test(server):
         async with websocket(server.urls["openpi"], scheme="Bearer") as socket:

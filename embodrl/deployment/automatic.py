@@ -1,0 +1,126 @@
+"""``cluster.placement=auto``: a placement that fills the cluster, and why it is that one. Arithmetic only.
+
+Where rollouts and training take turns, time is least when both have all devices. Where they run at the same time, as
+in an asynchronous run, an iteration takes as long as the slower of them: with a share s of the work in training, a
+actors and r rollouts, max(s / a, (1 - s) / r); the least over all a + r <= devices that the batches allow is chosen,
+and among equals that with the least sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from embodrl.deployment.grammar import COMPONENTS
+from embodrl.specs import LOSSES
+
+if TYPE_CHECKING:
+    from embodrl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A placement, and what it follows from.
+
+    Attributes:
+        places: component -> place, as ``cluster.component_placement``.
+        reasons: one line each, for `embodrl plan`.
+    """
+
+    places: dict[str, str]
+    reasons: tuple[str, ...]
+
+
+def choose(config: Config, gpus_per_node: int) -> Choice:
+    """Return a placement on all GPUs of the cluster, or on its machines where they have none.
+
+    Args:
+        config: the run; its own placement is not read.
+        gpus_per_node: GPUs of each machine.
+    """
+    cluster = config.cluster
+    size = cluster.num_nodes * (gpus_per_node or 1)
+    what = "GPU" if gpus_per_node else "machine"
+    have = f"{size} {what}{'s' if size > 1 else ''}"
+    ahead = config.runner.max_staleness > 0
+    actors, training = _actors(config, size)
+    rollouts, acting = _rollouts(config, size)
+    if size == 1:
+        return _explained(dict.fromkeys(COMPONENTS, "0"), [f"{have}: training, rollouts and simulators share it"])
+    share = cluster.training_share
+    sizes = [(a, r) for a in actors for r in rollouts if a + r <= size]
+    if ahead and sizes:
+
+        def duration(pair: tuple[int, int]) -> tuple[float, float]:
+            each = share / pair[0], (1 - share) / pair[1]
+            return max(each), sum(each)
+
+        count, acts = min(sizes, key=duration)
+        reason = (
+            f"{have}; rollouts run while the policy trains (runner.max_staleness={config.runner.max_staleness}): each"
+            f" has its own, {count} and {acts}, as training is {share:.0%} of the work (cluster.training_share)"
+        )
+        where = _ranks(count, count + acts)
+    else:
+        count, acts = actors[-1], rollouts[-1]
+        turns = "are too few to be divided" if ahead else "rollouts and training take turns (runner.max_staleness=0)"
+        reason = f"{have}; {turns}: both use as many as they can"
+        where = _ranks(0, acts) if size % acts or acts == 1 else _spread(size, acts)
+    places = {"actor": _ranks(0, count), "rollout": where, "env": where}
+    reasons = [reason, f"training: {count} process(es); {training}", f"rollouts: {acts} process(es); {acting}"]
+    if acts == 1 and gpus_per_node > 1:
+        simulators = _largest(gpus_per_node, config.env.num_processes)
+        first = count if where != "0" and count + simulators <= gpus_per_node else 0
+        places["env"] = _ranks(first, first + simulators)
+        reasons.append(f"simulators: on {simulators} GPUs of machine 0, beside the rollout process")
+    return _explained(places, reasons)
+
+
+def _explained(places: dict[str, str], reasons: list[str]) -> Choice:
+    quoted = {name: f'"{place}"' if "," in place else place for name, place in places.items()}
+    text = ",".join(f"{name}:{place}" for name, place in quoted.items())
+    return Choice(places, (*reasons, f"the same by hand: 'cluster.component_placement={{{text}}}'"))
+
+
+def _actors(config: Config, size: int) -> tuple[list[int], str]:
+    """Return the possible numbers of training processes, ascending, and what limits them."""
+    actor = config.actor
+    if actor.training_backend == "native":
+        return [1], "actor.training_backend=native is one process (actor=fsdp trains on several)"
+    cut, micro = actor.tensor_parallel_size, actor.micro_batch_size
+    found = [n for n in range(1, size + 1) if n % cut == 0 and _splits(actor.global_batch_size, n // cut, micro)]
+    limit = f"as many as share actor.global_batch_size={actor.global_batch_size} in micro-batches of {micro}"
+    return found or [cut], limit + (f", {cut} to each copy of the model" if cut > 1 else "")
+
+
+def _splits(batch: int, groups: int, micro: int) -> bool:
+    return groups == 1 or (batch % groups == 0 and batch // groups % micro == 0)
+
+
+def _rollouts(config: Config, size: int) -> tuple[list[int], str]:
+    """Return the possible numbers of rollout processes, ascending, and what limits them."""
+    loss = LOSSES.entry(config.algorithm.loss_type) if config.algorithm.loss_type in LOSSES else None
+    if loss is not None and loss.learns_from_records:
+        return [1], "this algorithm gathers and trains in one process"
+    if config.rollout.backend == "remote":
+        return [1], "rollout.backend=remote acts for the main process"
+    if config.rollout.own_process is False:
+        return [1], "rollout.own_process=false"
+    simulators, stages = config.env.num_processes, config.rollout.pipeline_stages
+    found = [n for n in range(1, size + 1) if n == 1 or simulators % (n * stages) == 0]
+    limit = f"as many as share env.num_processes={simulators}" + (f" in {stages} stages" if stages > 1 else "")
+    return found, limit if found[-1] == size else f"{limit} (a multiple of {size * stages} could use all)"
+
+
+def _largest(limit: int, processes: int) -> int:
+    """Return the largest number of devices, at most ``limit``, over which processes are spread evenly."""
+    return max(n for n in range(1, limit + 1) if processes % n == 0)
+
+
+def _ranks(first: int, end: int) -> str:
+    return str(first) if end == first + 1 else f"{first}-{end - 1}"
+
+
+def _spread(size: int, count: int) -> str:
+    """Return ``count`` of ``size`` devices, spread evenly, so that all machines have some."""
+    return _ranks(0, size) if count == size else ",".join(str(rank) for rank in range(0, size, size // count))

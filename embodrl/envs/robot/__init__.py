@@ -1,0 +1,1 @@
+"""Robots: wall-clock time, limits of commands, and lerobot's Robot class."""

@@ -1,0 +1,184 @@
+"""A robot's time around one environment: a clock, limits of commands, signals of people; and of a simulated robot old
+observations, lost pictures and noise.
+
+Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.robot.clock import Clock, Pacer
+from embodrl.envs.robot.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
+from embodrl.envs.robot.safety import Command, Limits
+from embodrl.fields import Fields
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+Seen = tuple[NDArray[np.uint8], NDArray[np.float32]]
+
+
+@runtime_checkable
+class Units(Protocol):
+    """An environment whose commands are not its actions."""
+
+    def to_command(self, action: NDArray[np.float32]) -> Command:
+        """Return what an action ``float32[A]`` asks of the robot, in its units."""
+        ...
+
+    def to_action(self, command: Command) -> NDArray[np.float32]:
+        """Return the action that asks for a command."""
+        ...
+
+    def present(self) -> Command | None:
+        """Return the command that would leave the robot where it is, as measured; None if it does not tell."""
+        ...
+
+    def forget(self) -> None:
+        """Measure where the robot is before the next command: a person may have moved it."""
+        ...
+
+
+class RealTime:
+    """What stands between the one environment of a process and who acts.
+
+    Args:
+        settings: section ``env.real_time``.
+        env: with commands of its own, or any other, whose commands are its actions; these begin at 0.
+        clock: None: the wall clock.
+    """
+
+    def __init__(self, settings: Fields, env: object, clock: Clock | None = None) -> None:
+        hz, safety = settings.number("control_hz"), settings.fields("safety")
+        self.control_hz = hz
+        self.pacer = Pacer(clock or Clock(settings.number("speed")), hz)
+        self.controls = Controls(settings.text("control_dir", None))
+        self.limits = Limits(
+            *(_numbers(safety, name) for name in ("low", "high", "max_step", "max_velocity")),
+            period_s=1 / hz,
+            stops=safety.text("on_violation") == "stop",
+        )
+        self._units = env if isinstance(env, Units) else None
+        self._lag = settings.number("latency_s") * hz
+        self._drop_rate = settings.number("dropped_frames")
+        self._state_noise, self._action_noise = settings.number("state_noise"), settings.number("action_noise")
+        self.max_dropped = settings.integer("max_dropped_frames")
+        self._seed, self._waits = settings.integer("seed"), settings.flag("wait_for_person")
+        self._rng = np.random.default_rng(0)
+        self._previous: Command | None = None
+        self._steps = 0
+        self._seen: deque[tuple[int, Seen]] = deque()
+        self._counts = dict.fromkeys(("stops", "pauses", "dropped_frames"), 0)
+
+    # -- episodes -----------------------------------------------------------------------------------------------------
+
+    def begin(self, seed: int) -> None:
+        """An episode is about to begin: wait for whom it has to wait for. The scene has been reset."""
+        if self._waits:
+            logger.warning("waiting for a person to reset the scene and make %s/%s", self.controls.directory, READY)
+            self._wait_while(lambda: not self.controls.take(READY))
+        self.hold()
+        for name in (SUCCESS, FAILURE):  # of the episode before
+            self.controls.take(name)
+        self._rng = np.random.default_rng([self._seed, max(seed, 0)])
+        self._steps, self._previous = 0, None
+        self._seen.clear()
+        self.pacer.begin()
+
+    def hold(self) -> None:
+        """Wait while an emergency stop holds: before the scene is reset, too, which may move a robot."""
+        if self.controls.holds(STOP):
+            logger.warning("stopped until %s/%s is removed", self.controls.directory, STOP)
+            self._wait_while(lambda: self.controls.holds(STOP))
+
+    def _wait_while(self, holds: Callable[[], bool]) -> None:
+        while holds():
+            self.pacer.clock.sleep(_LOOK_S * self.pacer.clock.speed)
+
+    def admit(self, action: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        """Return what is to be executed of ``action float32[A]``, now; None if the robot is to stop."""
+        if self.controls.holds(PAUSE):
+            self._counts["pauses"] += 1
+            self._wait_while(lambda: self.controls.holds(PAUSE) and not self.controls.holds(STOP))
+            self._previous = None
+            if self._units is not None:
+                self._units.forget()
+            self.pacer.begin()
+        allowed = None if self.controls.holds(STOP) else self._limited(action)
+        if allowed is None:
+            self._counts["stops"] += 1
+            logger.warning("stopped: no command is sent, and the episode ends")
+            return None
+        if self._action_noise:
+            noise = self._rng.standard_normal(allowed.shape).astype(np.float32) * np.float32(self._action_noise)
+            allowed = np.clip(allowed + noise, -1, 1, dtype=np.float32)
+        self.pacer.command()
+        self._steps += 1
+        return allowed
+
+    def _limited(self, action: NDArray[np.float32]) -> NDArray[np.float32] | None:
+        units = self._units
+        command = action.astype(np.float64) if units is None else units.to_command(action)
+        if self._previous is None:
+            self._previous = np.zeros_like(command) if units is None else units.present()
+        allowed = self.limits.apply(command, self._previous)
+        if allowed is None:
+            return None
+        self._previous = allowed
+        if allowed is command or (allowed == command).all():
+            return action
+        return allowed.astype(np.float32) if units is None else units.to_action(allowed)
+
+    def judged(self) -> tuple[bool, bool]:
+        """Return whether a person has called the episode a success or a failure."""
+        return self.controls.take(SUCCESS), self.controls.take(FAILURE)
+
+    # -- observations -------------------------------------------------------------------------------------------------
+
+    @property
+    def sees_every_step(self) -> bool:
+        """Observations are older than the last action, so that all have to be taken."""
+        return self._lag > 0
+
+    def observe(self, images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
+        """Take what is seen now, ``uint8[V,H,W,3]`` and ``float32[S]``, and replace it by what is delivered now.
+
+        An observation that was taken ``latency_s`` ago or, at the beginning, the first one.
+        """
+        if not self._seen or self._seen[-1][0] != self._steps:
+            self._seen.append((self._steps, self._taken(images, state)))
+        while len(self._seen) > 1 and self._seen[1][0] <= self._steps - self._lag:
+            self._seen.popleft()
+        images[:], state[:] = self._seen[0][1]
+
+    def _taken(self, images: NDArray[np.uint8], state: NDArray[np.float32]) -> Seen:
+        pictures = images.copy()
+        if self._drop_rate and self._rng.random() < self._drop_rate and self._seen:
+            self._counts["dropped_frames"] += 1
+            pictures = self._seen[-1][1][0]
+        noise = self._rng.standard_normal(state.shape).astype(np.float32) * np.float32(self._state_noise)
+        return pictures, (state + noise).astype(np.float32)
+
+    def dropped(self) -> None:
+        """The robot gave no observation, and the last one is seen again."""
+        self._counts["dropped_frames"] += 1
+
+    def status(self) -> dict[str, float]:
+        """Return what has happened since last asked: the times of ``Pacer.status``, and counts."""
+        found = self.pacer.status() | self._counts | {f"limited_{name}": n for name, n in self.limits.counts.items()}
+        for name in self._counts:
+            self._counts[name] = 0
+        for name in self.limits.counts:
+            self.limits.counts[name] = 0
+        return found
+
+
+def _numbers(fields: Fields, name: str) -> list[float] | None:
+    return None if fields.content.get(name) is None else [float(number) for number in fields.numbers(name)]

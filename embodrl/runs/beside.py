@@ -1,0 +1,328 @@
+"""Evaluation beside training (``runner.eval_async``), in a process with its own simulators and a copy of the policy."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypedDict
+
+import numpy as np
+
+from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
+from embodrl.errors import OutputError, WeightSyncError, WorkerDied
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.weight_sync.buckets import Named, trained_names
+from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.models.base import VLAPolicy
+from embodrl.processes.liveness import Limits
+from embodrl.processes.restarts import RestartBudget
+from embodrl.reporting.metrics_file import METRICS_FILE, Row, parse_row
+from embodrl.runs.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
+from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.launchers.process import ProcessLauncher
+from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.serving.weights import WeightSource
+from embodrl.storage.checkpoint import Checkpoint
+from embodrl.workers.collector import Share, share_config
+from embodrl.workers.env import check_environments, make_pool
+from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results
+from embodrl.workers.policy import build_policy, configure_torch
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+_START_TIMEOUT_S = 3600.0
+
+
+class Answer(TypedDict):
+    """What the process answers: metrics, whether it exported the policy as the best so far, and why it could not."""
+
+    metrics: dict[str, float]
+    is_best: bool
+    problem: str
+
+
+class EvaluationProcess(Worker):
+    """Measures versions of the policy as the run itself would, between two iterations: the figures are the same.
+
+    It has the environments of one rollout process and plays the shares of all of them in turn, so that the policy sees
+    the same batches.
+
+    Args:
+        config: the run.
+        deployment: where everything of it is.
+        run_dir: its directory, which the weights come from, and logs and the best policy go to.
+    """
+
+    def __init__(self, config: Config, deployment: Deployment, run_dir: str) -> None:
+        for module in config.extensions:
+            importlib.import_module(module)
+        rollouts = deployment.of("rollout")
+        threads = deployment.threads_of(rollouts[0])
+        configure_torch(config, threads=threads)
+        self._run_dir, self._share = Path(run_dir), Share(0, len(rollouts))
+        self._whole, self._config = config, share_config(config, self._share)
+        mine = self._config
+        played, logs = mine.evaluated, self._run_dir / "logs" / "evaluation"
+        self._pool = make_pool(played, mine.env.train.total_num_envs, logs, places=deployment.of("eval_env"))
+        self._pool.start_async()
+        try:
+            policy = build_policy(config)
+            self._pool.wait_started()
+            check_environments(played, self._pool, training=False)
+        except BaseException:  # a signal too must not leave simulators; raised again
+            self._pool.close()
+            raise
+        self._engine = make_rollout_engine(mine, policy, threads)
+        self._evaluator = Evaluator(mine, self._pool, self._engine)
+        self._source = WeightSource(self._engine)
+
+    def close(self) -> None:
+        """End the simulators."""
+        self._pool.close()
+
+    @dispatch()
+    def evaluate(self, iteration: int, version: int, video_dir: str | None, best: float | None) -> Answer:
+        """Measure the newest weights, and export them if no evaluation was better.
+
+        Args:
+            iteration: after which the policy is measured, for the exported policy.
+            version: that these weights have.
+            video_dir: for videos of the first episodes.
+            best: success rate of the best policy so far; None exports nothing.
+
+        Raises:
+            WeightSyncError: the weights are damaged, or of another version.
+        """
+        directory = self._run_dir / EVAL_WEIGHTS_DIR
+        self._source.take(directory)
+        if self._engine.version != version:
+            raise WeightSyncError(
+                f"{directory} has version {self._engine.version} of the weights, and {version} is to be evaluated",
+                "let nothing else write there, and `embodrl resume` the run",
+                code="evaluation-weights",
+            )
+        episodes = np.arange(self._evaluator.config.env.eval.num_episodes)
+        where = None if video_dir is None else Path(video_dir)
+        shares = np.array_split(episodes, self._share.count)
+        results = join_results([self._evaluator.run_episodes(share, where) for share in shares], sum)
+        result = evaluation_result(self._evaluator.config, results)
+        is_best = best is not None and result.success_rate > best
+        return {
+            "metrics": result.metrics(),
+            "is_best": is_best,
+            "problem": self._export(iteration, result.success_rate) if is_best else "",
+        }
+
+    def _export(self, iteration: int, success_rate: float) -> str:
+        """Export the policy as the best one; return why that failed."""
+        facts = {"iteration": iteration, "success_rate": success_rate}
+        try:
+            export_policy(self._engine.policy, self._run_dir / BEST_POLICY_DIR, self._whole, **facts)
+        except OutputError as error:
+            return str(error)
+        return ""
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """An evaluation that has begun.
+
+    Attributes:
+        iteration: after which the policy is measured.
+        version: of its weights.
+        video_dir: where videos go.
+        best: success rate of the best policy before; None if none is kept.
+    """
+
+    iteration: int
+    version: int
+    video_dir: str | None
+    best: float | None
+
+
+class EvalBeside:
+    """Hands policies to the evaluation process, one at a time, and takes the results; the process is restarted if lost.
+
+    The weights are those of ``weight_sync/disk.py``: a run that is resumed repeats the evaluation that was under way.
+
+    Args:
+        config: the run.
+        deployment: with a place for it.
+        run_dir: of the run.
+        policy: of the driver, for the names of its weights.
+
+    Attributes:
+        under_way: the evaluation whose result has not been taken.
+    """
+
+    def __init__(self, config: Config, deployment: Deployment, run_dir: Path, policy: VLAPolicy) -> None:
+        self.under_way: UnderWay | None = None
+        self._run_dir = run_dir.resolve()
+        self._places, self._log_dir = deployment.of("eval"), run_dir / "logs"
+        self._launcher = ProcessLauncher(Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s))
+        self._group = WorkerGroup(
+            EvaluationProcess,
+            "evaluation",
+            independent=True,
+            config=config,
+            deployment=deployment,
+            run_dir=str(self._run_dir),
+        )
+        self._sender = DiskSender(self._run_dir / EVAL_WEIGHTS_DIR, trained_names(policy))
+        self._restarts = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
+        self._thread = ThreadPoolExecutor(1, "evaluation")
+        self._future: Future[Answer] | None = None
+        self._closing = self._has_begun = self._is_lost = False
+
+    def continue_from(
+        self, version: int, weights: Callable[[], Iterable[Named]], unfinished: UnderWay | None = None
+    ) -> None:
+        """Begin as a run whose weights have seen ``version`` updates, with the evaluation that it had under way."""
+        self._has_begun = True
+        if unfinished is None or unfinished.version == version:
+            self._sender.drop_newer(version - 1)
+            if unfinished is not None:
+                self.begin(unfinished, weights())
+            return
+        self._sender.drop_newer(unfinished.version)
+        if self._sender.version == unfinished.version:
+            self._begin(unfinished)
+        else:
+            path = self._sender.directory
+            self._skip(unfinished, f"its weights are not in {path} any more")
+
+    def _skip(self, wanted: UnderWay, reason: object) -> None:
+        logger.error("the policy after iteration %d is not evaluated: %s", wanted.iteration, reason)
+
+    def begin(self, wanted: UnderWay, weights: Iterable[Named]) -> None:
+        """Begin an evaluation; none is under way. A disk that is full costs the evaluation, not the run."""
+        try:
+            if self._sender.version is None or wanted.version > self._sender.version:
+                self._sender.send(weights, wanted.version)
+        except WeightSyncError as error:
+            self._skip(wanted, error)
+            return
+        self._begin(wanted)
+
+    def _begin(self, wanted: UnderWay) -> None:
+        self.under_way, self._future = wanted, self._thread.submit(self._measure, wanted)
+
+    def take(self, wanted_now: bool, should_stop: Callable[[], bool]) -> tuple[UnderWay, Answer] | None:
+        """Return the evaluation that is done, once; None if there is none.
+
+        Args:
+            wanted_now: wait for the one that is under way.
+            should_stop: asked while waiting.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True; the evaluation is still under way.
+            WorkerDied: the process died more often than ``rollout.max_restarts``.
+            WorkerError: it failed.
+        """
+        if self.under_way is None or self._future is None:
+            return None
+        while wanted_now and not self._future.done():
+            if should_stop():
+                raise InterruptedError
+            wait([self._future], LOOK_S)
+        if not self._future.done():
+            return None
+        answer = self._future.result()
+        done, self.under_way = self.under_way, None
+        return done, answer
+
+    def _measure(self, wanted: UnderWay) -> Answer:
+        """Evaluate, in the thread that waits for the process."""
+        lost: WorkerDied | None = None
+        while True:
+            if lost is not None:
+                self._count_restart(lost)
+            try:
+                self._bring_up()
+                return self._group.call_on(0, "evaluate", *asdict(wanted).values()).result()
+            except WorkerDied as error:
+                if self._closing:
+                    raise
+                lost = error
+
+    def _count_restart(self, lost: WorkerDied) -> None:
+        """Count that the process is started again.
+
+        Raises:
+            WorkerDied: that has happened too often.
+        """
+        if not self._restarts.take():
+            raise WorkerDied(
+                f"stopped after {self._restarts} of the evaluation process: {lost.message}",
+                lost.hint,
+                log_tail=lost.log_tail,
+                code="evaluation-process-lost",
+            ) from lost
+        logger.warning("restart %s of the evaluation process: %s", self._restarts.used, lost.message)
+        self._is_lost = True
+
+    def _bring_up(self) -> None:
+        """Start the process unless it is up."""
+        if not self._group.world_size:
+            self._group.launch(self._places, self._launcher, {}, self._log_dir, _START_TIMEOUT_S)
+        elif self._is_lost:
+            self._group.restart(0, _START_TIMEOUT_S, lambda: self._closing)
+        self._is_lost = False
+
+    def close(self) -> None:
+        """End the process; weights that no evaluation needs any more are removed."""
+        self._closing = True
+        if self._future is not None and not self._future.done():
+            self._group.kill()
+        self._thread.shutdown()  # a process that was just starting is up now
+        self._group.close()
+        self._launcher.close()
+        if self._has_begun and self.under_way is None:
+            shutil.rmtree(self._sender.directory, ignore_errors=True)
+
+
+def unfinished_evaluation(checkpoint: Checkpoint) -> UnderWay | None:
+    """Return the evaluation that was under way when a checkpoint was made."""
+    if checkpoint.state.content.get("evaluation") is None:
+        return None
+    saved = checkpoint.state.fields("evaluation")
+    best = None if saved.content.get("best") is None else saved.number("best")
+    return UnderWay(saved.integer("iteration"), saved.integer("version"), saved.text("video_dir", None), best)
+
+
+def finished_since(run_dir: Path, checkpoint: Checkpoint) -> Row | None:
+    """Return the row of the evaluation that was under way when a checkpoint was made, if it was done before the end.
+
+    The row is behind what the checkpoint knows of metrics.jsonl, which is brought back to that.
+    """
+    under_way, path = unfinished_evaluation(checkpoint), run_dir / METRICS_FILE
+    if under_way is None or not path.is_file():
+        return None
+    rows = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]
+    found = [row for row in rows if row is not None and is_late(row) and row["iteration"] == under_way.iteration]
+    return found[-1] if found else None
+
+
+def late_row(done: UnderWay, answer: Answer, iteration: int) -> Row:
+    """Return what an evaluation adds to the row of its iteration, when ``iteration`` is the last one."""
+    metrics: Row = dict(answer["metrics"])
+    seconds = metrics.pop("time/eval_s")  # beside those of the iteration, not among them
+    behind = iteration - done.iteration
+    return {
+        "iteration": done.iteration,
+        **metrics,
+        "time/eval_beside_s": seconds,
+        "time/eval_behind_iterations": behind,
+    }
+
+
+def is_late(row: Row) -> bool:
+    """Return whether a row of metrics.jsonl is one of ``late_row``."""
+    return "time/eval_beside_s" in row

@@ -1,0 +1,233 @@
+"""What a person corrects a robot with.
+
+Shapes: A action dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.robot.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
+from embodrl.errors import MissingDependencyError, UsageError
+
+logger = logging.getLogger(__name__)
+
+HOLD_S = 0.3
+"""A terminal reports a key that is held as one that is pressed again and again, at first after a while."""
+AXES = ("da", "ws", "rf", "lj", "ik", "ou")
+"""Keys that move the first dimensions up and down."""
+GRIPPER, HOLD = "g", "h"
+CONTINUE = "c"
+"""Releases the emergency stop: never the key that made it, which a hurried person presses twice."""
+SIGNALS = {"p": PAUSE, " ": STOP, "\n": READY, "\r": READY, "y": SUCCESS, "n": FAILURE}
+HELP = (
+    "keys: d a  w s  r f  l j  i k  o u move, g gripper, h hold, p pause, space stop, c continue after a stop,"
+    " Enter ready, y solved, n failed"
+)
+_TOUCHED = 0.05
+_LISTEN_S, _WATCH_S = 0.2, 0.02
+
+
+class Device(Protocol):
+    """What a person holds in their hands."""
+
+    def read(self) -> NDArray[np.float32] | None:
+        """Return what the person does now, ``float32[A]``; None if nothing."""
+        ...
+
+    def close(self) -> None:
+        """Give it back."""
+        ...
+
+
+class Keyboard:
+    """The keys of the terminal, without waiting for any.
+
+    A thread reads them: what they say has to reach a robot that the collector waits for.
+
+    Args:
+        action_dim: A. With 7 or more, the last one is a gripper, which a key opens (1) and closes (-1).
+        controls: get pause, stop, ready, success and failure.
+        keys: returns the keys that were pressed since last asked; None: those of the terminal.
+        now: returns the time in seconds.
+
+    Raises:
+        UsageError: there is no terminal.
+    """
+
+    def __init__(
+        self,
+        action_dim: int,
+        controls: Controls,
+        keys: Callable[[], str] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._size, self._controls, self._now = action_dim, controls, now
+        self._keys = keys
+        self._grip = 1.0
+        self._held: dict[str, float] = {}
+        self._last_s = -HOLD_S
+        self._terminal = None if keys is not None else Terminal()
+        if self._terminal is not None:
+            threading.Thread(target=self._listen, args=(self._terminal,), name="keyboard", daemon=True).start()
+
+    def read(self) -> NDArray[np.float32] | None:
+        if self._keys is not None:
+            self._take(self._keys())
+        now = self._now()
+        if now - self._last_s >= HOLD_S:
+            return None
+        action = np.zeros(self._size, np.float32)
+        for dimension, (up, down) in enumerate(AXES[: self._size]):
+            pressed = [now - self._held.get(key, -HOLD_S) < HOLD_S for key in (up, down)]
+            action[dimension] = float(pressed[0]) - float(pressed[1])
+        if self._size >= 7:
+            action[-1] = self._grip
+        return action
+
+    def _listen(self, terminal: Terminal) -> None:
+        while (keys := terminal.pressed(_LISTEN_S)) is not None:
+            self._take(keys)
+
+    def _take(self, keys: str) -> None:
+        now = self._now()
+        for key in keys:
+            if key == CONTINUE:
+                self._controls.take(STOP)
+            elif key in SIGNALS:
+                signal = SIGNALS[key]
+                (self._controls.switch if signal == PAUSE else self._controls.say)(signal)
+            else:
+                self._grip = -self._grip if key == GRIPPER else self._grip
+                if key in (GRIPPER, HOLD) or any(key in pair for pair in AXES):
+                    self._held[key] = self._last_s = now
+
+    def close(self) -> None:
+        if self._terminal is not None:
+            self._terminal.close()
+
+
+class Terminal:
+    """The terminal of this process, without lines and echo."""
+
+    def __init__(self) -> None:
+        if not sys.stdin.isatty():
+            raise UsageError(
+                "store.intervention=keyboard needs a terminal, and the input of this process is none",
+                "start the command in a terminal, or choose another intervention",
+                code="keyboard-no-terminal",
+            )
+        self._file, self._is_closed = sys.stdin.fileno(), False
+        self._before = termios.tcgetattr(self._file)
+        tty.setcbreak(self._file)
+        logger.warning(HELP)
+
+    def pressed(self, wait_s: float) -> str | None:
+        """Return the keys that were pressed, after at most ``wait_s``; None: it is closed."""
+        if self._is_closed:
+            return None
+        ready, _, _ = select.select([self._file], [], [], wait_s)
+        found = os.read(self._file, 1024) if ready and not self._is_closed else None
+        return None if found == b"" else (found or b"").decode(errors="ignore")
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._is_closed = True
+        termios.tcsetattr(self._file, termios.TCSADRAIN, self._before)
+
+
+class SpaceMouse:
+    """A space mouse, of pyspacemouse: three directions and three rotations, and the first button for a gripper.
+
+    A thread looks at its buttons, as at keys: the second one has to stop a robot that the collector waits for.
+
+    Args:
+        action_dim: A, of which the first six are moved; with 7 or more, the last one is a gripper.
+        controls: the second button stops.
+        device: with a method ``read``; None: the first one that is connected.
+
+    Raises:
+        MissingDependencyError: pyspacemouse is not installed.
+        UsageError: no space mouse is connected.
+    """
+
+    def __init__(self, action_dim: int, controls: Controls, device: Any = None) -> None:
+        self._size, self._controls = action_dim, controls
+        self._grip, self._pressed, self._has_switched = 1.0, [False, False], False
+        self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self._device = open_space_mouse() if device is None else device
+        if device is None:
+            threading.Thread(target=self._watch, name="spacemouse", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._is_closed.wait(_WATCH_S):
+            self._look()
+
+    def _look(self) -> Any:
+        """Return its state, after what its buttons ask for."""
+        with self._lock:
+            state = self._device.read()
+            buttons = [bool(button) for button in [*list(state.buttons)[:2], 0, 0][:2]]
+            first, second = (now and not before for now, before in zip(buttons, self._pressed, strict=True))
+            self._pressed = buttons
+            if first:
+                self._grip, self._has_switched = -self._grip, True
+        if second:
+            self._controls.say(STOP)
+        return state
+
+    def read(self) -> NDArray[np.float32] | None:
+        state = self._look()
+        first, self._has_switched = self._has_switched, False
+        axes = np.array([state.x, state.y, state.z, state.roll, state.pitch, state.yaw], np.float32)
+        if not first and np.abs(axes).max() < _TOUCHED:
+            return None
+        action = np.zeros(self._size, np.float32)
+        action[:6] = np.clip(axes, -1, 1)[: self._size]
+        if self._size >= 7:
+            action[-1] = self._grip
+        return action
+
+    def close(self) -> None:
+        self._is_closed.set()
+        with self._lock:
+            self._device.close()
+
+
+def open_space_mouse() -> Any:
+    """Return the first space mouse that is connected.
+
+    Raises:
+        MissingDependencyError: pyspacemouse is not installed.
+        UsageError: there is none, or it may not be read.
+    """
+    try:
+        pyspacemouse = import_module("pyspacemouse")
+    except ImportError as error:
+        hint = "pip install 'embodrl[spacemouse]'"
+        raise MissingDependencyError(f"pyspacemouse can't be imported: {error}", hint) from error
+    try:
+        device = pyspacemouse.open()
+    except Exception as error:  # the package raises plain exceptions of its own and of its drivers
+        raise _no_space_mouse(error) from error
+    if not device:
+        raise _no_space_mouse("none was found")
+    return device
+
+
+def _no_space_mouse(reason: object) -> UsageError:
+    hint = "connect it, and allow this user to read /dev/hidraw*"
+    return UsageError(f"no space mouse can be read: {reason}", hint, code="spacemouse-missing")

@@ -1,0 +1,203 @@
+"""Who intervenes from a policy that acts: a person, or a stand-in for one by the rule of HG-DAgger.
+
+Shapes: B environments, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.algorithms.dagger import dagger, distance
+from embodrl.config.rules.real_time import DEVICES
+from embodrl.config.rules.real_time import EXPERT as SCRIPTED
+from embodrl.config.schema import Config, DaggerConfig
+from embodrl.data.replay import EXPERT, HUMAN, POLICY
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.robot.controls import Controls
+from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.runs.collect import acting_policy
+from embodrl.runs.devices import Device, Keyboard, SpaceMouse
+from embodrl.runs.policies import find_policy
+from embodrl.types import Observation
+
+logger = logging.getLogger(__name__)
+
+Actions = NDArray[np.float32]
+Corrected = tuple[Actions, NDArray[np.int64]]
+
+
+class Intervention(Protocol):
+    """Decides in every step who acts."""
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        """Episodes have begun in ``rows``."""
+        ...
+
+    def correct(self, observation: Observation, actions: Actions) -> Corrected:
+        """Return what is to be executed ``float32[B,A]``, and who chose it ``int64[B]``: see ``ReplayBuffer``."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+class Expert(Protocol):
+    """Knows what to do, everywhere."""
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        """Episodes have begun in ``rows``."""
+        ...
+
+    def actions(self, observation: Observation) -> Actions:
+        """Return what it would do now, ``float32[B,A]``.
+
+        Raises:
+            EnvWorkerDied, EnvTimeout: it is lost, with the episodes.
+        """
+        ...
+
+
+class ScriptedExpert:
+    """The experts of a simulator.
+
+    Args:
+        pool: with them.
+    """
+
+    def __init__(self, pool: EnvPool) -> None:
+        self._pool = pool
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        self._pool.expert_reset(rows)
+
+    def actions(self, observation: Observation) -> Actions:
+        return self._pool.expert_actions()
+
+
+class PolicyExpert:
+    """Another policy; of a chunk, it is asked again after the first action.
+
+    Args:
+        engine: of that policy.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        """Nothing to do: it remembers nothing."""
+
+    def actions(self, observation: Observation) -> Actions:
+        return self._engine.act_greedily(observation).actions[:, 0]
+
+
+class Gate:
+    """Stands in for a person: the expert intervenes where the policy's action is far from its own, for a while.
+
+    Args:
+        settings: section ``algorithm.dagger``.
+        expert: who intervenes.
+        num_envs: B.
+    """
+
+    def __init__(self, settings: DaggerConfig, expert: Expert, num_envs: int) -> None:
+        assert settings.gate_threshold is not None, "a rule of the configuration"
+        self._threshold, self._steps, self._expert = settings.gate_threshold, settings.gate_steps, expert
+        self._held: NDArray[np.int64] = np.zeros(num_envs, np.int64)
+        self._is_lost = False
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        self._held[rows] = 0
+        self._is_lost = not self._asked(lambda: self._expert.begin(rows))
+
+    def correct(self, observation: Observation, actions: Actions) -> Corrected:
+        labels = actions
+
+        def ask() -> None:
+            nonlocal labels
+            labels = self._expert.actions(observation)
+
+        if self._is_lost or not self._asked(ask):
+            return actions, np.full(len(actions), POLICY)
+        far = distance(actions[:, None], labels[:, None]) > self._threshold
+        self._held = dagger(far, self._held, self._steps)
+        acts = self._held > 0
+        return np.where(acts[:, None], labels, actions), np.where(acts, EXPERT, POLICY)
+
+    def _asked(self, ask: Callable[[], None]) -> bool:
+        try:
+            ask()
+        except (EnvWorkerDied, EnvTimeout) as error:  # the next step restarts the process and ends its episodes
+            logger.warning("no expert until the next episodes: %s", error.message)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class Person:
+    """Acts as long as a device is used.
+
+    Args:
+        device: of the person.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        """Nothing to do: a person sees that an episode begins."""
+
+    def correct(self, observation: Observation, actions: Actions) -> Corrected:
+        wanted = self._device.read()
+        if wanted is None:
+            return actions, np.full(len(actions), POLICY)
+        return np.broadcast_to(wanted, actions.shape).copy(), np.full(len(actions), HUMAN)
+
+    def close(self) -> None:
+        self._device.close()
+
+
+def make_intervention(config: Config, pool: EnvPool) -> Intervention | None:
+    """Return who may intervene, as ``store.intervention`` says; None for none.
+
+    Args:
+        config: the run.
+        pool: started.
+
+    Raises:
+        UsageError: there is no such policy, or it is of another robot.
+        MissingDependencyError: the package of a device is not installed.
+    """
+    name, spec = config.store.intervention, pool.spec
+    if name is None:
+        return None
+    if name in DEVICES:
+        controls = Controls(config.env.real_time.control_dir)
+        make = Keyboard if name == "keyboard" else SpaceMouse
+        return Person(make(spec.action_dim, controls))
+    expert: Expert = ScriptedExpert(pool) if name == SCRIPTED else PolicyExpert(_policy_engine(config, Path(name)))
+    return Gate(config.algorithm.dagger, expert, spec.num_envs)
+
+
+def _policy_engine(config: Config, path: Path) -> RolloutEngine:
+    source = find_policy(path)
+    loaded = source.load_config([], verb="record")
+    theirs = loaded.config
+    for key in ("action_dim",):
+        if getattr(theirs.model, key) != getattr(config.model, key):
+            raise UsageError(
+                f"the policy {path} has model.{key}={getattr(theirs.model, key)}, the run {getattr(config.model, key)}",
+                "name a policy of the same robot",
+                code="intervention-other-robot",
+            )
+    return acting_policy(loaded, str(path), source.make_policy).engine

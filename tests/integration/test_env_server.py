@@ -1,0 +1,223 @@
+"""Simulators behind an env server: what a simulator here would do, over a connection that breaks."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import runs
+from expect import raises_code
+from tcp_proxy import TcpProxy
+from test_env_manager import KWARGS, SEEDS, TASKS, actions_of, assert_same_observation, assert_same_step
+
+from embodrl.envs.pool.env_server import EnvServer
+from embodrl.envs.pool.link import connect
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.options import RemoteEnv
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.pool.remote_main import probe
+from embodrl.envs.toy.env import ToyVectorEnv
+from embodrl.errors import EnvError, EnvWorkerDied, UsageError
+from embodrl.runs.env_server import serve
+
+TOKEN = "a-token"
+
+
+class Served:
+    """An env server in a thread."""
+
+    def __init__(self, max_processes: int = 4) -> None:
+        self.server = EnvServer("127.0.0.1", 0, TOKEN, max_processes)
+        self.port = int(self.server.address.rpartition(":")[2])
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self.server.run, args=(self._stop.is_set,))
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def served(monkeypatch):
+    monkeypatch.setenv("EMBODRL_TOKEN", TOKEN)
+    made = Served()
+    yield made
+    made.stop()
+
+
+def remote(port: int, reconnect_s: float = 20.0) -> RemoteEnv:
+    return RemoteEnv(f"tcp://127.0.0.1:{port}", reconnect_s, pin_cpus=False)
+
+
+def test_a_simulator_there_does_what_one_here_does(served):
+    local = ToyVectorEnv(**KWARGS)
+    with EnvManager("toy", KWARGS, remote=remote(served.port)) as manager:
+        assert manager.spec == local.spec
+        assert_same_observation(manager.reset(SEEDS, TASKS), local.reset(SEEDS, TASKS, np.arange(3)))
+        ended = 0
+        for number in range(6):
+            active = np.array([True, number % 2 == 0, True])
+            step = manager.step(actions_of(number), active)
+            assert_same_step(step, local.chunk_step(actions_of(number), active))
+            ended += step.final_mask.sum()
+        assert ended
+        assert manager.get_state() == local.get_state()
+        assert manager.call("check_state") == local.call("check_state", {})
+        for end_process in (False, True):
+            manager.offload(end_process)
+            manager.onload()
+            assert_same_step(manager.step(actions_of(9)), local.chunk_step(actions_of(9), np.ones(3, np.bool_)))
+
+
+def test_a_connection_that_breaks_all_the_time_neither_loses_nor_repeats_a_step(served):
+    proxy = TcpProxy(served.port, cut_every=9001)  # a step has some 5,000 bytes
+    local = ToyVectorEnv(**KWARGS)
+    with EnvManager("toy", KWARGS, remote=remote(proxy.port)) as manager:
+        assert_same_observation(manager.reset(SEEDS, TASKS), local.reset(SEEDS, TASKS, np.arange(3)))
+        for number in range(15):
+            assert_same_step(
+                manager.step(actions_of(number)), local.chunk_step(actions_of(number), np.ones(3, np.bool_))
+            )
+        assert manager.get_state() == local.get_state()
+    assert proxy.num_connections > 5
+    proxy.close()
+
+
+def test_after_the_deadline_the_simulator_is_restarted_as_a_dead_one(served, caplog):
+    proxy = TcpProxy(served.port)
+    with EnvPool([EnvManager("toy", KWARGS, remote=remote(proxy.port, reconnect_s=0.5))]) as pool:
+        pool.reset(SEEDS, TASKS)
+        proxy.close()
+        pool.managers[0]._config["remote"]["address"] = served.server.address
+        lost = pool.step(actions_of(1))
+        assert not lost.valid.any() and lost.truncated[:, 0].all()
+        assert pool.step(actions_of(2)).valid[:, 0].all() and pool.faults.restarts == 1
+    assert "env-remote-unreachable" in caplog.text
+
+
+def test_a_simulator_that_dies_there_is_dead_here(served):
+    with EnvManager("toy", KWARGS, remote=remote(served.port)) as manager:
+        manager.reset(SEEDS, TASKS)
+        (session,) = served.server._sessions.values()
+        os.kill(session._manager.pid, signal.SIGKILL)
+        with raises_code("env-worker-died", EnvWorkerDied) as caught:
+            manager.step(actions_of(0))
+        assert "SIGKILL" in caught.value.message
+        manager.restart()  # takes the place of the dead one
+        assert_same_observation(manager.reset(SEEDS, TASKS), ToyVectorEnv(**KWARGS).reset(SEEDS, TASKS, np.arange(3)))
+
+
+def test_what_a_server_refuses_has_a_code(served, monkeypatch):
+    address = f"tcp://127.0.0.1:{served.port}"
+    probe(address)
+    with raises_code("env-remote-lost", EnvError):
+        connect(address, TOKEN, {"session": "x", "resume": True, "reconnect_s": 1.0})
+    with raises_code("env-remote-unknown", EnvError):
+        EnvManager("embodrl.envs.toy.env:ToyVectorEnv", KWARGS, remote=remote(served.port)).start()
+    for name, kwargs in (("robot", {"robot": "so101_follower"}), ("gymnasium", {"env_id": "os:anything-v0"})):
+        with raises_code("env-remote-code", EnvError):
+            EnvManager(name, kwargs, remote=remote(served.port)).start()
+    for number in range(4):
+        connect(address, TOKEN, {"session": str(number), "resume": False, "reconnect_s": 1.0})
+    with raises_code("env-remote-full", EnvError):
+        connect(address, TOKEN, {"session": "one more", "resume": False, "reconnect_s": 1.0})
+    monkeypatch.setenv("EMBODRL_TOKEN", "another")
+    with raises_code("env-remote-token", EnvError):
+        probe(address)
+    monkeypatch.setattr("embodrl.envs.pool.env_server.__version__", "0.0.1")
+    with raises_code("env-remote-version", EnvError):
+        probe(address)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with raises_code("env-remote-unreachable", EnvError):
+            probe(f"tcp://127.0.0.1:{free.getsockname()[1]}")
+
+
+def test_noise_ends_its_connection_and_nothing_else(served):
+    generator = np.random.default_rng(0)
+    for size in (1, 40, 5000, 200_000):
+        with socket.create_connection(("127.0.0.1", served.port)) as stranger:
+            try:
+                stranger.sendall(generator.bytes(size))
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(4096):
+                    pass
+            except OSError:  # it has been closed already
+                pass
+    probe(f"tcp://127.0.0.1:{served.port}")
+
+
+CONFIG = (
+    "presets: {env: toy}"
+    + runs.LEARNING_OPENVLA
+    + """
+env:
+  tasks: [reach-red]
+  max_episode_steps: 10
+  num_processes: 2
+  train: {total_num_envs: 8, max_steps_per_rollout_epoch: 20}
+  eval: {total_num_envs: 8, num_episodes: 8}
+  video: {enabled: false}
+actor: {global_batch_size: 80, micro_batch_size: 40, precision: fp32}
+rollout: {precision: fp32}
+runner: {max_iterations: 4, eval_interval: 4, logger: {tensorboard: false}}
+"""
+)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_whose_network_is_gone_for_20_s_is_the_local_run_to_the_bit(served, tmp_path):
+    """Silent for 20 s, not closed: both sides find it out by themselves, and connect again."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    proxy = TcpProxy(served.port, delay_s=0.001)
+
+    def train(name: str, *settings: str) -> subprocess.Popen:
+        command = ["train", "-c", f"{tmp_path}/run.yaml", f"runner.output_dir={tmp_path / name}", *settings]
+        return subprocess.Popen([sys.executable, "-m", "embodrl.__main__", *command], env=runs.environment())
+
+    assert train("local").wait() == 0
+    remote_run = train("remote", f"env.remote=[tcp://127.0.0.1:{proxy.port}]")
+    metrics = tmp_path / "remote" / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+        assert remote_run.poll() is None
+        time.sleep(0.05)
+    proxy.open.clear()
+    time.sleep(20)
+    proxy.open.set()
+    assert remote_run.wait() == 0
+    assert proxy.num_connections > 4  # a probe, two processes, and both of them again
+
+    def rows(name: str) -> list[dict]:
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+
+    assert rows("remote") == rows("local")
+    proxy.close()
+
+
+def test_tokens_are_secrets_and_are_asked_for_where_others_reach_the_server():
+    for token, host in (("", "127.0.0.1"), ("short", "127.0.0.1"), ("none", "0.0.0.0")):
+        with raises_code("env-server-token", UsageError):
+            serve(host, 0, token, 1, (), None, print)
+
+
+def test_a_client_with_a_token_believes_no_server_that_asks_for_none():
+    server = EnvServer("127.0.0.1", 0, None, 4, (), None)
+    over = threading.Event()
+    thread = threading.Thread(target=server.run, args=(over.is_set,))
+    thread.start()
+    try:
+        connect(server.address, None, {"session": "x", "resume": False, "reconnect_s": 1.0}).close()
+        with raises_code("env-remote-token", EnvError):
+            connect(server.address, TOKEN, {"session": "y", "resume": False, "reconnect_s": 1.0})
+    finally:
+        over.set()
+        thread.join(60)

@@ -1,0 +1,116 @@
+"""Robots in processes of their own, and the loop of collector and trainer around a simulated one.
+
+EMBODRL_LEROBOT_PYTHON names an interpreter that has lerobot.
+"""
+
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from expect import raises_code
+
+from embodrl.config.schema.real_time import RealTimeConfig
+from embodrl.envs.pool.pool import EnvPool
+
+HERE = str(Path(__file__).parent)
+LEROBOT = os.environ.get("EMBODRL_LEROBOT_PYTHON")
+CAMERA = {"name": "front", "height": 6, "width": 8, "fov_rad": None, "eye": None, "target": None}
+
+
+def robot_pool(robot, python=None, tmp_path=None, **settings):
+    kwargs = {
+        "tasks": ["lift"],
+        "robot": robot,
+        "robot_settings": {"start": 12.0},
+        "action_low": [-100.0, -100.0, 0.0],
+        "action_high": [100.0, 100.0, 100.0],
+        "cameras": [CAMERA],
+        "instruction": "lift it",
+        "success_fn": "stub_arm:is_there",
+        "auto_reset": False,
+        **settings,
+    }
+    real_time = RealTimeConfig(control_hz=50.0, safety={"max_step": (15.0,)}).model_dump(mode="json")
+    environ = {"PYTHONPATH": HERE} | ({} if tmp_path is None else {"HF_HOME": str(tmp_path)})
+    options = {"python": python, "real_time": real_time, "environ": environ}
+    return EnvPool.create("robot", kwargs, total_num_envs=1, num_processes=1, **options)
+
+
+def drive(pool):
+    """Move the first joint by 15, as far as it may go at once, to 27, and then to where the task is solved."""
+    first = np.zeros(1, np.int64)
+    with pool:
+        assert pool.spec.control_hz == 50 and pool.spec.state_dim == 3
+        seen = pool.reset(first, first.astype(np.int32), first)
+        assert seen.state[0].tolist() == [12, 12, 12] and (seen.images == 12).all()
+        action = np.array([[[1.0, 0.12, -0.76]]], np.float32)
+        step = pool.step(action)
+        np.testing.assert_allclose(step.observation.state, [[27, 12, 12]], rtol=1e-5)
+        assert (step.observation.images == 27).all() and not step.done[0]
+        step = pool.step(action)
+        assert step.success[0] and step.terminated[0, 0]
+        [status] = pool.call("status")
+        assert status["limited_step"] == 2 and status["periods"] == 1
+
+
+def test_an_object_with_the_methods_of_a_robot_is_driven_in_its_process():
+    drive(robot_pool("stub_arm:Arm"))
+
+
+@pytest.mark.skipif(not LEROBOT, reason="EMBODRL_LEROBOT_PYTHON names no interpreter with lerobot")
+def test_a_robot_registered_with_lerobot_is_driven_in_its_interpreter(tmp_path):
+    drive(robot_pool("stub_arm", LEROBOT, tmp_path, robot_module="stub_arm"))
+    with raises_code("robot-settings"), robot_pool("stub_amr", LEROBOT, tmp_path):
+        pass
+
+
+CONFIG = """
+presets: {env: robot_sim, model: mlp, experiment: human_in_the_loop}
+env: {state: full, max_episode_steps: 10, pin_cpus: false, real_time: {speed: 20}}
+model: {gaussian: {initial_std: 0.1}}
+sft: {max_steps: 16, batch_size: 16}
+runner: {logger: {tensorboard: false}}
+store: {intervention: expert, steps_per_episode: 1.0, publish_interval: 4, poll_s: 0.2}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_no_episode_is_lost_when_actor_and_learner_are_killed(tmp_path):
+    pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
+    from test_store_runs import Role, assert_each_attempt_counts_once
+
+    from embodrl.data.shards import EPISODES
+    from embodrl.runs.store_collect import METRICS_FILE
+    from embodrl.storage.checkpoint import CheckpointManager
+    from embodrl.storage.store import Store
+
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    store, moments = Store(str(tmp_path / "store")), random.Random(time.time_ns())
+    store.create()
+    roles = [Role(name, tmp_path, str(tmp_path / "store")) for name in ("train", "collect")]
+    try:
+        for role, begun in zip(roles, ("weights", EPISODES), strict=True):
+            while not store.names(begun):
+                assert role.process.poll() is None, Path(role.log.name).read_text()
+                time.sleep(0.1)
+            time.sleep(moments.uniform(0, 3))
+            role.restart()
+        for role in roles:
+            assert role.process.wait(900) == 0, Path(role.log.name).read_text()
+    finally:
+        for role in roles:
+            role.process.kill()
+            role.process.wait()
+            role.log.close()
+    marks = {name: store.mark(name) for name in store.names(EPISODES)}
+    assert_each_attempt_counts_once(marks)
+    checkpoint, _ = CheckpointManager(tmp_path / "out", 1).latest_good()
+    read = checkpoint.state.fields("data_rng").fields("store").texts("shards")
+    assert len(set(read)) == len(read) >= 16 and set(read) <= set(marks)
+    [metrics] = tmp_path.glob(f"spool/*/{METRICS_FILE}")
+    text = metrics.read_text()
+    assert '"control/missed_deadlines"' in text and '"collect/interventions"' in text
