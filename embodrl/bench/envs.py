@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.bench.hardware import describe_hardware
+from embodrl.config.isolated import interpreter_of
 from embodrl.config.schema import Config
 from embodrl.envs.maniskill.spec import ManiSkillConfig
 from embodrl.envs.pool.pool import EnvPool
@@ -35,7 +36,7 @@ from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.runs.load import load_config
 from embodrl.specs import ENVS
 from embodrl.storage.json_file import write_json_file
-from embodrl.workers.env import check_simulator, interpreter_of, make_pool
+from embodrl.workers.env import check_simulator, make_pool
 
 SIZES = (64, 224)
 NUM_ENVS = (1, 4, 16)

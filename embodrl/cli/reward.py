@@ -49,8 +49,15 @@ def train(
         ),
     ] = KINDS[0],
     window: Annotated[
-        int, typer.Option("--window", metavar="N", min=1, help="frames at the end of a success that count as one")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--window",
+            metavar="N",
+            min=1,
+            help="frames at the end of a success that count as one; 1, unless given; kind success only",
+            show_default=False,
+        ),
+    ] = None,
     inputs: Seen = "auto",
     steps: Steps = 1000,
     batch_size: BatchSize = 256,

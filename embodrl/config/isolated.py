@@ -7,7 +7,10 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from embodrl.config.schema import Config
 
 AUTO = "auto"
 MARKER = "embodrl-environment.json"
@@ -71,3 +74,11 @@ def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     command = [python, "-c", code, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
+
+
+def interpreter_of(config: Config) -> str | None:
+    """Return the interpreter of the simulator processes; None is this one."""
+    if config.env.python != AUTO:
+        return config.env.python
+    found = installed_python(config.env.env_type)
+    return None if found is None else str(found)

@@ -38,7 +38,7 @@ def serve(
         raise UsageError(message, "leave --token out, and one is drawn", code="env-server-token")
     local = host in ("127.0.0.1", "::1", "localhost")
     if token == "none" and not local:
-        message = f"whoever reaches {host} could start simulators here without a token"
+        message = f"anyone who can reach {host} could start simulators here without a token"
         raise UsageError(message, "leave out --token, or serve on 127.0.0.1", code="env-server-token")
     known = secrets.token_urlsafe(24) if token == "auto" else None if token == "none" else token
     server = EnvServer(host, port, known, max_processes, extensions, log_dir)

@@ -24,7 +24,7 @@ from embodrl.algorithms.offline import (
 from embodrl.data.advantages import Column, check_labelled_format, frame_numbers, sidecar, write_sidecar
 from embodrl.data.demos import Demos
 from embodrl.data.load import load_demos
-from embodrl.errors import EmbodrlError
+from embodrl.errors import EmbodrlError, UsageError
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.reporting.progress import Progress
 from embodrl.runs.observe import Fitting, fit, frame_inputs, held_out_episodes, make_model, spearman, successes
@@ -42,7 +42,7 @@ class LabelSettings:
         failure_penalty: taken off at the end of an episode that failed; None: the steps of the longest one.
         reward_model: of `embodrl reward train`; a progress model is the value function, a classifier says which
             episodes succeeded; None trains a value function on the outcomes of the dataset.
-        fitting: of the value function.
+        fitting: of the value function; a progress model that is given is not trained.
     """
 
     tag: str = "recap"
@@ -82,12 +82,16 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
     """Train the value function, and write ``meta/returns_TAG.parquet``, ``meta/advantages_TAG.parquet`` and the model.
 
     Raises:
+        UsageError: there is nothing to fit with the progress model that is given.
         EmbodrlError: the dataset has no outcomes or nothing to see, or can't be written to.
     """
     check_labelled_format(directory)
     demos = load_demos(directory)
     given = None if settings.reward_model is None else ObservationModel.load(settings.reward_model)
     judges = given is not None and given.kind == "success"
+    if given is not None and not judges and settings.fitting != Fitting():
+        message = f"{settings.reward_model} is a progress model, which is used as it is: nothing is trained"
+        raise UsageError(message, "leave out what concerns the training of a value function", code="label-fitting")
     success = judged_successes(given, demos) if given is not None and judges else successes(demos, directory)
     lengths = np.bincount(demos.episode, minlength=len(success))
     progress_model = None if judges else given

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from embodrl.config.compose import assignment, compose, is_choice, parse_arguments
 from embodrl.config.explain import flow
+from embodrl.config.isolated import interpreter_of
 from embodrl.config.load import refuse_foreign_code
 from embodrl.config.nodes import Node, lookup, walk
 from embodrl.config.rules.verbs import OF_RECIPES, Verb, reads
@@ -30,6 +31,7 @@ from embodrl.config.schema import CollectConfig, RecipeConfig
 from embodrl.config.trust import foreign_settings
 from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
+from embodrl.preflight.simulators import preflight_videos
 from embodrl.processes.ending import stop_with_parent
 from embodrl.runs.load import load_config
 from embodrl.runs.lock import RunLock
@@ -99,6 +101,7 @@ class Recipe:
         stages: in their order.
         options: of every command: --config, --trust.
         expected: what is known about its result.
+        video_python: interpreter of the simulators that write videos, None for this one; "" without videos.
         begun: stage -> the settings that it was begun with, as kept in recipe.json.
         ended: stages that have ended with their results.
     """
@@ -107,6 +110,7 @@ class Recipe:
     stages: tuple[Stage, ...]
     options: tuple[str, ...]
     expected: str
+    video_python: str | None = ""
     begun: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]])
     ended: list[str] = field(default_factory=list[str])
 
@@ -207,13 +211,16 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
     }
     stages: list[Stage] = []
     made: list[str] = []
+    video_python: str | None = ""
     for name in settings.stages:
         given = [*getattr(settings, name), *_concerning(overrides, VERBS[name])]
         tree = compose(given, config_file).tree
         links, unchecked = _links(name, tree, directory, settings.stages)
         given += _seed_of_demonstrations(name, composition.tree, tree)
         try:
-            load_config([*given, *links], config_file, VERBS[name], trust, tuple(made))
+            config = load_config([*given, *links], config_file, VERBS[name], trust, tuple(made)).config
+            if name == "rl" and config.env.video.enabled:
+                video_python = interpreter_of(config)
         except ConfigError as error:
             for problem in error.problems:
                 problems.setdefault(problem, []).append(name)
@@ -224,7 +231,7 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         count = len(settings.stages)
         raise ConfigError([_of_stages(problem, names, count) for problem, names in problems.items()])
     options = [*(() if config_file is None else ("--config", str(config_file.absolute()))), *["--trust"] * trust]
-    recipe = Recipe(directory, tuple(stages), tuple(options), settings.expected)
+    recipe = Recipe(directory, tuple(stages), tuple(options), settings.expected, video_python)
     recipe.read()
     recipe.refuse_other()
     return recipe
@@ -369,8 +376,11 @@ def run_recipe(recipe: Recipe, tell: Callable[[str], None]) -> int:
         tell: called with a line when a stage begins or is done already.
 
     Raises:
+        MissingDependencyError: the last stage could not write its videos.
         OutputError: the directory can't be written, another process uses it, or a stage's results were removed.
     """
+    if recipe.video_python != "":
+        preflight_videos(recipe.video_python)
     try:
         recipe.directory.mkdir(parents=True, exist_ok=True)
         lock = RunLock(recipe.directory)

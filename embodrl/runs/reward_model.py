@@ -38,12 +38,12 @@ class RewardTraining:
 
     Attributes:
         kind: success: a classifier of last observations; progress: a value function of the steps that are left.
-        window: frames at the end of a success that count as one.
+        window: frames at the end of a success that count as one, of a classifier; None: 1.
         fitting: of the network.
     """
 
     kind: Kind = "success"
-    window: int = 1
+    window: int | None = None
     fitting: Fitting = field(default_factory=lambda: Fitting(held_out=0.3))
 
 
@@ -98,10 +98,12 @@ def train_reward(directory: Path, output: Path, settings: RewardTraining, consol
     """Train a model on a dataset of successes and failures, and write it to ``output``.
 
     Raises:
-        UsageError: ``output`` has something else.
+        UsageError: ``output`` has something else, or a progress model was given a window.
         EmbodrlError: the dataset has no outcomes, too few of one kind, or nothing to see.
         OutputError: it can't be written.
     """
+    if settings.kind != "success" and settings.window is not None:
+        raise UsageError("a progress model values every frame: no window applies", "leave it out", code="reward-window")
     _check_output(output)
     demos = load_demos(directory)
     won = successes(demos, directory)
@@ -114,7 +116,7 @@ def train_reward(directory: Path, output: Path, settings: RewardTraining, consol
     returns = steps_left / scale
     with Progress("reward", settings.fitting.steps, "steps", console) as progress:
         if settings.kind == "success":
-            targets = ending(demos, won, settings.window)
+            targets = ending(demos, won, settings.window or 1)
             _fit_classifier(model, inputs, rows, torch.from_numpy(targets), settings.fitting, progress)
         else:
             centers = model.centers

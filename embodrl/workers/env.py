@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from embodrl.config.isolated import AUTO, installed_python
+from embodrl.config.isolated import AUTO, interpreter_of
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import assign_cpus
@@ -117,14 +117,6 @@ def try_simulator(config: Config) -> Finding:
     except MissingDependencyError as error:
         return Finding(name, "error", error.message, error.hint)
     return draw_frame(name, config.env.env_type, env_kwargs(config), interpreter_of(config), config.extensions)
-
-
-def interpreter_of(config: Config) -> str | None:
-    """Return the interpreter of the simulator processes; None is this one."""
-    if config.env.python != AUTO:
-        return config.env.python
-    found = installed_python(config.env.env_type)
-    return None if found is None else str(found)
 
 
 def env_kwargs(config: Config) -> dict[str, object]:

@@ -325,7 +325,7 @@ class EnvServer:
             self._ending.append(session)
 
     def _welcome(self, link: Link) -> None:
-        # Whoever sends byte by byte must not keep a stranger's place.
+        # A client that sends byte by byte must not hold its slot for long.
         limit = threading.Timer(HANDSHAKE_S, link.close)
         limit.start()
         try:

@@ -1,7 +1,7 @@
 """Frames between a run and an env server over TCP: bounded, without pickles, both sides proven to know the token.
 
 A message is a header and a value of ``processes.codec``. Every request has a serial number, which its answer repeats:
-whoever connects again sends its last request again, and the server answers from memory what it has done already. Both
+a client that reconnects sends its last request again, and the server answers from memory what it has done already. Both
 sides send a sign of life every ``PING_S``; a connection that is silent for ``SILENCE_S`` counts as cut.
 
 The token itself is never sent: both sides draw a number and show that they know the token by an HMAC of the two. What

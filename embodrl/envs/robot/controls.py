@@ -1,7 +1,6 @@
 """What a person, a button or a script tells a robot: files in a directory.
 
-Files, since whoever makes them need not share a process, a terminal or a language with the robot's process, and since
-an emergency stop has to hold when that process is started again.
+Files work across processes, terminals and languages, and an emergency stop survives a restart of the robot's process.
 """
 
 from __future__ import annotations

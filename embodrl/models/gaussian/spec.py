@@ -95,12 +95,12 @@ def frozen_vision_was_trained(context: Context) -> Iterator[Finding]:
         yield Finding("model.freeze_vision", message, "set it to false", "false", others=("model.gaussian.use_images",))
 
 
-@RULES.note("env.tasks", "model.model_type")
+@RULES.note("env.tasks", "env.state", "model.gaussian")
 def gaussian_policy_reads_no_instruction(context: Context) -> Iterator[Finding]:
     """Several tasks can be distinguished only by what is seen."""
     if len(context.config.env.tasks) > 1:
         message = f"the policy reads no instruction, so that it can't tell the {len(context.config.env.tasks)} tasks"
-        yield Finding("env.tasks", f"{message} apart unless they look different", "train one policy a task")
+        yield Finding("env.tasks", f"{message} apart unless they look different", "train one policy per task, or choose env.state=full where it describes the task's objects")
 
 
 @RULES.note("algorithm.sampling", "sft.label_smoothing_bins")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from embodrl.config.presets import presets
-from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
+from embodrl.errors import ConfigError, EmbodrlError, MissingDependencyError, OutputError, UsageError
 from embodrl.runs import recipe as module
 from embodrl.runs.recipe import Recipe, plan_recipe
 from embodrl.storage.integrity import write_checksums
@@ -244,3 +244,12 @@ def test_recipes_that_ship_are_valid_and_say_what_is_known_of_them(name: str, tm
         from embodrl.config.presets import describe
 
         assert "not measured" in recipe.expected and "not measured" in describe("experiment", name)
+
+
+def test_videos_that_cannot_be_written_are_refused_before_the_first_stage(
+    plan: Callable[..., Recipe], verbs: Verbs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("embodrl.preflight.simulators.VIDEO_MODULES", ("no_such_module",))
+    with pytest.raises(MissingDependencyError):
+        module.run_recipe(plan("env.video.enabled=true"), print)
+    assert not verbs.started

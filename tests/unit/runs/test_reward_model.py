@@ -177,6 +177,8 @@ def test_what_a_run_refuses(classifier: Path, progress: Path, data: Path, tmp_pa
         load_config([*rlpd, "reward.fn='test_rewards:steps'"])
     with raises_code("reward-output", UsageError):
         train_reward(data, data, RewardTraining())
+    with raises_code("reward-window", UsageError):
+        train_reward(data, tmp_path / "model", RewardTraining("progress", window=2))
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text('{"model_type": "pi0"}')
     with raises_code("reward-output", UsageError):  # as a policy's directory is
@@ -192,6 +194,8 @@ def test_a_classifier_needs_successes_to_learn_from() -> None:
 def test_labels_are_on_the_scale_of_the_progress_model(data: Path, progress: Path) -> None:
     with raises_code("label-scale", EmbodrlError):
         label(data, LabelSettings(tag="other", reward_model=progress, failure_penalty=3.0))
+    with raises_code("label-fitting", UsageError):
+        label(data, LabelSettings(tag="other", reward_model=progress, fitting=QUICK))
     label(data, LabelSettings(tag="scaled", reward_model=progress))
     made, judge = (ObservationModel.load(path).facts for path in (data / "meta" / "value_scaled", progress))
     assert made["scale"] == judge["scale"] > 1 and made["fitting"] == judge["fitting"]
