@@ -100,7 +100,8 @@ def gaussian_policy_reads_no_instruction(context: Context) -> Iterator[Finding]:
     """Several tasks can be distinguished only by what is seen."""
     if len(context.config.env.tasks) > 1:
         message = f"the policy reads no instruction, so that it can't tell the {len(context.config.env.tasks)} tasks"
-        yield Finding("env.tasks", f"{message} apart unless they look different", "train one policy per task, or choose env.state=full where it describes the task's objects")
+        hint = "train one policy per task, or choose env.state=full where it describes the task's objects"
+        yield Finding("env.tasks", f"{message} apart unless they look different", hint)
 
 
 @RULES.note("algorithm.sampling", "sft.label_smoothing_bins")
