@@ -31,7 +31,7 @@ from damage import DAMAGED, damaged_trees
 from disk_model import Disk, State, Tree, joined, read_tree, states, write_tree
 from recorder import Op, RecordingError, missing_tool, record
 from runs import environment
-from scenarios import SCENARIOS, STARTS_OVER, Bench, Result, Scenario, Verdict
+from scenarios import SCENARIOS, STARTS_OVER, TIMEOUT_S, Bench, Result, Scenario, Verdict
 
 _LEAST_SHM_BYTES = 256 * 2**20
 ONLY_WRITTEN = re.compile(r"(logs|tensorboard)/|\.lock$|(.*/)?\.[^/]*(\.partial|staging_|probe)")
@@ -112,11 +112,14 @@ class Harness:
         jobs: recoveries at the same time.
         sample: states to try of each series, evenly spread; 0 is all of them.
         careless: recorded commands sync nothing, to see that this is found out.
+        timeout_s: beyond it a recovery hangs.
     """
 
-    def __init__(self, place: Path, jobs: int = 2, sample: int = 0, careless: bool = False) -> None:
+    def __init__(
+        self, place: Path, jobs: int = 2, sample: int = 0, careless: bool = False, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.place, self.jobs, self.sample = place, jobs, sample
-        self.bench = Bench(place / "base", careless)
+        self.bench = Bench(place / "base", careless, timeout_s)
 
     def recorded(self, scenario: Scenario) -> tuple[list[Op], Tree, Path]:
         """Record the command of a scenario; return its operations, what there was before, and where it wrote.
@@ -237,6 +240,7 @@ def main() -> int:
     parser.add_argument("--part", choices=("power", "damage"), help="only one kind of trial")
     parser.add_argument("--sample", type=int, default=0, help="states to try of each series; default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="recoveries at the same time")
+    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="beyond it a recovery hangs")
     parser.add_argument("--careless", action="store_true", help="record without syncs: failures must show")
     parser.add_argument("--json", type=Path, help="write every trial to this file")
     options = parser.parse_args()
@@ -244,7 +248,7 @@ def main() -> int:
     done: list[Series] = []
     start = time.monotonic()
     with scratch() as place:
-        harness = Harness(place, options.jobs, options.sample, options.careless)
+        harness = Harness(place, options.jobs, options.sample, options.careless, options.timeout_s)
         if options.part != "damage":
             if problem := missing_tool():
                 print(f"operations can't be recorded: {problem}", file=sys.stderr)

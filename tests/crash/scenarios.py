@@ -18,7 +18,7 @@ from fork_server import ForkServer
 from runs import TINY, Outcome, environment
 
 TIMEOUT_S = 240.0
-"""Beyond it a recovery hangs; the machine may be busy."""
+"""Beyond it a recovery hangs; on a busy machine `--timeout-s` allows more."""
 STARTS_OVER = "it starts over"
 """What `resume` says of a run without a checkpoint, and the detail of a verdict on one."""
 SMALL = """
@@ -159,10 +159,11 @@ class Bench:
     Args:
         base: a new directory for inputs.
         careless: recorded commands sync nothing, to see that this is found out.
+        timeout_s: beyond it a command hangs.
     """
 
-    def __init__(self, base: Path, careless: bool = False) -> None:
-        self.base, self.careless = base, careless
+    def __init__(self, base: Path, careless: bool = False, timeout_s: float = TIMEOUT_S) -> None:
+        self.base, self.careless, self.timeout_s = base, careless, timeout_s
         self.server = ForkServer(1)
         base.mkdir(parents=True, exist_ok=True)
         (base / "tiny.yaml").write_text(_merged())
@@ -193,7 +194,7 @@ class Bench:
             TimeoutError: it hangs.
         """
         arguments = self.arguments(template, directory, out)
-        return Outcome(*self.server.run(arguments, environment(stop_at), TIMEOUT_S))
+        return Outcome(*self.server.run(arguments, environment(stop_at), self.timeout_s))
 
     def cold_command(self, template: Sequence[str], directory: Path) -> list[str]:
         """Return the command line of a process of its own."""

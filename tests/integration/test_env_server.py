@@ -140,6 +140,38 @@ def test_what_a_server_refuses_has_a_code(served, monkeypatch):
             probe(f"tcp://127.0.0.1:{free.getsockname()[1]}")
 
 
+def test_simulators_that_are_still_ending_count_until_they_are_gone(served, monkeypatch):
+    """Four of four belong to a run that has left; their processes end when the test lets them."""
+    released, asked = threading.Event(), threading.Event()
+    close = EnvManager.close
+
+    def close_late(manager, *arguments):
+        if "remote" not in manager._config:
+            asked.set()
+            released.wait()
+        close(manager, *arguments)
+
+    address = f"tcp://127.0.0.1:{served.port}"
+    hello = {"resume": False, "reconnect_s": 20.0}
+    monkeypatch.setattr("embodrl.envs.pool.env_server.EnvManager.close", close_late)
+    managers = [EnvManager("toy", KWARGS, remote=remote(served.port)) for _ in range(4)]
+    for manager in managers:
+        manager.start()
+    try:
+        managers[0].close()
+        assert asked.wait(20)
+        with raises_code("env-remote-ending", EnvError):
+            connect(address, TOKEN, {"session": "too early", **hello})
+        threading.Timer(1.0, released.set).start()
+        with EnvManager("toy", KWARGS, remote=remote(served.port)) as successor:  # waits for its place
+            successor.reset(SEEDS, TASKS)
+            assert released.is_set() and len(served.server._sessions) <= 4
+    finally:
+        released.set()
+        for manager in managers:
+            manager.close()
+
+
 def test_noise_ends_its_connection_and_nothing_else(served):
     generator = np.random.default_rng(0)
     for size in (1, 40, 5000, 200_000):

@@ -245,7 +245,7 @@ class EnvServer:
         host: address to listen on.
         port: 0 takes a free one.
         token: that runs must know; None asks for none.
-        max_processes: simulators at a time.
+        max_processes: simulators at a time, with those that are still ending.
         extensions: modules that register further environments; imported here and by the simulators.
         log_dir: of the simulators' output; None for none.
 
@@ -381,14 +381,25 @@ class EnvServer:
                     raise EnvError("no longer has the simulator", "it is restarted", code="env-remote-lost")
                 return session
             self._end(name)
-            if sum(not session.is_ending for session in self._sessions.values()) >= self._max_processes:
-                hint = "start it with a higher --max-processes, or wait until lost runs have timed out"
-                message = f"has {self._max_processes} simulators already"
-                raise EnvError(message, hint, code="env-remote-full")
+            self._check_room()
             used = Counter(session.core for session in self._sessions.values())
             core = min(self._cores, key=lambda core: used[core])
             self._sessions[name] = Session(reconnect_s, self._extensions, core, self._log_dir)
             return self._sessions[name]
+
+    def _check_room(self) -> None:
+        """Refuse a simulator beyond ``max_processes``; those that are ending count until their process is gone."""
+        self._ending = [session for session in self._ending if session.is_alive()]
+        in_use = sum(not session.is_ending for session in self._sessions.values())
+        if in_use >= self._max_processes:
+            hint = "start it with a higher --max-processes, or wait until lost runs have timed out"
+            raise EnvError(f"has {self._max_processes} simulators already", hint, code="env-remote-full")
+        ending = sum(session.is_ending and session.is_alive() for session in self._sessions.values())
+        ending += len(self._ending)
+        if in_use + ending >= self._max_processes:
+            hint = "try again when they have ended, or start it with a higher --max-processes"
+            message = f"is still ending {ending} of at most {self._max_processes} simulators"
+            raise EnvError(message, hint, code="env-remote-ending")
 
 
 def _family(host: str) -> socket.AddressFamily:

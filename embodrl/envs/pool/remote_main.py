@@ -139,6 +139,10 @@ class RemoteSimulator:
             except OSError as error:
                 if time.monotonic() >= deadline:
                     raise _unreachable(self._address, f"for {self._reconnect_s:g} s: {error}") from error
+            except EnvError as error:
+                # A restart comes before the server has reaped the simulator that it replaces.
+                if error.code != "env-remote-ending" or time.monotonic() >= deadline:
+                    raise
             time.sleep(_PAUSE_S)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from embodrl.algorithms.off_policy import ramp, rlt
 from embodrl.config.schema import Config, ModelConfig
-from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.errors import CheckpointError, FileDamagedError, PolicyFileError
 from embodrl.hybrid_engines.training.off_policy import Transitions
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.rlt import RltEngine
@@ -23,6 +23,8 @@ from embodrl.models.common.value_head import keep_prefix
 from embodrl.models.gaussian.on_frozen import ReferencePolicy
 from embodrl.models.registry import build_policy
 from embodrl.runs.rl_token import TokenTraining, fit_token, held_out, judge
+from embodrl.storage.atomic import atomic_directory
+from embodrl.storage.integrity import write_checksums
 from embodrl.types import SamplingParams
 
 FAMILIES = ("openvla", "pi0", "smolvla", "pi0_fast", "gr00t")
@@ -226,3 +228,18 @@ def test_the_actor_descends_the_loss_of_rlt(bases: dict[str, Path]) -> None:
     assert metrics["q_weight"] == 0.75 and metrics["bc_weight"] == pytest.approx(0.55)
     for name, parameter in policy.model.named_parameters():
         torch.testing.assert_close(taken[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["rl_token.json", "rl_token.safetensors"])
+def test_a_flipped_byte_in_a_token_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    whole = tmp_path / "whole"
+    with atomic_directory(whole) as staging:
+        RLToken(RLTokenSpec(32, 8, 16)).save(staging)
+        write_checksums(staging)
+    RLToken.load(whole)
+    content = (whole / name).read_bytes()
+    for at in {0, len(content) // 3, len(content) // 2, len(content) - 3}:
+        (whole / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with raises_code("file-damaged", FileDamagedError) as raised:
+            RLToken.load(whole)
+        assert name in raised.value.message

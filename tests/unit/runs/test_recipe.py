@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,24 @@ def test_what_a_later_stage_was_made_from_is_not_made_again(
     with pytest.raises(OutputError) as stale:
         do(plan())
     assert stale.value.code == "recipe-stale" and len(verbs.started) == 3
+
+
+def test_no_flipped_bit_of_recipe_json_repeats_a_stage(
+    plan: Callable[..., Recipe], verbs: Verbs, tmp_path: Path
+) -> None:
+    recipe = plan()
+    assert do(recipe) == 0
+    path = tmp_path / "run" / "recipe.json"
+    content = path.read_bytes()
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        found = replace(recipe, begun={}, ended=[])
+        with pytest.raises(EmbodrlError):
+            found.read()
+            found.refuse_other()
+            assert (found.begun, found.ended) != (recipe.begun, recipe.ended)
+            pytest.fail(f"a flipped bit at byte {at} is taken: {content[max(0, at - 20) : at + 20]!r}")
+    assert len(verbs.started) == 3
 
 
 def test_the_directory_of_something_else_is_refused(plan: Callable[..., Recipe], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -226,3 +227,17 @@ def test_the_commands(data: Path, tmp_path: Path) -> None:
     assert check_reward(output, data).episodes == 20
     outcome = CliRunner().invoke(app, ["reward", "train", str(data), "-o", str(output), "--kind", "value"])
     assert outcome.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "checksums.json"])
+def test_a_flipped_byte_anywhere_in_a_reward_model_is_refused_by_name(
+    classifier: Path, tmp_path: Path, name: str
+) -> None:
+    content = (classifier / name).read_bytes()
+    for at in {0, len(content) // 3, len(content) // 2, len(content) - 3}:
+        copy = tmp_path / f"{at}"
+        shutil.copytree(classifier, copy)
+        (copy / name).write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(EmbodrlError) as raised:
+            ObservationModel.load(copy)
+        assert name in str(raised.value) or raised.value.code == "file-damaged"
