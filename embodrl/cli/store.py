@@ -1,4 +1,4 @@
-"""`embodrl store collect`, `train`, `eval` and `status`."""
+"""`embodrl store collect`, `train`, `eval`, `compact` and `status`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def about() -> None:
       embodrl store train experiment=hybrid store.url=/data/store sft.output_dir=outputs/trainer
       embodrl store collect experiment=hybrid store.url=/data/store store.collector=desk
       embodrl store eval experiment=hybrid store.url=/data/store
+      embodrl store compact store.url=/data/store
       embodrl store status store.url=/data/store
     """
 
@@ -105,5 +106,29 @@ def status(overrides: Overrides = None, config: ConfigFile = None, debug: Debug 
     execute(action, debug)
 
 
-for command, name in ((collect, "collect"), (train, "train"), (evaluate, "eval"), (status, "status")):
+def compact(overrides: Overrides = None, config: ConfigFile = None, debug: Debug = False) -> None:
+    """Merge the small shards of each collector into large ones, while others write and read.
+
+    One such command runs at a time; one that was killed is repeated, and completes its work.
+
+    \b
+    Examples:
+      embodrl store compact store.url=/data/store
+      embodrl store compact store.url=s3://bucket/run store.compact_episodes=5000
+    """
+
+    def action() -> int:
+        from embodrl.cli.common import load
+        from embodrl.data.compaction import compact as verb
+        from embodrl.runs.store_parts import open_store
+
+        loaded = load(overrides, config, "store").config
+        verb(open_store(loaded), loaded.store.compact_episodes, print)
+        return 0
+
+    execute(action, debug)
+
+
+COMMANDS = {"collect": collect, "train": train, "eval": evaluate, "compact": compact, "status": status}
+for name, command in COMMANDS.items():
     add(app, command, name)

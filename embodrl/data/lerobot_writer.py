@@ -15,7 +15,7 @@ import numpy as np
 from embodrl.data import lerobot as layout
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, Episode
+from embodrl.data.demos import EXECUTED, Episode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.parquet import Table
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
@@ -243,15 +243,16 @@ class LeRobotWriter(DatasetWriter):
             kept = pixels.fields(key)
             counts = np.array(kept.items("counts", 3), np.int64)
             self._pixels[key] = PixelStats(counts, kept.integer("frames"))
-        flat = {*layout.COUNTERS, REWARD, TERMINATED, LOG_PROB, POLICY_VERSION}
+        features = state.fields("features")
         for path in sorted((self.staging / "data").glob("*/*.parquet")):
             table = Table(path)
             for name in table.names:
-                if (layout.COUNTERS | {POLICY_VERSION: "int64"}).get(name) == "int64":
-                    values: Array = table.integers(name)
-                else:
-                    values = table.vectors(name, int(state.fields("features").fields(name).numbers("shape", 1)[0]))
-                self._vectors.setdefault(name, []).append(values.ravel() if name in flat else values)
+                feature = features.fields(name)
+                size = int(feature.numbers("shape", 1)[0])
+                is_whole = feature.text("dtype") == "int64" and size == 1
+                values: Array = table.integers(name) if is_whole else table.vectors(name, size)
+                is_flat = size == 1 and name not in (layout.ACTION, layout.STATE, EXECUTED)
+                self._vectors.setdefault(name, []).append(values.ravel() if is_flat else values)
 
     def _write_meta(self, meta: Mapping[str, object]) -> None:
         self._pq.write_table(self._task_table(), self.staging / layout.TASKS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from embodrl.data.demos import Demos, Episode
@@ -23,6 +24,20 @@ from embodrl.storage.store import Store
 
 EPISODES = "episodes"
 """What shards are below, in a store."""
+MERGED = "="
+"""In the name of a merged shard, ``COLLECTOR=FIRST-LAST``; no name of a collector has it."""
+
+
+def place_of(name: str) -> tuple[str, int]:
+    """Return the collector of a shard, and the number of its first part: shards are read in this order."""
+    collector, _, span = name.rpartition("/")[2].rpartition(MERGED)
+    return (collector, int(span[:6])) if collector else (span[:-7], int(span[-6:]))
+
+
+def newest_of_each(names: Sequence[str]) -> set[str]:
+    """Return the newest shard that each collector itself has written: without its disk, it continues after that."""
+    own = sorted((name for name in names if MERGED not in name), key=place_of)
+    return set({place_of(name)[0]: name for name in own}.values())
 
 
 class ShardWriter:
@@ -123,6 +138,15 @@ class ShardWriter:
         self._writer.abort()
 
 
+@dataclass
+class _Part:
+    """What the window has of a shard: ``ids`` of the episodes that were read for it, and the usable ones of them."""
+
+    shard: str
+    ids: list[str]
+    demos: Demos
+
+
 class ShardReader:
     """Follows the episodes of a store: each is read once, by its id.
 
@@ -156,7 +180,7 @@ class ShardReader:
         self._corrections_only = corrections_only
         self.shards: list[str] = []
         self.ids: set[str] = set()
-        self._parts: list[tuple[str, list[str], Demos]] = []
+        self._parts: list[_Part] = []
         self.demos: Demos | None = None
 
     def poll(self) -> bool:
@@ -166,42 +190,69 @@ class ShardReader:
             StoreError: the store can't be reached, or a shard is damaged.
         """
         known = set(self.shards)
-        names = [name for name in self._store.names(EPISODES) if name not in known]
-        new = [name for name in names if self._store.mark(name) is not None]  # some may be marked at this moment
-        for name in new:
-            self._read(name)
+        names = sorted((name for name in self._store.names(EPISODES) if name not in known), key=place_of)
+        new = [name for name in names if self._follow(name)]
         if new:
             self._trim()
         return bool(new)
 
     def restore(self, state: Fields) -> None:
-        """Be as the reader that ``state`` was called of.
+        """Be as the reader that ``state`` was called of, from merged shards where those of that time are gone.
 
         Raises:
             StoreError: a shard of the window can't be read any more.
         """
-        used = state.texts("used")
-        self.shards, self.ids = [name for name in state.texts("shards") if name not in used], set(state.texts("ids"))
-        for name in used:
-            self._read(name)
+        used = [(part.text("shard"), part.texts("ids")) for part in state.objects("used")]
+        self.shards, self.ids = state.texts("shards"), set(state.texts("ids"))
+        for name, ids in used:
+            self._read(self._source(name, set(ids)), set(ids))
         self._trim()
 
     @property
     def finished(self) -> list[str]:
         """The shards that are not needed any more, not even after a restart from here."""
-        used = {name for name, _, _ in self._parts}
+        used = {part.shard for part in self._parts}
         return [name for name in self.shards if name not in used]
 
     def state(self) -> dict[str, object]:
         """Return what ``restore`` takes, as JSON."""
-        used = [name for name, _, _ in self._parts]
         return {
             "shards": self.shards,
-            "used": used,
-            "ids": sorted(self.ids.difference(*(i for _, i, _ in self._parts))),
+            "used": [{"shard": part.shard, "ids": part.ids} for part in self._parts],
+            "ids": sorted(self.ids.difference(*(part.ids for part in self._parts))),
         }
 
-    def _read(self, name: str) -> None:
+    def _source(self, name: str, ids: set[str]) -> str:
+        """Return the shard if it is there, else the merged one that its episodes went into."""
+        if self._store.mark(name) is not None:
+            return name
+        for other in self._store.names(EPISODES):
+            mark = self._store.mark(other) if MERGED in other else None
+            if mark is not None and ids.issubset(mark.texts("ids")):
+                return other
+        return name
+
+    def _follow(self, name: str) -> bool:
+        """Read a shard; False if it is gone again, since its episodes were merged into another."""
+        mark = self._store.mark(name)
+        if mark is None:
+            return False
+        ids = set(mark.texts("ids"))
+        for part in self._parts:  # from now on, from where they are kept
+            if ids.issuperset(part.ids):
+                part.shard = name
+        if not ids <= self.ids:
+            try:
+                self._read(name, ids)
+            except StoreError as error:
+                if error.code != "store-missing":
+                    raise
+                return False
+        self.shards.append(name)
+        return True
+
+    def _read(self, name: str, expected: set[str]) -> None:
+        """Take the expected episodes of a shard that are not known yet."""
         directory = self._cache / name.rpartition("/")[2]
         mark = self._store.get(name, directory)
         demos = load_demos(directory, None, self._cameras, self._size)
@@ -209,18 +260,17 @@ class ShardReader:
         ids = mark.texts("ids")
         if len(ids) != len(demos.success):
             raise StoreError(f"{name} has {len(demos.success)} episodes and {len(ids)} ids", code="store-damaged")
-        fresh = [number for number, one in enumerate(ids) if one not in self.ids]
+        fresh = [number for number, one in enumerate(ids) if one in expected and one not in self.ids]
         wanted = [number for number in fresh if demos.success[number] or not self._successes_only]
         if self._corrections_only:
             corrected = set[int]() if demos.acted_by is None else set(demos.episode[demos.acted_by != POLICY].tolist())
             wanted = [number for number in wanted if number in corrected]
-        self.shards.append(name)
-        self.ids.update(ids)
+        self.ids.update(ids[number] for number in fresh)
         if wanted:
-            self._parts.append((name, ids, demos.select(wanted)))
+            self._parts.append(_Part(name, [ids[number] for number in fresh], demos.select(wanted)))
 
     def _trim(self) -> None:
-        parts = [demos for _, _, demos in self._parts]
+        parts = [part.demos for part in self._parts]
         while parts and sum(len(demos.instructions) for demos in parts[1:]) >= self._window:
             self._parts.pop(0)
             parts.pop(0)

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from embodrl.config.schema import Config
-from embodrl.data.shards import EPISODES
+from embodrl.data.shards import EPISODES, place_of
 from embodrl.errors import UsageError
 from embodrl.hybrid_engines.weight_sync.stored import WEIGHTS
 from embodrl.storage.store import Store
@@ -42,7 +42,7 @@ def status_lines(store: Store) -> list[str]:
     episodes: Counter[str] = Counter()
     for name in store.names(EPISODES):
         if (mark := store.mark(name)) is not None:
-            episodes[name.rpartition("/")[2][:-7]] += len(mark.texts("ids"))
+            episodes[place_of(name)[0]] += len(mark.texts("ids"))
     versions = [name.rpartition("/v")[2] for name in store.names(WEIGHTS)]
     lines = [f"episodes: {sum(episodes.values())}", *(f"  {name}: {count}" for name, count in episodes.items())]
     lines.append(f"weights: {', '.join(str(int(version)) for version in versions) or 'none'}")

@@ -21,7 +21,7 @@ from torch import Tensor
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.imitation import FrameBatches, check_demos
-from embodrl.data.shards import EPISODES, ShardReader
+from embodrl.data.shards import EPISODES, ShardReader, newest_of_each
 from embodrl.errors import StoreError, UsageError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import TrainEngine
@@ -209,8 +209,7 @@ class StoreTrainer(Trainer):
 
     def _remove_used(self) -> None:
         names = self.store.names(EPISODES)
-        newest = {name[:-7]: name for name in names}.values()  # where a collector continues that has lost its disk
-        for name in set(names).intersection(self.followed.finished()).difference(newest):
+        for name in set(names).intersection(self.followed.finished()).difference(newest_of_each(names)):
             self.store.remove(name)
 
     def finish(self) -> None:

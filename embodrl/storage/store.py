@@ -173,9 +173,17 @@ class Store:
         """Copy a directory of the store to this machine, where it appears complete; return its mark.
 
         Raises:
-            StoreError: it is not there, damaged, or the store can't be reached.
+            StoreError: it is not there, or is removed meanwhile; it is damaged, or the store can't be reached.
             OutputError: it can't be written here.
         """
+        try:
+            return self._get(name, directory)
+        except StoreError:
+            if self.mark(name) is not None:
+                raise
+        raise StoreError(f"there is no {name} in {self.url}", "it may have been removed", code="store-missing")
+
+    def _get(self, name: str, directory: Path) -> Fields:
         mark = self.mark(name)
         if mark is None:
             raise StoreError(f"there is no {name} in {self.url}", "it may have been removed", code="store-missing")

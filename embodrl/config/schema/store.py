@@ -49,4 +49,7 @@ class StoreConfig(Section):
     remove_used: bool = Field(
         default=False, description="the trainer removes shards from the store once they have left its window"
     )
+    compact_episodes: PositiveInt = Field(
+        default=1000, le=100_000, description="most episodes of a shard that `embodrl store compact` merges others into"
+    )
     poll_s: PositiveFloat = Field(default=1.0, description="seconds between two looks into the store")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from embodrl.data.demos import POLICY_VERSION, Episode, Outcomes
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.shards import EPISODES, ShardReader, ShardWriter
 from embodrl.errors import StoreError
@@ -26,7 +26,7 @@ def episode(number: int, success: bool = True) -> Episode:
         number,
         success,
         Outcomes(actions, np.zeros(2, np.float32), np.array([False, success]), np.full(2, -number, np.float32)),
-        {POLICY_VERSION: np.full(2, number, np.int64)},
+        {POLICY_VERSION: np.full(2, number, np.int64), ACTED_BY: np.zeros(2, np.int64)},
         f"a-{number}",
     )
 
