@@ -40,6 +40,7 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         "num_action_chunks": config.model.num_action_chunks,
         "action_dim": config.model.action_dim,
         "condition": config.model.condition,
+        "rtc_max_delay": trained_delay(config.model),
         "seed": config.runner.seed,
         **facts,
     }
@@ -102,6 +103,17 @@ def read_card(directory: Path) -> dict[str, Any] | None:
     tasks = cast(object, found.get("tasks", []))
     valid = isinstance(tasks, list) and all(isinstance(task, str) for task in cast(list[object], tasks))
     return found if valid else None
+
+
+def trained_delay(model: ModelConfig) -> int:
+    """Return ``model.flow.rtc_max_delay``; where that is null, what the policy's card says, else 0."""
+    flow = getattr(model, "flow", None)
+    if flow is None or flow.rtc_max_delay is not None:
+        return 0 if flow is None else flow.rtc_max_delay
+    directory = policy_directory(model)
+    card = None if directory is None else read_card(directory)
+    recorded = None if card is None else card.get("rtc_max_delay")
+    return recorded if type(recorded) is int and recorded > 0 else 0
 
 
 def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,8 @@
 
 Needs an interpreter with openpi-client, vla-eval, json-numpy, requests, pyzmq and msgpack-numpy in the variable
 EMBODRL_CLIENTS_PYTHON, and the extra serve; for lerobot's RobotClient, one with lerobot and grpcio in
-EMBODRL_LEROBOT_PYTHON.
+EMBODRL_LEROBOT_PYTHON. GR00T's own client is no package: EMBODRL_GR00T_DIRS has checkouts of Isaac-GR00T (N1.6, N1.7),
+joined as in PATH, and EMBODRL_GR00T_PYTHON an interpreter that can import gr00t.policy.server_client of each.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,11 @@ pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 pytest.importorskip("zmq", reason="the extra serve is not installed")
 PYTHON = os.environ.get("EMBODRL_CLIENTS_PYTHON", "")
 LEROBOT = os.environ.get("EMBODRL_LEROBOT_PYTHON", "")
+GROOT = os.environ.get("EMBODRL_GR00T_PYTHON", "")
+GROOT_DIRS = list(filter(None, os.environ.get("EMBODRL_GR00T_DIRS", "").split(os.pathsep))) if GROOT else []
 HERE = Path(__file__).parent
 EPISODES, SEED, TOKEN = 12, 1_000_000, "a-token-of-the-tests"
-PROTOCOLS = {"openpi": PYTHON, "vla_eval": PYTHON, "gr00t": PYTHON, "act": PYTHON, "lerobot": LEROBOT}
+PROTOCOLS = {"openpi": PYTHON, "vla_eval": PYTHON, "gr00t": PYTHON or GROOT, "act": PYTHON, "lerobot": LEROBOT}
 SPOKEN = tuple(name for name, python in PROTOCOLS.items() if python or (name == "act" and LEROBOT))
 CONFIG = """
 presets: {env: toy, model: cnn}
@@ -41,7 +45,7 @@ collect: {num_episodes: 60}
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-@pytest.mark.skipif(not SPOKEN, reason="EMBODRL_CLIENTS_PYTHON and EMBODRL_LEROBOT_PYTHON name no interpreter")
+@pytest.mark.skipif(not SPOKEN, reason="no variable names an interpreter that has clients")
 def test_clients_see_the_success_of_an_evaluation(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG)
@@ -63,12 +67,10 @@ def test_clients_see_the_success_of_an_evaluation(tmp_path):
             if line == "ready\n":
                 break
         assert set(urls) == set(SPOKEN)
-        for name in filter(PROTOCOLS.get, SPOKEN):
-            script = [HERE / "serve_toy_client.py", name, urls[name]]
-            if name == "lerobot":
-                script = [HERE / "lerobot_robot.py", urls[name].removeprefix("grpc://"), urls["act"]]
-            command = [PROTOCOLS[name], *script, TOKEN, str(EPISODES), str(SEED)]
-            environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "HF_LEROBOT_HOME": str(tmp_path)}
+        for name, python, script, paths in clients(urls):
+            command = [python, *script, TOKEN, str(EPISODES), str(SEED)]
+            path = os.pathsep.join([*paths, str(HERE.parents[1])])
+            environment = os.environ | {"PYTHONPATH": path, "HF_LEROBOT_HOME": str(tmp_path)}
             done = subprocess.run(
                 command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
             )
@@ -77,9 +79,20 @@ def test_clients_see_the_success_of_an_evaluation(tmp_path):
             if name == "lerobot":  # its client runs other actions of a chunk than an evaluation does
                 assert len(found) == EPISODES
             else:
-                assert found == wanted, name
+                assert found == wanted, (name, paths)
         server.send_signal(signal.SIGTERM)
         assert server.wait(30) == 0
     finally:
         server.kill()
         server.communicate()
+
+
+def clients(urls: dict[str, str]) -> Iterator[tuple[str, str, list[object], list[str]]]:
+    """Yield the protocol, the interpreter, the script with its first arguments, and further paths of imports."""
+    for name in SPOKEN:
+        if name == "lerobot":
+            yield name, LEROBOT, [HERE / "lerobot_robot.py", urls[name].removeprefix("grpc://"), urls["act"]], []
+        elif PYTHON:
+            yield name, PYTHON, [HERE / "serve_toy_client.py", name, urls[name]], []
+    for directory in GROOT_DIRS:
+        yield "gr00t", GROOT, [HERE / "gr00t_client.py", urls["gr00t"]], [directory]

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Iterator
 from typing import get_args
 
+from embodrl.config.policy_card import trained_delay
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.config.schema import GrootKeysConfig, ServeProtocol
 from embodrl.specs import MODELS
@@ -55,12 +56,15 @@ def wire_keys_fit(context: Context) -> Iterator[Finding]:
                 yield Finding(f"serve.{name}.actions", message, hint, others=("model.action_dim",))
 
 
-@note("serve.rtc_max_guidance_weight", "model.model_type")
+@note("serve.rtc_max_guidance_weight", "model.model_type", "model.flow.rtc_max_delay")
 def guidance_without_effect(context: Context) -> Iterator[Finding]:
     """Only flow policies continue the chunk that a robot is in the midst of."""
     key, family = "serve.rtc_max_guidance_weight", context.config.model.model_type
     if context.by_user(key) and family in MODELS and MODELS.entry(family).kind != "flow":
         yield Finding(key, f"has no effect: '{family}' is no flow policy", "leave it out")
+    elif context.by_user(key) and trained_delay(context.config.model):
+        message = "has no effect: the policy was trained to continue chunks, and is not guided"
+        yield Finding(key, message, "leave it out, or set model.flow.rtc_max_delay=0")
 
 
 @rule("serve.execution_horizon", "model.num_action_chunks")

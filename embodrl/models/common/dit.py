@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from embodrl.models.common.attention import attention
+from embodrl.models.common.gemma import per_token
 from embodrl.models.common.init import init_linears
 
 LAYER_NORM_EPS = 1e-5
@@ -67,13 +68,13 @@ class TimestepEncoder(nn.Module):
         self.timestep_embedder = TimestepEmbedding(width)
 
     def forward(self, bucket: Tensor) -> Tensor:
-        """``int64[B]`` to ``[B,D]``: ``cos, sin`` of ``t * 10000^(-i / 127)``, i from 0 to 127, then the MLP.
+        """``int64[...]`` to ``[...,D]``: ``cos, sin`` of ``t * 10000^(-i / 127)``, i from 0 to 127, then the MLP.
 
         In float32 and in the reference's order of operations: at angles of a thousand, rounding shows.
         """
         half = TIME_CHANNELS // 2
         exponent = -math.log(MAX_PERIOD) * torch.arange(half, dtype=torch.float32, device=bucket.device)
-        angle = bucket.float()[:, None] * torch.exp(exponent / (half - 1))
+        angle = bucket.float()[..., None] * torch.exp(exponent / (half - 1))
         waves = torch.cat([angle.cos(), angle.sin()], dim=-1)
         return self.timestep_embedder(waves.to(self.timestep_embedder.linear_1.weight.dtype))
 
@@ -86,8 +87,8 @@ class AdaLayerNorm(nn.Module):
         self.linear = nn.Linear(width, 2 * width)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """``[B,L,D]`` and ``silu`` of the time embedding ``[B,D]`` to ``[B,L,D]``: ``norm(x) (1 + scale) + shift``."""
-        scale, shift = self.linear(time)[:, None].chunk(2, dim=-1)
+        """``[B,L,D]`` and ``silu`` of the time embedding ``[B,D]`` or ``[B,L,D]``: ``norm(x) (1 + scale) + shift``."""
+        scale, shift = per_token(self.linear(time)).chunk(2, dim=-1)
         return F.layer_norm(x, x.shape[-1:], eps=LAYER_NORM_EPS) * (1.0 + scale) + shift
 
 
@@ -190,7 +191,7 @@ class DiffusionTransformer(nn.Module):
 
         Args:
             x: ``[B,L,D]``.
-            bucket: time, ``int64[B]``.
+            bucket: time, ``int64[B]``, or ``int64[B,L]`` of each token.
             known: from ``key_values``.
             mask: of the context.
         """
@@ -202,7 +203,7 @@ class DiffusionTransformer(nn.Module):
                 x = checkpoint(block, x, time, pair, seen, use_reentrant=False)
             else:
                 x = block(x, time, pair, seen)
-        shift, scale = self.proj_out_1(time)[:, None].chunk(2, dim=-1)
+        shift, scale = per_token(self.proj_out_1(time)).chunk(2, dim=-1)
         return self.proj_out_2(F.layer_norm(x, x.shape[-1:], eps=OUTPUT_NORM_EPS) * (1.0 + scale) + shift)
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -57,7 +57,7 @@ class ExpertNetwork(nn.Module, ABC):
         Args:
             context: what ``encode`` of the family returns.
             x: noisy actions ``[B,H,D]``.
-            tau: noise levels ``float32[B]``, 1 is pure noise.
+            tau: noise levels ``float32[B]``, or ``float32[B,H]`` of each action; 1 is pure noise.
         """
 
     @property

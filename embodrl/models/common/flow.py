@@ -25,7 +25,10 @@ from embodrl.data.rng import RandomSource, draw_rows
 
 Joint = Literal["sum", "mean"]
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` it came from."""
+"""``x float32[B,H,D]`` and ``tau float32[B]`` to the velocity ``[B,H,D]`` and the features ``[B,H,F]`` it came from.
+
+A family's network also takes ``tau float32[B,H]``, a noise level for each action.
+"""
 Times = Callable[[int], list[float]]
 """From K to the K + 1 values of tau."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
+from embodrl.config.policy_card import trained_delay
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.cfm import CfmSampler
@@ -28,8 +29,9 @@ from embodrl.models.common.flow import (
     standard_normal,
 )
 from embodrl.models.common.flow_spec import FlowConfig, FlowModelConfig
+from embodrl.models.common.gemma import per_token
 from embodrl.models.common.gripper import Convention, to_environment, to_model
-from embodrl.models.common.rtc import guided, prefix_weights
+from embodrl.models.common.rtc import conditioned, drawn_delays, guided, prefix_weights
 from embodrl.models.common.value_head import ValueHead
 from embodrl.types import ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
 
@@ -101,6 +103,7 @@ class FlowPolicy(VLAPolicy):
         self.horizon = horizon
         self.padded_action_dim = padded_action_dim
         self.flow: FlowConfig = config.flow
+        self.rtc_max_delay = trained_delay(config)
         self.gripper: Convention = config.gripper
         self.value_input = value_input if config.value_head.input == "auto" else config.value_head.input
         self.detach_value = config.value_head.detach
@@ -221,7 +224,8 @@ class FlowPolicy(VLAPolicy):
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return what ``preprocess`` returns, ``target float32[B,H,D]``, ``noise`` like it and ``tau float32[B]``.
 
-        Noise and times are drawn here from torch's global generator, not in ``sft_loss``, which may run on threads.
+        With ``model.flow.rtc_max_delay`` also ``given bool[B,H]``: the actions that are given rather than learned.
+        All is drawn here from torch's global generator, not in ``sft_loss``, which may run on threads.
         """
         raw = actions.detach().cpu().numpy().astype(np.float64)
         raw = to_model(raw, self.gripper)
@@ -233,6 +237,9 @@ class FlowPolicy(VLAPolicy):
             "noise": standard_normal(target.shape, None, torch.device("cpu")),
             "tau": self.training_times(len(raw)),
         }
+        if self.rtc_max_delay:
+            delays = drawn_delays(len(raw), self.rtc_max_delay)
+            drawn["given"] = torch.arange(self.horizon) < delays[:, None]
         return {**self.preprocess(observation), **{name: value.to(self.device) for name, value in drawn.items()}}
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
@@ -250,18 +257,24 @@ class FlowPolicy(VLAPolicy):
         """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
 
         Args:
-            batch: from ``sft_inputs``; ``action_mask bool[B,H]``, if there is one, leaves actions out.
+            batch: from ``sft_inputs``; ``action_mask bool[B,H]``, if there is one, leaves actions out, and those of
+                ``given`` enter without noise, at tau 0.
             label_smoothing_bins: for token policies.
         """
-        target, noise, tau = batch["target"], batch["noise"], batch["tau"][:, None, None]
+        target, noise, times = batch["target"], batch["noise"], batch["tau"]
+        if "given" in batch:
+            times = times[:, None].masked_fill(batch["given"], 0.0)
+        tau = per_token(times[..., None])
         x = tau * noise + (1.0 - tau) * target
-        v, _ = self.velocity(self.encode(batch))(x, batch["tau"])
+        v, _ = self.velocity(self.encode(batch))(x, times)
         v = v.float()
         dims = self.loss_action_dims()
         weight = torch.ones_like(target[..., :1])
         weight[:, self.action_horizon :] = 0.0
         if "action_mask" in batch:
             weight[:, : self.action_horizon] = batch["action_mask"][..., None].to(target.dtype)
+        if "given" in batch:
+            weight = weight * ~batch["given"][..., None]
         total = weight.sum().clamp(min=1.0)
         loss = ((v - (noise - target))[..., :dims].square() * weight).sum() / (total * dims)
         with torch.no_grad():
@@ -273,11 +286,18 @@ class FlowPolicy(VLAPolicy):
 
     @torch.no_grad()
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
-        """As ``eval`` of ``predict_action_batch``, guided towards what is left of the last chunk: see ``rtc.py``.
+        """As ``eval`` of ``predict_action_batch``, continuing what is left of the last chunk: see ``rtc.py``.
 
-        Without a prefix it gives the same actions. The first ``delay`` actions come out close to the prefix, which is
-        what has to be executed.
+        A policy with ``model.flow.rtc_max_delay`` is given the first ``delay`` actions and reads no others; another one
+        is guided, and its first ``delay`` actions come out close to the prefix, which is what has to be executed.
+        Without a prefix the actions are those of ``predict_action_batch``.
         """
+        if self.rtc_max_delay and int(prefix.delay.max()) > self.rtc_max_delay:
+            raise EmbodrlError(
+                f"a delay of {int(prefix.delay.max())} actions, and the policy was trained with {self.rtc_max_delay}",
+                "send a delay that it knows, or serve with model.flow.rtc_max_delay=0, which guides it instead",
+                code="policy-rtc-delay",
+            )
         shape = (observation.batch_size, self.horizon, self.padded_action_dim)
         target, weights = torch.zeros(shape), torch.zeros(shape)
         length = min(prefix.actions.shape[1], self.action_horizon)
@@ -285,11 +305,16 @@ class FlowPolicy(VLAPolicy):
         actions[:, :length] = prefix.actions[:, :length]
         units = self.scaled(self.relative_to(to_model(actions, self.gripper), observation))
         target[:, :length, : self.action_dim] = torch.from_numpy(units[:, :length])
-        held = prefix_weights(torch.from_numpy(prefix.delay), torch.from_numpy(prefix.length), self.horizon)
-        weights[..., : self.action_dim] = held[..., None]
-        network = self.velocity(self.encode(self.preprocess(observation)))
-        velocity = guided(network, target.to(self.device), weights.to(self.device), guidance)
-        return self._to_environment(self._integrate(velocity, self._evaluation_start(observation))[0], observation)
+        delay, noise = torch.from_numpy(prefix.delay), self._evaluation_start(observation)
+        network, target = self.velocity(self.encode(self.preprocess(observation))), target.to(self.device)
+        if self.rtc_max_delay:
+            given = (torch.arange(self.horizon) < delay[:, None]).to(self.device)
+            velocity, noise = conditioned(network, given), torch.where(given[..., None], target, noise)
+        else:
+            held = prefix_weights(delay, torch.from_numpy(prefix.length), self.horizon)
+            weights[..., : self.action_dim] = held[..., None]
+            velocity = guided(network, target, weights.to(self.device), guidance)
+        return self._to_environment(self._integrate(velocity, noise)[0], observation)
 
     # Noise that another policy chooses ---------------------------------------------------------------------------
 

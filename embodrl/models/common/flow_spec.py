@@ -11,7 +11,7 @@ from pydantic import Field
 
 from embodrl.config.policy_card import checkpoint_name, policy_directory
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path_kind
-from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema import ModelConfig, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from embodrl.errors import EmbodrlError
 from embodrl.fields import read_fields
 from embodrl.interface import LIBERO, Interface
@@ -57,6 +57,12 @@ class FlowConfig(Section):
         default=False,
         description="flow_sde and cfm: rollouts keep what the velocity misses its target by (algorithm=pi_nft)",
     )
+    rtc_max_delay: NonNegativeInt | None = Field(
+        default=None,
+        description="trained real-time chunking: imitation gives the first d actions of a chunk clean and learns the"
+        " rest, d drawn from 0 to this; serving then continues chunks so, rather than by guidance. 0: off; null: as the"
+        " policy of model.model_path or model.warm_start was trained, else off",
+    )
 
 
 class FlowModelConfig(ModelConfig):
@@ -79,6 +85,21 @@ def noise_range_is_not_empty(context: Context) -> Iterator[Finding]:
             "set it to half of noise_std_max",
             f"above 0, below {flow.noise_std_max}",
             others=("model.flow.noise_std_max",),
+        )
+
+
+@FLOW.rule("model.flow.rtc_max_delay", "model.num_action_chunks")
+def something_is_left_to_learn(context: Context) -> Iterator[Finding]:
+    """Of the actions that are run, at least one is not given."""
+    model = context.model(FlowModelConfig)
+    delay, chunk = model.flow.rtc_max_delay, model.num_action_chunks
+    if delay is not None and delay >= chunk:
+        yield Finding(
+            "model.flow.rtc_max_delay",
+            f"{delay} actions of a chunk would be given, of {chunk} that are run",
+            f"set it to {chunk - 1} or less, or run more actions of a chunk",
+            f"0 to {chunk - 1}",
+            others=("model.num_action_chunks",),
         )
 
 

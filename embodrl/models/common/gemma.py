@@ -89,12 +89,17 @@ class AdaptiveRMSNorm(nn.Module):
         self.dense = nn.Linear(condition_dim, 3 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B,S,W]`` and ``[B,T]`` to the normed tokens and the gate ``[B,1,W]``."""
+        """``[B,S,W]`` and ``[B,T]`` or ``[B,S,T]`` to the normed tokens and the gate ``[B,1,W]`` or ``[B,S,W]``."""
         with full_precision(condition):
             modulation = self.dense(condition.to(self.dense.weight.dtype))
-        scale, shift, gate = modulation[:, None].chunk(3, dim=-1)
+        scale, shift, gate = per_token(modulation).chunk(3, dim=-1)
         normed = _normalized(x) * (1.0 + scale.float()) + shift.float()
         return normed.to(x.dtype), gate.to(x.dtype)
+
+
+def per_token(condition: Tensor) -> Tensor:
+    """Return ``[B,1,T]`` of a condition ``[B,T]`` that all tokens share; one of each token ``[B,S,T]`` as it is."""
+    return condition[:, None] if condition.dim() == 2 else condition
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ class GemmaLayer(nn.Module):
             rope: of their positions.
             mask: ``bool``, broadcastable to ``[B,1,S,P+S]``; None: all are seen.
             past: keys and values of earlier tokens.
-            condition: ``[B,T]`` of adaptive norms.
+            condition: ``[B,T]`` of adaptive norms, or ``[B,S,T]``.
         """
         normed, gate = self.input_layernorm(x, condition)
         known = self.self_attn.keys_values(normed, rope, past)
@@ -275,7 +280,7 @@ class GemmaModel(LayerStack):
             rope: of their positions.
             cache: keys and values of earlier tokens, one pair per layer; None where there are none.
             mask: see GemmaLayer.
-            condition: ``[B,T]`` of adaptive norms.
+            condition: ``[B,T]`` of adaptive norms, or ``[B,S,T]``.
         """
         for layer, past in zip(self.layers, cache, strict=True):
             x, _ = self.run(layer, x, rope, mask, past, condition)

@@ -1,10 +1,15 @@
 """Real-time chunking: the next chunk continues the one that a robot is in the midst of.
 
-Black, Galliker and Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025, arXiv:2506.07339). While the
-next chunk is computed, the robot executes the first ``delay`` actions that are left of the present one; those are
-certain, and the rest of what is left is a wish that fades. Denoising is guided towards both by a pseudo-inverse
-(Pokle et al., "Training-free Linear Image Inverses via Flows", 2024). Time is the noise left, tau = 1 - t of the paper,
-and the velocity is the negative of the paper's; see ``flow.py``.
+While the next chunk is computed, the robot executes the first ``delay`` actions that are left of the present one. Two
+forms of continuing it:
+
+- guided, for any flow policy: Black, Galliker and Levine, "Real-Time Execution of Action Chunking Flow Policies" (2025,
+  arXiv:2506.07339). Those actions are certain, and the rest of what is left is a wish that fades. Denoising is guided
+  towards both by a pseudo-inverse (Pokle et al., "Training-free Linear Image Inverses via Flows", 2024).
+- trained: Black et al., "Training-Time Action Conditioning for Efficient Real-Time Chunking" (2025, arXiv:2512.05964).
+  Imitation gives the first actions of a chunk without noise, so that denoising may be given those that are certain.
+
+Time is the noise left, tau = 1 - t of the papers, and the velocity is the negative of theirs; see ``flow.py``.
 
 Shapes: B batch, H action horizon, D padded action dimensions.
 """
@@ -69,5 +74,25 @@ def guided(network: Velocity, target: Tensor, weights: Tensor, limit: float) -> 
             error = (target - data).detach() * weights
             (pull,) = torch.autograd.grad(data, point, error)
         return v.detach().float() - guidance_weight(tau, limit)[:, None, None] * pull, features.detach()
+
+    return velocity
+
+
+def drawn_delays(batch: int, largest: int) -> Tensor:
+    """Draw how many actions of each chunk imitation gives, ``int64[B]`` from 0 to ``largest``, all equally often."""
+    return torch.randint(largest + 1, (batch,))
+
+
+def conditioned(network: Velocity, given: Tensor) -> Velocity:
+    """Return a velocity that leaves the given actions as they are, and tells the network that they have no noise.
+
+    Args:
+        network: takes a noise level for each action.
+        given: ``bool[B,H]``.
+    """
+
+    def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
+        v, features = network(x, tau[:, None].masked_fill(given, 0.0))
+        return v.masked_fill(given[..., None], 0.0), features
 
     return velocity

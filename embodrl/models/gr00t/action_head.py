@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.models.common.dit import ContextMask, DiffusionTransformer, KeyValue, SelfAttentionTransformer
+from embodrl.models.common.gemma import per_token
 from embodrl.models.gr00t.config import ActionHeadSpec
 
 MAX_PERIOD = 10000.0
@@ -72,21 +73,21 @@ class ActionEncoder(nn.Module):
         self.W3 = EmbodimentLinear(num_embodiments, width, width)
 
     def forward(self, actions: Tensor, bucket: Tensor, embodiment: Embodiment) -> Tensor:
-        """Actions ``[B,H,D]`` and time ``int64[B]`` to ``[B,H,W]``."""
+        """Actions ``[B,H,D]`` and time ``int64[B]`` or ``int64[B,H]`` to ``[B,H,W]``."""
         embedded = self.W1(actions, embodiment)
-        time = sinusoids(bucket, embedded.shape[-1]).to(embedded.dtype)[:, None].expand_as(embedded)
+        time = per_token(sinusoids(bucket, embedded.shape[-1])).to(embedded.dtype).expand_as(embedded)
         hidden = F.silu(self.W2(torch.cat([embedded, time], dim=-1), embodiment))
         return self.W3(hidden, embodiment)
 
 
 def sinusoids(bucket: Tensor, width: int) -> Tensor:
-    """Return ``float32[B,width]``: sin, cos of ``t * 10000^(-i / h)``, i from 0 to h - 1 and h half the width.
+    """Return ``float32[...,width]``: sin, cos of ``t * 10000^(-i / h)``, i from 0 to h - 1 and h half the width.
 
     In the reference's order of operations: at angles of a thousand, the rounding of float32 shows.
     """
     half = width // 2
     exponent = -torch.arange(half, dtype=torch.float32, device=bucket.device) * (math.log(MAX_PERIOD) / half)
-    angle = bucket.float()[:, None] * exponent.exp()
+    angle = bucket.float()[..., None] * exponent.exp()
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
@@ -138,7 +139,7 @@ class ActionHead(nn.Module):
         return self.state_encoder(state, embodiment)
 
     def buckets(self, time: Tensor) -> Tensor:
-        """Return ``int(1000 t)`` as ``int64[B]`` for t ``float32[B]``.
+        """Return ``int(1000 t)`` as ``int64[...]`` for t ``float32[...]``.
 
         A thousandth of a bucket is added first, so that 0.6 in float32 is not taken for 599.99.
         """
@@ -157,7 +158,8 @@ class ActionHead(nn.Module):
 
         Args:
             actions: ``[B,H,D]``, between noise and data.
-            bucket: time, ``int64[B]``, 0 (noise) to 1000 (data).
+            bucket: time, ``int64[B]``, 0 (noise) to 1000 (data); or ``int64[B,H]`` of each action, of which the last
+                is that of the tokens that are no actions.
             state: from ``encode_state``.
             known: from ``self.model.key_values`` of the processed features.
             mask: from ``seen``.
@@ -169,6 +171,9 @@ class ActionHead(nn.Module):
         if self.spec.num_future_tokens:
             parts.insert(1, self.future_tokens.weight.expand(len(tokens), -1, -1).to(tokens.dtype))
         sequence = torch.cat(parts, dim=1)
+        if bucket.dim() == 2:
+            others = bucket[:, -1:].expand(-1, sequence.shape[1] - horizon)
+            bucket = torch.cat([others, bucket], dim=1)
         features = self.model(sequence, bucket, known, mask)[:, -horizon:]
         return self.action_decoder(features, embodiment), features
 

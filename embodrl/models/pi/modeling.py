@@ -28,6 +28,7 @@ from embodrl.models.common.gemma import (
     KeysValues,
     Rotary,
     full_precision,
+    per_token,
     rotary,
 )
 from embodrl.models.common.patches import SiglipSpec
@@ -132,14 +133,14 @@ class PiContext:
 
 
 def time_embedding(tau: Tensor, width: int) -> Tensor:
-    """Return sines, then cosines, ``float32[B,width]`` of noise levels ``float32[B]``.
+    """Return sines, then cosines, ``float32[...,width]`` of noise levels ``float32[...]``.
 
     Periods are spaced geometrically from 4e-3 to 4. The phases reach 2 pi / 4e-3, so they are computed in float64.
     """
     fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=tau.device)
     period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
-    phase = 2.0 * math.pi * tau.double()[:, None] / period
-    return torch.cat([phase.sin(), phase.cos()], dim=1).float()
+    phase = 2.0 * math.pi * tau.double()[..., None] / period
+    return torch.cat([phase.sin(), phase.cos()], dim=-1).float()
 
 
 class PiModel(ExpertNetwork):
@@ -226,7 +227,7 @@ class PiModel(ExpertNetwork):
             if self.config.adaptive_norm:
                 condition = F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(time))))
             else:
-                mixed = torch.cat([tokens, time[:, None].expand_as(tokens)], dim=-1)
+                mixed = torch.cat([tokens, per_token(time).expand_as(tokens)], dim=-1)
                 tokens = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(mixed)))
         hidden = self.expert.decode(tokens.to(self.dtype), context.rope, context.cache, context.mask, condition)
         hidden = hidden.to(exact)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from embodrl.models.common.attention import attention
 from embodrl.models.common.expert_policy import ExpertNetwork, Towers
-from embodrl.models.common.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, rotary, rotate
+from embodrl.models.common.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, per_token, rotary, rotate
 from embodrl.models.common.init import QUERY_KEY_GAIN
 from embodrl.models.common.llama import Mlp, RMSNorm
 from embodrl.models.common.siglip import SiglipTower
@@ -279,7 +279,7 @@ class SmolVlaModel(ExpertNetwork):
     def velocity(self, context: SmolContext, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         tokens = self.action_in_proj(x.to(self.dtype))
         time = time_embedding(tau, self.config.expert.width).to(self.dtype)
-        mixed = torch.cat([tokens, time[:, None].expand_as(tokens)], dim=-1)
+        mixed = torch.cat([tokens, per_token(time).expand_as(tokens)], dim=-1)
         hidden = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(mixed)))
         horizon = hidden.shape[1]
         before = context.valid[:, None, None].expand(-1, 1, horizon, -1)

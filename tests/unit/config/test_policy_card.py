@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from embodrl.config import load_config
-from embodrl.config.policy_card import CARD_FILE, policy_card, policy_directory, read_card
+from embodrl.config.policy_card import CARD_FILE, policy_card, policy_directory, read_card, trained_delay
 from embodrl.config.rules.verbs import Verb
+from embodrl.errors import ConfigError
 
 CODE = "policy-was-trained-for-this"
 
@@ -58,6 +59,29 @@ def test_a_policy_without_a_card_is_not_judged(tmp_path: Path) -> None:
     assert notes("env=toy", f"model.warm_start={tmp_path}") == []
     (tmp_path / CARD_FILE).write_text("[broken")
     assert notes("env=toy", f"model.warm_start={tmp_path}") == [] and read_card(tmp_path) is None
+
+
+def test_the_delay_that_a_flow_policy_was_trained_with_is_recorded_and_taken_up(tmp_path: Path) -> None:
+    trained = policy_of(tmp_path / "policy", "model=pi0", "model.num_action_chunks=4", "model.flow.rtc_max_delay=3")
+    assert read_card(trained)["rtc_max_delay"] == 3
+
+    def delay(*overrides: str) -> int:
+        return trained_delay(load_config(["env=toy", *overrides]).config.model)
+
+    assert delay("model=pi0", f"model.warm_start={trained}") == 3
+    assert delay("model=pi0", f"model.warm_start={trained}", "model.flow.rtc_max_delay=0") == 0
+    assert delay("model=pi0", "model.warm_start=null") == 0 == delay("model=cnn", "model.warm_start=null")
+    card = json.loads((trained / CARD_FILE).read_text())
+    for wrong in ("3", -1, True, 2.0):
+        (trained / CARD_FILE).write_text(json.dumps(card | {"rtc_max_delay": wrong}))
+        assert delay("model=pi0", f"model.warm_start={trained}") == 0
+
+
+def test_a_chunk_of_given_actions_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rtc_max_delay"):
+        load_config(["env=toy", "model=pi0", "model.num_action_chunks=4", "model.flow.rtc_max_delay=4"])
+    with pytest.raises(ConfigError, match="flow"):
+        load_config(["env=toy", "model=openvla", "model.flow.rtc_max_delay=1"])
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, '{"tasks": [1]}', '{"tasks": 5}', "[]"])
