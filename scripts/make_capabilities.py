@@ -133,6 +133,18 @@ SECTIONS: dict[str, list[Row]] = {
             "a shard is the rollout of a whole stage: an update does not begin on single episodes; the bound is fixed",
         ),
         Row(
+            "Rewards while rollouts continue, in any process",
+            "slime, Prime-RL",
+            "train env=toy reward.fn=math:isfinite 'cluster.component_placement={actor:0,rollout:\"0:0-1\",env:0}'"
+            " env.num_processes=8",
+            (
+                "integration/test_rewards_meanwhile.py::test_two_rollout_processes_are_paid_as_one_is",
+                "integration/test_rewards_meanwhile.py::test_ahead_of_training",
+            ),
+            "episodes of workflows are judged after the rollout; in asynchronous runs the simulators of a rollout process"
+            " pause for its last rewards",
+        ),
+        Row(
             "Asynchronous training with vLLM",
             "AReaL",
             "plan train rollout=vllm runner.max_staleness=1",

@@ -35,6 +35,7 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
 from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
+from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.offline import OfflineBackend
@@ -188,7 +189,9 @@ def build(
         closing.callback(weights.close)
         logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
         rollouts = RemoteBackend(config, group, channels, weights, policy, engine, should_stop)
-        rewards = RewardWorker(config, tuple(rollouts.tasks))
+        rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
+    if isinstance(rollouts.collector, AsyncCollector):
+        rollouts.collector.rewards = rewards
     closing.callback(rewards.close)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, pool))

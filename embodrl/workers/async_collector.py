@@ -29,7 +29,7 @@ from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.processes.liveness import hurry
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
-from embodrl.workers.reward import Episode
+from embodrl.workers.reward import Episode, RewardWorker
 from embodrl.workers.staleness import StalenessGate
 from embodrl.workers.workflow_runner import WorkflowRunner
 
@@ -96,7 +96,12 @@ class AsyncCollector:
         players: in the order of their environments.
         target: gets the weights that the players act with.
         should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
+
+    Attributes:
+        rewards: what judges the episodes of the shards, so that checkpoints keep the rewards that are known.
     """
+
+    rewards: RewardWorker | None = None
 
     def __init__(
         self,
@@ -304,15 +309,17 @@ class AsyncCollector:
         with self._changed:
             # An error may have left an update unfinished, whose shards are needed again.
             waiting = self.gate.waiting | self.gate.given_out
+            batches = {shard: self._finished[shard].replace() for shard in waiting}
             shards = {
                 str(shard): {
                     "began": began,
-                    "batch_size": list(self._finished[shard].batch_size),
-                    "meta": self._finished[shard].meta,
+                    "batch_size": list(batches[shard].batch_size),
+                    "meta": batches[shard].meta,
+                    "rewards": [] if self.rewards is None else self.rewards.known(batches[shard]),
                 }
                 for shard, began in waiting.items()
             }
-            tensors = {f"shard_{shard}": batch_to_tensors(self._finished[shard]) for shard in waiting}
+            tensors = {f"shard_{shard}": batch_to_tensors(batch) for shard, batch in batches.items()}
             state: dict[str, object] = {
                 "shards": shards,
                 "again": sorted([*self._again, *self.gate.running]),
@@ -357,6 +364,11 @@ class AsyncCollector:
                 int(shard): batch_from_tensors(saved.tensors[f"shard_{shard}"], entry["batch_size"], entry["meta"])
                 for shard, entry in state["shards"].items()
             }
+            for shard, entry in state["shards"].items():
+                if self.rewards is not None:
+                    self.rewards.adopt(
+                        self._finished[int(shard)], {"outcomes": entry.get("rewards", []), "waited_s": 0.0}
+                    )
             self._again, self._next_shard = list(state["again"]), state["next_shard"]
             self._env_steps_dropped = state["env_steps_dropped"]
 

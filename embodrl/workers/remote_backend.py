@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn, NotRequired, TypedDict
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.config.schema import Config
@@ -35,9 +34,10 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import LOST, Collector, Metrics, RolloutState, Snapshot, rollout_metrics
 from embodrl.workers.evaluator import EpisodeResults, EvalResult, evaluation_result, join_results
-from embodrl.workers.lockstep import Shard, ShardMeta
+from embodrl.workers.lockstep import Shard
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
-from embodrl.workers.rollout_process import RolloutProcess, channel_names
+from embodrl.workers.rollout_process import Answer, Evaluated, Gathered, RolloutProcess, channel_names
 from embodrl.workers.weights import WeightChannel
 
 logger = logging.getLogger(__name__)
@@ -95,30 +95,6 @@ def launch_rollouts(
     return group.launch(deployment.of("rollout"), launcher, channels, log_dir, _START_TIMEOUT_S)
 
 
-class Answer(TypedDict):
-    """What a rollout process answers to every request that takes its time; see ``RolloutProcess``."""
-
-    faults: dict[str, int]
-    carried: NotRequired[Snapshot]
-
-
-class Gathered(Answer):
-    """Its answer to a request for a batch."""
-
-    batch: TrajectoryBatch
-    metas: list[ShardMeta]
-
-
-class Evaluated(Answer):
-    """Its answer to a request for an evaluation: the fields of ``EpisodeResults``."""
-
-    outcome: NDArray[np.float64]
-    instructions: list[str]
-    pictures: list[str]
-    env_s: float
-    policy_s: float
-
-
 class RemoteBackend(RolloutBackend):
     """Rollouts in processes of their own, on this machine or on others, each with a share of the environments.
 
@@ -133,7 +109,12 @@ class RemoteBackend(RolloutBackend):
         policy: of the driver: its weights are what the processes start with.
         trainer: trains; if it is in this process, it may have the policy offloaded.
         should_stop: called regularly; True interrupts what is in progress.
+
+    Attributes:
+        rewards: takes in the rewards that the processes have called for; set before the first rollout.
     """
+
+    rewards: RewardWorker | None = None
 
     def __init__(
         self,
@@ -180,6 +161,13 @@ class RemoteBackend(RolloutBackend):
         """End asynchronous rollouts and the weight channel."""
         self.collector.close()
         self.link.close()
+
+    def taken(self, answer: Gathered) -> TrajectoryBatch:
+        """Return the batch of an answer, with its rewards taken in."""
+        batch, rewards = answer["batch"], answer["rewards"]
+        if rewards is not None and self.rewards is not None:
+            self.rewards.adopt(batch, rewards)
+        return batch
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -506,7 +494,7 @@ class RemoteCollector:
 
     def _join(self, parts: list[Gathered], num_epochs: int) -> tuple[TrajectoryBatch, Metrics]:
         """Return one batch, rollout after rollout, as if one process had stepped all environments."""
-        batches: list[TrajectoryBatch] = [part["batch"] for part in parts]
+        batches: list[TrajectoryBatch] = [self.rollouts.taken(part) for part in parts]
         env_steps = sum(int(batch.meta.pop("env_steps")) for batch in batches)
         size = len(batches[0]) // num_epochs
         rows = [slice(epoch * size, (epoch + 1) * size) for epoch in range(num_epochs)]
@@ -586,7 +574,7 @@ class RemoteRunner:
         self.rollouts, self.rank = rollouts, rank
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
-        return self.rollouts.call("roll_out", [(dict(vars(shard)),)], [self.rank], should_stop)[0]["batch"]
+        return self.rollouts.taken(self.rollouts.call("roll_out", [(dict(vars(shard)),)], [self.rank], should_stop)[0])
 
     def rebuild(self) -> None:
         self.rollouts.call_all("rebuild", ranks=[self.rank])

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import NoReturn, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLIPS_AT_ONCE = 8
+_POLL_S = 0.1
 _NONE = torch.tensor(float("nan"))
 MODEL = "model"
 """Of a checkpoint: the checksum of the model that pays."""
@@ -49,8 +50,8 @@ class Episode:
         task: name of the task.
         frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
         policy_version: ``int64[t]``, updates behind the weights that chose each chunk.
-        instruction: in words; this and all that follow are None where a workflow has run the episode, or a rollout
-            process of its own, and of rollouts in the checkpoint of an asynchronous run.
+        instruction: in words; this and all that follow are None where a workflow has run the episode, and where a
+            checkpoint of an asynchronous run was written before the call had ended.
         actions: ``float32[n,A]``, as they were executed, in environment units.
         states: ``float32[t,S]``, proprioception after each chunk; S = 0 without ``env.include_state``.
         images: ``uint8[t,V,H,W,3]``, what all cameras see after each chunk.
@@ -72,19 +73,63 @@ class Episode:
     start_state: Tensor | None = None
 
 
+class Outcome(TypedDict):
+    """What a call came to, as it travels between processes and is kept in checkpoints.
+
+    Attributes:
+        reward: one number, or one per action; None if all attempts failed.
+        error: message of the last failure, empty with a reward.
+        hint: of that error.
+        failed: number of attempts that failed.
+    """
+
+    reward: float | list[float] | None
+    error: str
+    hint: str
+    failed: int
+
+
+class DetachedRewards(TypedDict):
+    """The rewards of a batch that leaves the process that called for them; ``call_id`` counts the outcomes.
+
+    Attributes:
+        outcomes: of the calls.
+        waited_s: time that the rollout process waited for them after its last chunk, in seconds.
+    """
+
+    outcomes: list[Outcome]
+    waited_s: float
+
+
 @dataclass
 class _Begun:
-    """A call of the reward function, what it was called with, and whether its outcome, an error, has been reported."""
+    """A call of the reward function.
 
-    episode: Episode
+    Attributes:
+        episode: what it was called with; None once that is not needed any more.
+        call: under way or done.
+        since: number of batches that had been paid when it began.
+        reported: its outcome, an error, has been reported.
+    """
+
+    episode: Episode | None
     call: Future[tuple[Tensor | RewardError, int]]
+    since: int = 0
     reported: bool = False
+
+    def __post_init__(self) -> None:
+        self.call.add_done_callback(self._release)
 
     def result(self) -> tuple[Tensor | RewardError, int]:
         """Wait for the outcome, and the number of attempts that failed."""
         outcome, failed = self.call.result()
         self.reported = isinstance(outcome, RewardError)
         return outcome, failed
+
+    def _release(self, call: Future[tuple[Tensor | RewardError, int]]) -> None:
+        """Free the images of an episode that won't be judged again."""
+        if not call.cancelled() and call.exception() is None and isinstance(call.result()[0], Tensor):
+            self.episode = None
 
 
 def needs_frames(config: Config) -> bool:
@@ -114,6 +159,9 @@ class RewardWorker:
         # Not those of an earlier process, whose numbers may be in a checkpoint.
         self._numbers = itertools.count(time.time_ns())
         self._begun: dict[int, _Begun] = {}
+        self._paid = 0  # batches
+        self._ahead = config.runner.max_staleness
+        self._waited_s = 0.0  # of rollout processes, since the last batch that was paid
         srpo = config.algorithm.srpo
         self.srpo = SrpoRewards(srpo) if srpo.enabled else None
         self.encoder = make_encoder(srpo)
@@ -132,8 +180,45 @@ class RewardWorker:
         """Begin to compute the reward of an episode, and return the number of the call for ``call_id``."""
         assert self.calls is not None
         number = next(self._numbers)
-        self._begun[number] = _Begun(episode, self.calls.start(episode))
+        self._begun[number] = _Begun(episode, self.calls.start(episode), self._paid)
         return number
+
+    def detach(self, batch: TrajectoryBatch, should_stop: Callable[[], bool]) -> DetachedRewards:
+        """Wait for the rewards of a batch, and renumber ``batch.call_id`` to their places in the list.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        clock = time.perf_counter()
+        numbers = _numbers_of(batch)
+        while not all(self._begun[number].call.done() for number in numbers):
+            if should_stop():
+                raise InterruptedError
+            wait([self._begun[number].call for number in numbers], _POLL_S)
+        rewards = self.known(batch)
+        for number in numbers:
+            del self._begun[number]
+        return {"outcomes": rewards, "waited_s": time.perf_counter() - clock}
+
+    def known(self, batch: TrajectoryBatch) -> list[Outcome]:
+        """Return the outcomes of the calls that have ended, and renumber ``batch.call_id``: -1 for the others."""
+        begun = [number for number in _numbers_of(batch) if number in self._begun]
+        if self.learned is not None:  # it takes no time, and can't judge by what the batch has
+            wait([self._begun[number].call for number in begun])
+        done = [number for number in begun if self._begun[number].call.done()]
+        _renumber(batch, {number: place for place, number in enumerate(done)})
+        return [_outcome(*self._begun[number].call.result()) for number in done]
+
+    def adopt(self, batch: TrajectoryBatch, detached: DetachedRewards) -> None:
+        """Take in a batch of ``detach`` or ``known``; thread-safe."""
+        numbers: dict[int, int] = {}
+        for place, outcome in enumerate(detached["outcomes"]):
+            call: Future[tuple[Tensor | RewardError, int]] = Future()
+            call.set_result(_restored(outcome))
+            numbers[place] = next(self._numbers)
+            self._begun[numbers[place]] = _Begun(None, call, self._paid)
+        _renumber(batch, numbers)
+        self._waited_s = max(self._waited_s, detached["waited_s"])
 
     def check(self, spec: EnvSpec) -> None:
         """Refuse a model that was trained for other simulators.
@@ -207,7 +292,9 @@ class RewardWorker:
     # -- a function of the user's -------------------------------------------------------------------------------------
 
     def _call_function(self, batch: TrajectoryBatch, episodes: Episodes) -> dict[str, float]:
+        clock = time.perf_counter()
         results = [begun.result() for begun in self._calls_of(batch, episodes)]
+        waited = time.perf_counter() - clock + self._waited_s
         outcomes, failures = [outcome for outcome, _ in results], sum(failed for _, failed in results)
         errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
         if errors and len(errors) == len(outcomes):
@@ -223,12 +310,14 @@ class RewardWorker:
             if isinstance(outcome, RewardError):
                 batch.valid[episodes.index == number] = False
         batch.call_id = None
+        self._paid, self._waited_s = self._paid + 1, 0.0
         paid = torch.stack([outcome.sum() for outcome in outcomes if not isinstance(outcome, RewardError)] or [_NONE])
         return {
             "reward/mean": float(paid.mean()),
             "reward/std": float(paid.std(correction=0)),
             "reward/errors": float(len(errors)),
             "reward/failed_calls": float(failures),
+            "time/reward_wait_s": waited,
         }
 
     def _calls_of(self, batch: TrajectoryBatch, episodes: Episodes) -> list[_Begun]:
@@ -236,14 +325,19 @@ class RewardWorker:
         assert self.calls is not None
         numbers = [-1] * len(episodes) if batch.call_id is None else episodes.of(batch.call_id).tolist()
         oldest = min((number for number in numbers if number >= 0), default=0)
-        for number in [number for number in list(self._begun) if number < oldest]:
-            del self._begun[number]  # used, of a rollout that was interrupted, or of a group that was dropped
+        for number, begun in list(self._begun.items()):
+            # Used, of a rollout that was interrupted, or of a group that was dropped. A batch that is ahead of training
+            # may have older calls than this one.
+            if number < oldest and begun.since + self._ahead < self._paid:
+                del self._begun[number]
         calls: list[_Begun] = []
         for index, number in enumerate(numbers):
             begun = self._begun.get(number)
-            if begun is None or begun.reported:  # a node that is tried again calls again
-                episode = self._record(batch, episodes, index) if begun is None else begun.episode
-                begun = _Begun(episode, self.calls.start(episode))
+            again = begun is not None and begun.reported  # a node that is tried again calls again
+            if begun is None or (again and begun.episode is not None):
+                episode = begun.episode if begun is not None else None
+                episode = self._record(batch, episodes, index) if episode is None else episode
+                begun = _Begun(episode, self.calls.start(episode), self._paid)
                 self._begun |= {number: begun} if number >= 0 else {}
             calls.append(begun)
         return calls
@@ -261,6 +355,31 @@ class RewardWorker:
             frames=_frames(batch, episodes, number),
             policy_version=batch.policy_version[chunks],
         )
+
+
+def _numbers_of(batch: TrajectoryBatch) -> list[int]:
+    """Return the numbers of the calls that began while the batch was rolled out, in order."""
+    return [] if batch.call_id is None else sorted(number for number in batch.call_id.flatten().tolist() if number >= 0)
+
+
+def _renumber(batch: TrajectoryBatch, numbers: dict[int, int]) -> None:
+    """Replace the numbers of calls; those that are missing become -1."""
+    if batch.call_id is not None:
+        renumbered = [numbers.get(number, -1) for number in batch.call_id.flatten().tolist()]
+        batch.call_id = torch.tensor(renumbered, dtype=torch.int64).view(batch.call_id.shape)
+
+
+def _outcome(result: Tensor | RewardError, failed: int) -> Outcome:
+    if isinstance(result, RewardError):
+        return {"reward": None, "error": result.message, "hint": result.hint, "failed": failed}
+    return {"reward": result.tolist(), "error": "", "hint": "", "failed": failed}
+
+
+def _restored(outcome: Outcome) -> tuple[Tensor | RewardError, int]:
+    reward = outcome["reward"]
+    if reward is None:
+        return RewardError(outcome["error"], outcome["hint"]), outcome["failed"]
+    return torch.tensor(reward, dtype=torch.float32), outcome["failed"]
 
 
 def _frames(batch: TrajectoryBatch, episodes: Episodes, number: int) -> Tensor:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,8 +24,9 @@ from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.env import check_environments, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.lockstep import Shard
+from embodrl.workers.lockstep import Shard, ShardMeta
 from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.reward import DetachedRewards, RewardWorker
 from embodrl.workers.rollout_backend import make_sync_collector
 from embodrl.workers.weights import ReceiverThread, Route, make_receiver
 
@@ -33,6 +34,31 @@ from embodrl.workers.weights import ReceiverThread, Route, make_receiver
 def channel_names(rank: int) -> dict[str, str]:
     """Return the names of a process's channels: signals to it, weights to it, answers from it."""
     return {name: f"{name}_{rank}" for name in ("stop", "weights", "answers")}
+
+
+class Answer(TypedDict):
+    """What a rollout process answers to every request that takes its time; see RolloutProcess."""
+
+    faults: dict[str, int]
+    carried: NotRequired[Snapshot]
+
+
+class Gathered(Answer):
+    """Its answer to a request for a batch."""
+
+    batch: TrajectoryBatch
+    rewards: DetachedRewards | None
+    metas: list[ShardMeta]
+
+
+class Evaluated(Answer):
+    """Its answer to a request for an evaluation: the fields of ``EpisodeResults``."""
+
+    outcome: NDArray[np.float64]
+    instructions: list[str]
+    pictures: list[str]
+    env_s: float
+    policy_s: float
 
 
 class RolloutProcess(Worker):
@@ -71,16 +97,22 @@ class RolloutProcess(Worker):
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         make_own = partial(held_out_pool, log_dir=logs, places=places)
         self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)
+        self.rewards = RewardWorker(config, tuple(self.pool.spec.tasks)) if config.reward.judged else None
+        judge = None
+        if self.rewards is not None:
+            self.rewards.check(self.pool.spec)
+            judge = self.rewards.judge
         self._collector: SyncCollector | None = None
         self._runner: EpisodeRunner | None = None
         if config.runner.max_staleness:
             # Requests are served one after the other: several pipeline stages would only make batches smaller.
             rollout = mine.rollout.model_copy(update={"pipeline_stages": 1})
             (self._runner,) = make_runners(
-                mine.model_copy(update={"rollout": rollout}), self.pool, self.engine, keep_frames
+                mine.model_copy(update={"rollout": rollout}), self.pool, self.engine, keep_frames, judge
             )
         else:
             self._collector = make_sync_collector(mine, self.pool, self.engine, self._should_stop, keep_frames, share)
+            self._collector.judge = judge
         self._receiver: ReceiverThread | None = None
         self._call, self._stopped = -1, False
 
@@ -110,6 +142,8 @@ class RolloutProcess(Worker):
         """End the simulators."""
         if self._receiver is not None:
             self._receiver.close()
+        if self.rewards is not None:
+            self.rewards.close()
         self.pool.close()
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -150,6 +184,7 @@ class RolloutProcess(Worker):
         self._call, self._stopped = call, False
         try:
             batch = roll_out()
+            rewards = None if self.rewards is None else self.rewards.detach(batch, self._should_stop)
         except InterruptedError:
             return None
         carried: Snapshot
@@ -157,7 +192,13 @@ class RolloutProcess(Worker):
             carried = {"metas": [], "random": self.engine.random_state(), "before": None}
         else:
             carried = self.collector.snapshot()
-        return {"batch": batch, "metas": carried["metas"], "carried": carried, **self._faults()}
+        return {
+            "batch": batch,
+            "rewards": rewards,
+            "metas": carried["metas"],
+            "carried": carried,
+            **self._faults(),
+        }
 
     @dispatch()
     def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.errors import EmbodrlError, PolicyFileError
 from embodrl.fields import read_fields
 from embodrl.names import import_function
@@ -65,7 +65,7 @@ def one_reward(context: Context) -> Iterator[Finding]:
         yield Finding("reward.fn", message, "leave one of the two out", "null", others=("reward.model",))
 
 
-@rule("reward.model", "env", "algorithm.loss_type", "rollout", "cluster", "runner.max_staleness")
+@rule("reward.model", "env", "algorithm.loss_type", "rollout.workflow")
 def reward_model_can_judge(context: Context) -> Iterator[Finding]:
     """The model is there, and gets to see whole episodes, with what it looks at."""
     config, key = context.config, "reward.model"
@@ -81,16 +81,10 @@ def reward_model_can_judge(context: Context) -> Iterator[Finding]:
         yield Finding(key, f"there is no directory '{path}'", "make it: embodrl reward train", "a directory")
     else:
         yield from _looks(context, Path(path).expanduser() / "config.json")
-    needs = (("rollout.workflow", None), ("rollout.own_process", None), ("runner.max_staleness", 0))
-    for other, wanted in needs:
-        if value_of(config, other) not in (wanted, False):
-            shown = "null" if wanted is None else "0"
-            message = "a reward model judges episodes of the process that trains, in step with it"
-            yield Finding(other, message, f"set it to {shown}, or use reward.fn", shown, others=(key,))
-    if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
-        message = "a reward model judges episodes of the process that trains"
-        hint = "leave placements at their defaults, or use reward.fn"
-        yield Finding("cluster.component_placement", message, hint, others=(key,))
+    if config.rollout.workflow is not None:
+        message = "a reward model judges what the rollout sees, and a workflow keeps only the first camera"
+        hint = "set it to null, use reward.fn, or add rewards in the workflow (Trajectory.add_reward)"
+        yield Finding("rollout.workflow", message, hint, "null", others=(key,))
 
 
 def _looks(context: Context, path: Path) -> Iterator[Finding]:

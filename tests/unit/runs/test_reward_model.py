@@ -168,7 +168,8 @@ def test_what_a_run_refuses(classifier: Path, progress: Path, data: Path, tmp_pa
         judged(tmp_path / "none")
     with raises_code("reward-model-can-judge", ConfigError):
         judged(data)
-    for wrong in ("runner.max_staleness=1", "env.include_state=false", "rollout.own_process=true"):
+    assert judged(classifier, "runner.max_staleness=1", "rollout.own_process=true").reward.judged
+    for wrong in ("env.include_state=false", "rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'"):
         with raises_code("reward-model-can-judge", ConfigError):
             judged(classifier, wrong)
     with raises_code("one-reward", ConfigError):

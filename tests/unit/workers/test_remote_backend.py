@@ -15,6 +15,7 @@ import torch
 from expect import raises_code
 from test_rollout import config_of, worker_of
 
+from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.liveness import hurry
@@ -38,6 +39,9 @@ class Processes:
 
     def remember(self, random: Any) -> None:
         self.random.append(random)
+
+    def taken(self, answer: Any) -> TrajectoryBatch:
+        return answer["batch"]
 
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         self.asked.append((method, arguments))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +264,83 @@ def test_a_call_that_began_with_the_episode_is_not_made_again() -> None:
     for env in range(3):
         batch.call_id[2 + env % 4, env] = worker.start(episode_of(1, instruction=f"env {env}"))
     worker.apply(batch)
-    assert batch.call_id is None and len(calls) == 1 + NUM_ENVS and stale not in worker._begun
+    assert batch.call_id is None and len(calls) == 1 + NUM_ENVS
     returns = batch.rewards.sum(dim=(0, 2)).tolist()
     assert returns == [len("env 0")] * 3 + [-1.0] * 3
+    for _ in range(2):
+        later = judged_batch(0)
+        later.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+        later.call_id[2, 0] = worker.start(episode_of(1))
+        worker.apply(later)
+    assert stale not in worker._begun and len(worker._begun) <= 2
+
+
+def test_a_batch_that_is_ahead_of_training_keeps_the_calls_that_began_before_an_earlier_one() -> None:
+    """Two stages run shards at the same time, and the shard that is trained on later had the first call."""
+    worker = worker_of("runner.max_staleness=1", function="by_instruction")
+    first, second = judged_batch(0), judged_batch(1)
+    for batch, words in ((second, "later"), (first, "first")):
+        batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+        for env in range(NUM_ENVS):
+            batch.call_id[2 + env % 4, env] = worker.start(episode_of(1, instruction=words))
+    worker.apply(first)
+    worker.apply(second)
+    assert len(calls) == 2 * NUM_ENVS and second.rewards.sum(dim=(0, 2)).tolist() == [len("later")] * NUM_ENVS
+
+
+@pytest.mark.parametrize("function", ["by_instruction", "doubled", "fails_on_successes"])
+def test_rewards_of_another_process_are_those_of_this_one(function: str) -> None:
+    """Of two processes, whose batches are joined; the outcomes travel as text."""
+    driver, alone = (worker_of("reward.retries=0", function=function) for _ in range(2))
+    parts, expected = [judged_batch(0), judged_batch(1)], TrajectoryBatch.concat([judged_batch(0), judged_batch(1)])
+    for part in parts:
+        other = worker_of("reward.retries=0", function=function)
+        part.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+        for env in range(NUM_ENVS):
+            rewards = part.rewards[:, env][part.valid[:, env]]
+            episode = replace(episode_of(1, success=env % 2 == 0), rewards=rewards)
+            part.call_id[2 + env % 4, env] = other.start(episode)
+        detached = json.loads(json.dumps(other.detach(part, lambda: False)))
+        assert sorted(part.call_id.flatten().tolist())[-NUM_ENVS:] == list(range(NUM_ENVS)) and not other._begun
+        driver.adopt(part, detached)
+    called, batch = len(calls), TrajectoryBatch.concat(parts)
+    metrics = [
+        {n: v for n, v in worker.apply(each).items() if not n.startswith("time/")}
+        for worker, each in ((driver, batch), (alone, expected))
+    ]
+    assert metrics[0] == metrics[1] and same(batch, expected)
+    assert len(calls) - called == (0 if function == "doubled" else 2 * NUM_ENVS - 6 * (function[0] == "f")), "one's own"
+
+
+def test_a_checkpoint_keeps_the_rewards_that_are_known() -> None:
+    """The others are called for again, with what the batch has."""
+    batch, worker = judged_batch(0), worker_of("reward.timeout_s=60", function="hangs")
+    batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+    for env in range(NUM_ENVS):
+        batch.call_id[2 + env % 4, env] = worker.start(episode_of(1, success=env == 0))
+    wait([begun.call for begun in worker._begun.values()][1:])
+    kept = batch.replace()
+    known = worker.known(kept)
+    assert len(known) == NUM_ENVS - 1
+    assert kept.call_id is not None and batch.call_id is not None and int(kept.call_id.max()) == NUM_ENVS - 2
+    assert int(kept.call_id[2, 0]) == -1 and int(batch.call_id[2, 0]) > 0, "those of the run are unchanged"
+    release.set()
+    worker.detach(batch, lambda: False)
+    resumed = worker_of(function="steps")
+    resumed.adopt(kept, {"outcomes": json.loads(json.dumps(known)), "waited_s": 0.0})
+    calls.clear()
+    resumed.apply(kept)
+    assert len(calls) == 1 and kept.rewards.sum(dim=(0, 2)).tolist() == [5.0] + [1.0] * (NUM_ENVS - 1)
+
+
+def test_a_rollout_that_is_to_stop_does_not_wait_for_rewards() -> None:
+    batch, worker = judged_batch(0), worker_of("reward.timeout_s=60", function="hangs")
+    batch.call_id = torch.full((NUM_STEPS, NUM_ENVS), -1)
+    batch.call_id[2, 0] = worker.start(episode_of(1, success=True))
+    with pytest.raises(InterruptedError):
+        worker.detach(batch, lambda: True)
+    release.set()
+    worker.detach(batch, lambda: False)  # before the next test counts calls
 
 
 def test_a_second_attempt_at_the_rewards_calls_again_for_what_failed() -> None:
