@@ -141,8 +141,8 @@ SECTIONS: dict[str, list[Row]] = {
                 "integration/test_rewards_meanwhile.py::test_two_rollout_processes_are_paid_as_one_is",
                 "integration/test_rewards_meanwhile.py::test_ahead_of_training",
             ),
-            "episodes of workflows are judged after the rollout; in asynchronous runs the simulators of a rollout process"
-            " pause for its last rewards",
+            "episodes of workflows are judged after the rollout; in asynchronous runs the simulators of a rollout"
+            " process pause for its last rewards",
         ),
         Row(
             "Asynchronous training with vLLM",

@@ -1,7 +1,7 @@
 """A reward function and an extension that show whether rewards are computed while rollouts continue.
 
 In each process that acts, the last chunk of the first rollout waits for a call of ``meets_the_last_chunk``, which waits
-for that chunk: if the process waited for rewards, or called for them after the rollout, neither would go on.
+for that chunk: if the process waited for rewards, or called for them after the rollout, neither would continue.
 """
 
 import threading

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from embodrl.data.rng import RandomSource
 from embodrl.config.policy_card import trained_delay
+from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.cfm import CfmSampler
