@@ -187,11 +187,11 @@ def test_noise_ends_its_connection_and_nothing_else(served):
 
 
 CONFIG = (
-    "presets: {env: toy}"
+    "presets: {env: ENV}"
     + runs.LEARNING_OPENVLA
     + """
 env:
-  tasks: [reach-red]
+  tasks: [TASK]
   max_episode_steps: 10
   num_processes: 2
   train: {total_num_envs: 8, max_steps_per_rollout_epoch: 20}
@@ -205,10 +205,13 @@ runner: {max_iterations: 4, eval_interval: 4, logger: {tensorboard: false}}
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_run_whose_network_is_gone_for_20_s_is_the_local_run_to_the_bit(served, tmp_path):
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("env", "task"), [("toy", "reach-red"), ("maniskill", "PushCube-v1")])
+def test_a_run_whose_network_is_gone_for_20_s_is_the_local_run_to_the_bit(served, tmp_path, env, task):
     """Silent for 20 s, not closed: both sides find it out by themselves, and connect again."""
-    (tmp_path / "run.yaml").write_text(CONFIG)
+    if env == "maniskill":
+        pytest.importorskip("mani_skill", reason="ManiSkill is not installed")
+    (tmp_path / "run.yaml").write_text(CONFIG.replace("ENV", env, 1).replace("TASK", task))
     proxy = TcpProxy(served.port, delay_s=0.001)
 
     def train(name: str, *settings: str) -> subprocess.Popen:
