@@ -7,6 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
+# venv --clear follows links.
+[[ ! -L .venv ]] || die ".venv is a link: setting it up would clear the environment it leads to" "rm .venv"
 
 torch_version=$(sed -n 's/^torch==//p' constraints.txt)
 venv_python=.venv/bin/python

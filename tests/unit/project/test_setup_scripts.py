@@ -116,6 +116,16 @@ def test_setup_key_follows_what_the_environment_depends_on(tmp_path: Path) -> No
     assert len({first, other_kind, changed}) == 3
 
 
+def test_an_environment_that_is_linked_is_not_cleared(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    (tmp_path / ".venv").symlink_to("other")
+    done = subprocess.run(["bash", "scripts/setup.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "rm .venv" in done.stderr
+    assert (tmp_path / "other" / "file").exists()
+
+
 def dry_run(*arguments: str) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE") and key != "ARGS"}
     command = ["make", "--dry-run", "-C", str(ROOT), *arguments]
