@@ -114,9 +114,7 @@ def make_collector(
         judge: of ``LockstepRunner``.
     """
     if config.runner.max_staleness == 0:
-        collector = make_sync_collector(config, pool, engine, should_stop, keep_frames)
-        collector.judge = judge
-        return collector
+        return make_sync_collector(config, pool, engine, should_stop, keep_frames, judge=judge)
     trained = [parameter for group in engine.policy.trainable_groups().values() for parameter in group]
     apart = make_rollout_engine(config, frozen_copy(engine.policy, trained), engine.num_threads)
     runners = make_runners(config, pool, apart, keep_frames, judge)
@@ -130,7 +128,10 @@ def make_sync_collector(
     should_stop: Callable[[], bool],
     keep_frames: bool,
     share: Share = WHOLE,
+    judge: Callable[[Episode], int] | None = None,
 ) -> SyncCollector:
-    """Return the collector of a synchronous run; arguments as of SyncCollector."""
+    """Return the collector of a synchronous run, which calls ``judge`` with each episode that has ended."""
     collector = SyncCollector if config.rollout.workflow is None else WorkflowCollector
-    return collector(config, pool, engine, should_stop, keep_frames, share)
+    made = collector(config, pool, engine, should_stop, keep_frames, share)
+    made.judge = judge
+    return made

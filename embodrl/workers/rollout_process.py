@@ -111,8 +111,9 @@ class RolloutProcess(Worker):
                 mine.model_copy(update={"rollout": rollout}), self.pool, self.engine, keep_frames, judge
             )
         else:
-            self._collector = make_sync_collector(mine, self.pool, self.engine, self._should_stop, keep_frames, share)
-            self._collector.judge = judge
+            self._collector = make_sync_collector(
+                mine, self.pool, self.engine, self._should_stop, keep_frames, share, judge
+            )
         self._receiver: ReceiverThread | None = None
         self._call, self._stopped = -1, False
 

@@ -37,7 +37,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
     ("collect",): "collect",
     ("plan", "train"): "plan",
     ("serve",): "serve",
-    **{("store", name): "store" for name in ("collect", "train", "eval", "status")},
+    **{("store", name): "store" for name in ("collect", "train", "eval", "status", "compact")},
     ("profile",): "train",
     ("model", "check"): "train",
     ("config", "validate"): None,
