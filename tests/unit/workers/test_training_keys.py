@@ -53,6 +53,7 @@ REWARDS = {
     "on_error": Change("raise", FLAKY | {"retries": 0}),
 }
 calls: dict[int, int] = {}
+alive: list[Episode] = []  # so that no two episodes have the same id
 RUNNING, MOST = -1, -2  # keys of ``calls``, beside the ids of episodes
 
 
@@ -95,6 +96,7 @@ async def slow(episode: Episode) -> float:
 
 def fails_twice(episode: Episode) -> float:
     key = id(episode)
+    alive.append(episode)
     calls[key] = calls.get(key, 0) + 1
     if episode.success and calls[key] <= 2:
         raise RuntimeError("no network")
@@ -118,6 +120,7 @@ async def those_at_once(episode: Episode) -> float:
 def judged(changes: dict[str, Any]) -> Tensor:
     """Return the rewards of a rollout and what of it is valid; one -1 if the run stops."""
     calls.clear()
+    alive.clear()
     config = load_config(["env=toy"]).config
     rewards = RewardConfig.model_validate(settings_of(changes))
     batch = judged_batch(0)
