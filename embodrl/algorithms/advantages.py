@@ -177,19 +177,23 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
     return advantages
 
 
-def normalize(advantages: Tensor, valid: Tensor, eps: float = 1e-6) -> Tensor:
+def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Return the advantages at zero mean and unit (population) variance over the valid entries, 0 elsewhere.
 
     Args:
         advantages: ``float32[...]``.
         valid: ``bool[...]`` of the same shape.
+        weights: ``[...]`` of the same shape, how often each entry counts; None for once. A loss that averages over
+            actions sees the advantage of a chunk once for each of its valid actions.
         eps: added to the standard deviation, so that equal advantages give 0.
     """
     selected = advantages[valid].double()
     result = torch.zeros_like(advantages)
     if selected.numel():
-        centred = selected - selected.mean()
-        result[valid] = (centred / (centred.square().mean().sqrt() + eps)).to(advantages.dtype)
+        share = torch.ones_like(selected) if weights is None else weights[valid].double()
+        share = share / share.sum()
+        centred = selected - (share * selected).sum()
+        result[valid] = (centred / ((share * centred.square()).sum().sqrt() + eps)).to(advantages.dtype)
     return result
 
 
@@ -303,7 +307,10 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
         return estimate
     if config.normalization_scope == "group":
         return replace(estimate, advantages=normalize_by_group(batch, estimate, config.min_group_std))
-    return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid))
+    weights = None
+    if estimate.advantages.shape[-1] == 1 and config.logprob_type != "chunk_level":
+        weights = batch.valid.sum(-1, keepdim=True)
+    return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid, weights))
 
 
 def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:

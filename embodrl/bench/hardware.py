@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
-from pathlib import Path
+
+from embodrl.processor import processor
 
 
 def describe_hardware() -> dict[str, object]:
-    """Return the processor's name, the number of usable cores and the kernel's release."""
-    model = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "kernel": platform.release()}
+    """Return the processor, its instructions, the number of usable cores and the kernel's release.
+
+    What is measured at ``precision=auto`` runs in bf16 where ``bf16`` is true, and in float32 elsewhere.
+    """
+    cpu = processor()
+    return {
+        "cpu": cpu.name,
+        "instructions": cpu.instructions,
+        "bf16": cpu.has_bf16,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+    }

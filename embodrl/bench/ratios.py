@@ -17,7 +17,7 @@ import pickle
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
@@ -250,7 +250,7 @@ def last_record(history: Path, hardware: dict[str, object]) -> Record | None:
     """
     try:
         records: list[Record] = [json.loads(line) for line in history.read_text().splitlines()]
-        return next((one for one in reversed(records) if one["hardware"]["cpu"] == hardware["cpu"]), None)
+        return next((one for one in reversed(records) if _kind(one["hardware"]) == _kind(hardware)), None)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise OutputError(
             f"{history} is no history of ratios: {error}", "see docs/benchmarks.md", code="bench-history"
@@ -265,6 +265,11 @@ def lost(now: Record, before: Record) -> dict[str, float]:
         if found is not None and max(found["spread"], figures["spread"]) <= STABLE:
             left[name] = found["ratio"] / figures["ratio"]
     return {name: part for name, part in left.items() if part < 1 - STABLE}
+
+
+def _kind(hardware: Mapping[str, object]) -> tuple[object, object]:
+    """Return what figures depend on: processors of one name may differ in their instructions."""
+    return hardware["cpu"], hardware.get("instructions")
 
 
 def main(json_path: Path | None = None, against: Path | None = None, record: Path | None = None) -> int:
@@ -299,7 +304,8 @@ def main(json_path: Path | None = None, against: Path | None = None, record: Pat
         with record.open("a") as file:
             file.write(json.dumps(now) + "\n")
     if against is not None and before is None:
-        console.print(f"nothing to compare with: {against} has no record of a {now['hardware']['cpu']}")
+        cpu, instructions = _kind(now["hardware"])
+        console.print(f"nothing to compare with: {against} has no record of a {cpu} with {instructions}")
     worse = lost(now, before) if before is not None else {}
     for name, part in worse.items():
         console.print(f"{name}: {100 * part:.0f} % of the recorded ratio")

@@ -15,6 +15,7 @@ from typing import Any, cast
 from embodrl import __version__
 from embodrl.config.nodes import Node, Origin, lookup
 from embodrl.config.schema import Config
+from embodrl.processor import processor
 from embodrl.specs import ENVS
 
 AUTO = "auto"
@@ -98,16 +99,7 @@ def candidates(
 
 def machine() -> dict[str, object]:
     """Return what of this machine decides how fast it simulates."""
-    return {"host": platform.node(), "processor": _processor(), "cores": len(os.sched_getaffinity(0))}
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    return {"host": platform.node(), "processor": processor().name, "cores": len(os.sched_getaffinity(0))}
 
 
 def cache_path(settings: Mapping[str, object]) -> Path:

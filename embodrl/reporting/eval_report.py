@@ -78,6 +78,7 @@ class EvalContent(TypedDict):
     settings: dict[str, object]
     protocol: ProtocolReport | None
     versions: dict[str, str]
+    compute: dict[str, object]
     simulator: dict[str, object]
     first_pictures: dict[str, str]
     axes: dict[str, AxisFigures]

@@ -20,7 +20,7 @@ from embodrl.reporting.eval_report import AxisFigures, EpisodeFigures, EvalConte
 from embodrl.reporting.harness import harness_result
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
 from embodrl.reporting.paired import change_text, compare_pairs
-from embodrl.runs.provenance import describe_process, versions
+from embodrl.runs.provenance import compute_text, describe_compute, describe_process, versions
 from embodrl.specs import ENVS
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
 from embodrl.workers.env import check_videos
@@ -111,6 +111,7 @@ class EvalOutput:
             "settings": self._settings(result),
             "protocol": protocol_of(self.config),
             "versions": {"embodrl": embodrl.__version__, "python": platform.python_version(), **versions()},
+            "compute": describe_compute(self.config),
             "simulator": self.simulator,
             "first_pictures": result.first_pictures,
             "axes": {name: self._axis(name, result, perturbed) for name, perturbed in self.axes.items()},
@@ -160,6 +161,7 @@ class EvalOutput:
             "command": process["command"],
             "directory": process["directory"],
             "embodrl": process["embodrl"] + (f", commit {process['commit'][:12]}" if process["commit"] else ""),
+            "computed": compute_text(self.config),
             "host": f"{process['host']}, {process['platform']}, Python {process['python']}",
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         }

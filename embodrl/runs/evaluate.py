@@ -19,6 +19,7 @@ from embodrl.reporting.intervals import wilson_interval
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import HTML_FILE, EvalOutput
 from embodrl.runs.files import removed_if_empty
+from embodrl.runs.provenance import compute_text
 from embodrl.storage.json_file import check_json_file, write_json_file
 from embodrl.workers.env import check_environments, check_simulator, make_pool, places_here
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
@@ -149,6 +150,8 @@ def _measure(loaded: LoadedConfig, output: EvalOutput, axis: str | None, policy:
     with pool, Progress(axis or "eval", episodes, "episodes", config.runner.logger.console) as progress:
         check_environments(config, pool, training=False)
         engine = make_rollout_engine(config, policy(), num_threads(config))
+        if axis is None:
+            progress.message(compute_text(config))
         result = Evaluator(config, pool, engine, progress.update).run(output.videos_of(axis))
         if axis is None:
             output.simulator = described(pool)

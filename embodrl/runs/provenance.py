@@ -13,11 +13,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import embodrl
 from embodrl.config.explain import flow
+from embodrl.config.schema import Config
+from embodrl.hybrid_engines.training.precision import resolve_precision
+from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
 from embodrl.runs.settings import changed_settings
 from embodrl.storage.json_file import write_json_file
+from embodrl.workers.policy import resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +36,14 @@ TASK_KEYS = ("env.env_type", "env.tasks", "env.cameras", "env.id", "env.suite")
 _GIT_TIMEOUT_S = 5.0
 
 
-def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iteration: int) -> list[str]:
+def add_provenance(run_dir: Path, config: Config, config_yaml: str, old_yaml: str | None, iteration: int) -> list[str]:
     """Append a record of this process to ``provenance.json``, and log it.
 
     Environment variables are not recorded: they may hold secrets.
 
     Args:
         run_dir: of the run.
+        config: of this process.
         config_yaml: the whole configuration of this process.
         old_yaml: that of the process before; None for a new run.
         iteration: done so far.
@@ -49,6 +56,7 @@ def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iterat
     """
     changes = {} if old_yaml is None else changed_settings(old_yaml, config_yaml)
     record = describe_process() | {
+        "compute": describe_compute(config),
         "kind": "train" if old_yaml is None else "resume",
         "from_iteration": iteration,
         "changed": {key: list(pair) for key, pair in changes.items()},
@@ -60,6 +68,7 @@ def add_provenance(run_dir: Path, config_yaml: str, old_yaml: str | None, iterat
     write_json_file(run_dir / PROVENANCE_FILE, [*read_provenance(run_dir), record])
     logger.info("command: %s", record["command"])
     logger.info("embodrl %s, commit %s, host %s", record["embodrl"], record["commit"] or "unknown", record["host"])
+    logger.info("%s", compute_text(config))
     lines = [_change(iteration, key, pair) for key, pair in changes.items()]
     for key in changes:
         if key.startswith(TASK_KEYS):
@@ -82,6 +91,26 @@ def describe_process() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": versions(),
     }
+
+
+def describe_compute(config: Config) -> dict[str, Any]:
+    """Return the processor, the device of the policy, and the precision of the actor and of native rollouts there."""
+    device = resolve_device(config)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(processor())
+    precision = {
+        "actor": resolve_precision(config.actor.precision, device),
+        "rollout": resolve_precision(config.rollout.precision, device),
+    }
+    return {"processor": str(processor()), "device": name, "precision": precision}
+
+
+def compute_text(config: Config) -> str:
+    """Return what a process computes with, in a line."""
+    found, settings = describe_compute(config), (config.actor.precision, config.rollout.precision)
+    actor, rollout = found["precision"]["actor"], found["precision"]["rollout"]
+    parts = actor if actor == rollout else f"{actor} (actor), {rollout} (rollout)"
+    forced = "" if settings == ("auto", "auto") else ", as actor.precision and rollout.precision say"
+    return f"computing in {parts} on {found['device']}{forced}"
 
 
 def git_state(directory: Path) -> dict[str, Any]:

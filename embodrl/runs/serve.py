@@ -12,6 +12,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.files import PUBLISHED_DIR
+from embodrl.runs.provenance import compute_text
 from embodrl.serving.server import PolicyServer
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
@@ -43,6 +44,7 @@ def serve(
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
         check_memory(config, loaded.deployment, training=False, device=device)
         engine = make_rollout_engine(config, make_policy(config), num_threads(config))
+        say(compute_text(config))
         server = PolicyServer(engine, config, weights_dir, say)
         code = await server.run()
         if owns_process():

@@ -45,7 +45,7 @@ from embodrl.runs.files import (
     saved_metrics,
 )
 from embodrl.runs.lock import LOCK_FILE, RunLock, run_lock
-from embodrl.runs.provenance import add_provenance, changes_so_far
+from embodrl.runs.provenance import add_provenance, changes_so_far, compute_text
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
@@ -309,6 +309,7 @@ def _train(
         Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
     ):
         progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
+        progress.message(compute_text(config))
         check_robot(config)
         demos = load_configured_demos(config)
         check_demos(demos, config)
@@ -343,7 +344,7 @@ def _train(
             trainer.restore(checkpoint)
             progress.start_at(trainer.step)
             progress.message(f"resuming from {checkpoint.path}")
-        for line in add_provenance(directory, loaded.to_yaml(), old_settings, trainer.step):
+        for line in add_provenance(directory, config, loaded.to_yaml(), old_settings, trainer.step):
             progress.message(line)
         settings_text = write_settings(directory, loaded.to_yaml(), changes_so_far(directory))
         stop.can_save(f"`embodrl resume {directory}` continues from its last checkpoint")

@@ -31,7 +31,7 @@ from embodrl.runs.files import (
 from embodrl.runs.load import graph_of
 from embodrl.runs.lock import RunLock, run_lock
 from embodrl.runs.loop import Runner, pending_row
-from embodrl.runs.provenance import add_provenance, changes_so_far
+from embodrl.runs.provenance import add_provenance, changes_so_far, compute_text
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.result import TrainResult, already_complete, conclude
 from embodrl.runs.settings import (
@@ -173,6 +173,7 @@ def _execute(
     cpus = deployment.main_place.cpus if deployment.main_place is not None else ()
     with StopSignal(config.runner.stop_timeout_s) as stop, bound_to(cpus), console:
         console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
+        console.message(compute_text(config))
 
         def stopped() -> bool:
             console.advance()
@@ -203,7 +204,7 @@ def _execute(
                     runner.restore(checkpoint, late)
                 # Only now: settings with which it could not be resumed are not kept.
                 config_yaml = loaded.to_yaml()
-                for line in add_provenance(run_dir, config_yaml, old_settings, runner.iteration):
+                for line in add_provenance(run_dir, config, config_yaml, old_settings, runner.iteration):
                     console.message(line)
                 code = runner.run(write_settings(run_dir, config_yaml, changes_so_far(run_dir)))
         except EmbodrlError as error:

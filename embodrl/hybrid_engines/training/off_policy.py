@@ -29,6 +29,7 @@ from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
 from embodrl.data.replay import ReplayBuffer, ReplayStores
 from embodrl.errors import CheckpointError, NonFiniteError
 from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.parallel import add_gradients
@@ -92,7 +93,7 @@ class OffPolicyEngine(NativeTrainEngine):
         self.critic_parameters = [*self.critic.parameters(), *self.encoder_parameters]
         groups = [{"params": self.critic_parameters}, {"params": [self.log_alpha]}]
         optim = self.config.optim
-        self.learner = torch.optim.AdamW(groups, lr=0.0, betas=optim.betas, eps=optim.eps, weight_decay=0.0, fused=True)
+        self.learner = fused_adamw(groups, optim.betas, optim.eps)
 
     # -- learning -----------------------------------------------------------------------------------------------------
 

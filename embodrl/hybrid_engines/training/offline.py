@@ -21,6 +21,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.offline import OfflineData
 from embodrl.errors import CheckpointError, NonFiniteError
 from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
@@ -85,9 +86,7 @@ class IqlCritics:
             part.init_weights(generator)
             part.to(device)
         self.target = copy.deepcopy(self.q).requires_grad_(False)
-        self.optimizer = torch.optim.AdamW(
-            self.named().values(), lr=0.0, betas=optim.betas, eps=optim.eps, weight_decay=0.0, fused=True
-        )
+        self.optimizer = fused_adamw(self.named().values(), optim.betas, optim.eps)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Return what trains, by name."""

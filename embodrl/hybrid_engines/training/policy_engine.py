@@ -34,6 +34,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import NonFiniteError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, StepResult, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport, optimizer_tensors
+from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, MASTER, StateShapes, check_fit
 from embodrl.hybrid_engines.training.objective import (
     chunk_weights,
@@ -187,7 +188,7 @@ class PolicyTrainEngine(TrainEngine):
             ):
                 if chosen:
                     param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
-        return torch.optim.AdamW(param_groups, lr=0.0, betas=optim.betas, eps=optim.eps, fused=True)
+        return fused_adamw(param_groups, optim.betas, optim.eps)
 
     def update(
         self,

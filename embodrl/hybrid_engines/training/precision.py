@@ -4,36 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from embodrl.processor import processor
+
 Precision = Literal["fp32", "bf16"]
 
 
-@lru_cache(maxsize=1)
-def cpu_has_bf16() -> bool:
-    """Return whether the CPU multiplies bf16 in hardware (AVX512-BF16, AMX, or Arm's bf16), as Linux reports it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return False
-    for line in cpuinfo.read_text(errors="replace").splitlines():
-        key, _, flags = line.partition(":")
-        if key.strip() in ("flags", "Features"):
-            return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
-    return False
-
-
 def resolve_precision(setting: Literal["auto", "fp32", "bf16"], device: torch.device | str) -> Precision:
-    """Return the precision that a setting means on a device; auto is bf16 where the device has it in hardware."""
+    """Return the precision that a setting means on a device; auto is bf16 where the device has it in hardware.
+
+    On a CPU that is one with AVX512-BF16, AMX or Arm's bf16, unless ATEN_CPU_CAPABILITY or ONEDNN_MAX_CPU_ISA limit it.
+    """
     if setting != "auto":
         return setting
     if torch.device(device).type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if cpu_has_bf16() else "fp32"
+    return "bf16" if processor().has_bf16 else "fp32"
 
 
 def autocast(precision: Precision, device: torch.device | str) -> AbstractContextManager[object]:

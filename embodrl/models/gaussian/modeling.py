@@ -23,7 +23,8 @@ from embodrl.models.gaussian.spec import GaussianArchitectureConfig
 LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
 LAST_LAYER_GAIN = 0.01
 """A policy begins with actions around 0, whatever it sees."""
-_QUADRATURE_POINTS = 16
+_QUADRATURE = np.linspace(-8.0, 8.0, 129)
+"""Standard normal numbers at which the entropy is summed, off by 1e-4 at most up to the largest deviation."""
 MIN_STATE_STD = 0.01
 """In units of the state: what hardly moved in the data is not made large."""
 STATE_LIMIT = 10.0
@@ -82,10 +83,11 @@ class TanhGaussian(NamedTuple):
     def entropy(self) -> Tensor:
         """Return the differential entropy ``float32[B,C,A]`` in nats: ``H(u) + E[log(1 - tanh(u)^2)]``.
 
-        The expectation is taken by Gauss-Hermite quadrature.
+        The expectation is taken by the trapezoidal rule, which converges exponentially under a Gaussian weight
+        (Trefethen and Weideman 2014, "The Exponentially Convergent Trapezoidal Rule", SIAM Review 56, section 5).
         """
-        points, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE_POINTS)
-        u = self.mean[..., None] + self.std[..., None] * self.mean.new_tensor(points)
+        weights = np.exp(-0.5 * _QUADRATURE**2)
+        u = self.mean[..., None] + self.std[..., None] * self.mean.new_tensor(_QUADRATURE)
         slope = (log_slope(u) * self.mean.new_tensor(weights / weights.sum())).sum(-1)
         return self.std.log() + 0.5 * math.log(2 * math.pi * math.e) + slope
 

@@ -255,9 +255,9 @@ def test_explained_variance() -> None:
 def batch_of(rollout: Rollout) -> TrajectoryBatch:
     return TrajectoryBatch.from_rollout(
         forward_inputs={},
-        logprobs=torch.zeros(4, 3, 2, 1),
-        policy_version=torch.zeros(4, 3, dtype=torch.int64),
-        task_id=torch.zeros(4, 3, dtype=torch.int64),
+        logprobs=torch.zeros(*rollout.rewards.shape, 1),
+        policy_version=torch.zeros(rollout.rewards.shape[:2], dtype=torch.int64),
+        task_id=torch.zeros(rollout.rewards.shape[:2], dtype=torch.int64),
         **vars(rollout),
     )
 
@@ -279,9 +279,27 @@ def test_compute_advantages_reads_the_configuration() -> None:
     raw = compute_advantages(batch, AlgorithmConfig(gamma=0.8, gae_lambda=0.7, normalize_advantages=False))
     expected = run(rollout, 0.8, 0.7, "chunk_level")
     assert torch.equal(raw.advantages, expected.advantages)
-    normalised = compute_advantages(batch, AlgorithmConfig(gamma=0.8, gae_lambda=0.7))
-    assert torch.equal(normalised.advantages, normalize(expected.advantages, expected.valid))
+    config = AlgorithmConfig(gamma=0.8, gae_lambda=0.7, logprob_type="chunk_level")
+    normalised = compute_advantages(batch, config)
+    torch.testing.assert_close(normalised.advantages, normalize(expected.advantages, expected.valid))
     assert torch.equal(normalised.returns, expected.returns)
+
+
+@pytest.mark.parametrize(
+    ("logprob_type", "expected"),
+    # Advantages 3, 3 and -2, of 1, 1 and 2 valid actions: mean 4/3 over chunks and 1/2 over actions.
+    [("chunk_level", [0.7071, 0.7071, -1.4142]), ("action_level", [1.0, 1.0, -1.0]), ("token_level", [1.0, 1.0, -1.0])],
+)
+def test_advantages_are_normalised_as_the_loss_averages_them(logprob_type: Any, expected: list[float]) -> None:
+    rollout = random_rollout(0, 1, 3, 2, 1)
+    rollout.values[:] = 0.0
+    rollout.valid[:] = torch.tensor([[[True, False], [True, False], [True, True]]])
+    rollout.terminated[:] = rollout.truncated[:] = False
+    rollout.terminated[:, :, 0] = True
+    rollout.rewards[:] = torch.tensor([[[3.0, 0.0], [3.0, 0.0], [-1.0, -1.0]]])
+    config = AlgorithmConfig(logprob_type=logprob_type, gamma=1.0)
+    found = compute_advantages(batch_of(rollout), config).advantages
+    torch.testing.assert_close(found.flatten(), torch.tensor(expected), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("reward_type", ["chunk_level", "action_level"])

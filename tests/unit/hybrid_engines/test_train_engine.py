@@ -23,6 +23,7 @@ from embodrl.hybrid_engines.training.objective import chunk_weights, flatten_chu
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.hybrid_engines.training.schedule import learning_rates
+from embodrl.processor import Processor
 
 ALGORITHM = AlgorithmConfig(sampling=SamplingConfig(temperature=1.0), update_epoch=1)
 
@@ -53,10 +54,10 @@ def test_an_update_raises_the_probability_of_good_actions() -> None:
     engine = make_engine()
     batch = toy_rollout(engine.policy)  # pyright: ignore[reportArgumentType]
     advantages = compute_advantages(batch, ALGORITHM)
-    for _ in range(5):
+    for _ in range(10):
         metrics = engine.update(batch, advantages, ALGORITHM, torch.Generator().manual_seed(0))
     assert metrics["train/policy_loss"] < -0.01
-    assert engine.version == 5
+    assert engine.version == 10
 
 
 def test_log_probs_that_disagree_with_the_rollout_show_before_the_first_step() -> None:
@@ -413,9 +414,8 @@ def test_a_state_of_another_policy_is_refused(damage: str) -> None:
 
 def test_precision_auto_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for has_bf16, expected in ((True, "bf16"), (False, "fp32")):
-        monkeypatch.setattr(
-            "embodrl.hybrid_engines.training.precision.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16
-        )
+        found = Processor("any", "AVX2", has_bf16)
+        monkeypatch.setattr("embodrl.hybrid_engines.training.precision.processor", lambda found=found: found)
         assert resolve_precision("auto", "cpu") == expected
         assert resolve_precision("fp32", "cpu") == "fp32"
         assert resolve_precision("bf16", "cpu") == "bf16"

@@ -42,6 +42,15 @@ def test_entropy_is_the_mean_of_minus_log_prob(mean: float, std: float) -> None:
     assert float(chunk.entropy()) == pytest.approx(float(drawn.mean()), abs=5 * error)
 
 
+@pytest.mark.parametrize(
+    ("mean", "std", "expected"),  # by summing 400,001 points over 24 standard deviations in float64
+    [(0.0, 2.0, -0.001233), (0.3, 5.0, -3.708085), (0.0, 7.389, -7.074263), (5.0, 1.0, -7.195432)],
+)
+def test_entropy_of_wide_and_shifted_distributions(mean: float, std: float, expected: float) -> None:
+    chunk = TanhGaussian(torch.full((1, 1, 1), mean), torch.full((1, 1, 1), std))
+    assert float(chunk.entropy()) == pytest.approx(expected, abs=1e-4)
+
+
 def test_re_parameterised_samples_are_those_of_a_rollout() -> None:
     policy = build("gaussian")
     assert isinstance(policy, OffPolicyActor)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from embodrl.config import load_config
+from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
 from embodrl.runs.files import summary_lines
 from embodrl.runs.provenance import add_provenance, changes_so_far, git_state
@@ -22,14 +23,22 @@ def test_records_are_appended_with_what_changed_and_no_environment(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-the-user")
     monkeypatch.setattr(sys, "argv", ["/usr/bin/embodrl", "train", "runner.name=a b"])
-    old = load_config(["env=toy", "algorithm.gamma=0.97"]).to_yaml()
-    new = load_config(["env=toy", "algorithm.gamma=0.5", "env.tasks=[reach-green]"]).to_yaml()
-    assert add_provenance(tmp_path, old, None, 0) == []
-    lines = add_provenance(tmp_path, new, old, 30)
+    loaded = load_config(
+        ["env=toy", "algorithm.gamma=0.97", "cluster.device=cpu", "rollout.precision=fp32", "actor.precision=fp32"]
+    )
+    old = loaded.to_yaml()
+    resumed = load_config(["env=toy", "algorithm.gamma=0.5", "env.tasks=[reach-green]", "cluster.device=cpu"])
+    new = resumed.to_yaml()
+    assert add_provenance(tmp_path, loaded.config, old, None, 0) == []
+    lines = add_provenance(tmp_path, resumed.config, new, old, 30)
     first, second = read_provenance(tmp_path)
     assert (first["kind"], first["from_iteration"], first["changed"]) == ("train", 0, {})
     assert first["command"] == "embodrl train 'runner.name=a b'"
     assert first["packages"]["numpy"] == np.__version__
+    chosen = "bf16" if processor().has_bf16 else "fp32"
+    assert first["compute"]["precision"] == {"actor": "fp32", "rollout": "fp32"}
+    assert second["compute"]["precision"] == {"actor": chosen, "rollout": chosen}
+    assert first["compute"]["processor"] == first["compute"]["device"] == str(processor())
     assert second["kind"] == "resume" and second["from_iteration"] == 30
     assert second["changed"]["algorithm.gamma"] == [0.97, 0.5]
     assert "resumed at iteration 30 with algorithm.gamma: 0.97 -> 0.5" in lines
@@ -42,7 +51,7 @@ def test_records_are_appended_with_what_changed_and_no_environment(
 def test_a_damaged_file_does_not_stop_a_run_and_is_kept(content: str, tmp_path: Path) -> None:
     (tmp_path / "provenance.json").write_text(content)
     assert read_provenance(tmp_path) == []
-    add_provenance(tmp_path, "a: 1", "a: 2", 3)
+    add_provenance(tmp_path, load_config(["env=toy"]).config, "a: 1", "a: 2", 3)
     (record,) = read_provenance(tmp_path)
     assert record["changed"] == {"a": [2, 1]}
     assert (tmp_path / "provenance.json.damaged").read_text() == content

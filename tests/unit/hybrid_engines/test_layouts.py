@@ -1,0 +1,126 @@
+"""Weights follow their own gradients, whatever the strides of either: a contract of the optimizers of every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import test_imitation_engine as imitation
+import test_off_policy_engine as off_policy
+import test_offline_engine as offline
+import torch
+from tiny_families import build
+from tiny_training import tiny_rollout, training_config
+from torch import Tensor
+
+from embodrl.algorithms.advantages import compute_advantages
+from embodrl.data.replay import ReplayStores
+from embodrl.hybrid_engines.training.adamw import fused_adamw
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+
+Layout = Callable[[Tensor], Tensor]
+
+
+def watch(*optimizers: torch.optim.Optimizer) -> dict[Tensor, torch.optim.Optimizer]:
+    """Check the first step of every weight: AdamW's moves it by its own gradient; return what has stepped so far."""
+
+    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight not in checked:
+                    found[weight] = (weight.detach().clone(), weight.grad.clone())
+
+    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for weight in found.keys() & set(group["params"]):
+                old, gradient = found.pop(weight)
+                # Kingma and Ba 2015, algorithm 1 at t = 1: the corrected moments are the gradient and its square.
+                moved = group["lr"] * gradient / (gradient.abs() + group["eps"])
+                expected = old * (1 - group["lr"] * group["weight_decay"]) - moved
+                torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
+                checked[weight] = optimizer
+
+    found: dict[Tensor, tuple[Tensor, Tensor]] = {}
+    checked: dict[Tensor, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+    return checked
+
+
+def dense(weight: Tensor) -> Tensor:
+    return weight
+
+
+def channels_last(weight: Tensor) -> Tensor:
+    return weight.to(memory_format=torch.channels_last)
+
+
+def transposed(weight: Tensor) -> Tensor:
+    return weight.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def with_gaps(weight: Tensor) -> Tensor:
+    return torch.cat([weight, weight])[::2].copy_(weight)
+
+
+LAYOUTS = [dense, channels_last, transposed, with_gaps]
+
+
+@pytest.mark.parametrize("of_weight", LAYOUTS)
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_moments", [dense, channels_last])
+def test_layouts_change_no_step(of_weight: Layout, of_gradient: Layout, of_moments: Layout) -> None:
+    random = torch.Generator().manual_seed(0)
+    start, *gradients = (torch.randn(32, 16, 3, 3, generator=random) for _ in range(4))
+    plain = torch.nn.Parameter(start.clone())
+    reference = torch.optim.AdamW([plain], lr=0.1, weight_decay=0.01, foreach=False, fused=False)
+    weight = torch.nn.Parameter(of_weight(start.clone()))
+    optimizer = fused_adamw([{"params": [weight], "lr": 0.1, "weight_decay": 0.01}], (0.9, 0.999), 1e-8)
+    for gradient in gradients:
+        plain.grad, weight.grad = gradient.clone(), of_gradient(gradient.clone())
+        reference.step()
+        optimizer.step()
+        for name in ("exp_avg", "exp_avg_sq"):  # as from a checkpoint
+            optimizer.state[weight][name] = of_moments(optimizer.state[weight][name].clone())
+    torch.testing.assert_close(weight.detach(), plain.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_native_engine(num_threads: int) -> None:
+    config = training_config("gaussian")
+    policy = build("gaussian")
+    engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu", num_threads=num_threads)
+    engine.version = 1  # the critic is warm
+    stepped = watch(engine.optimizer)
+    batch = tiny_rollout("gaussian", policy, config, 0)
+    engine.update(batch, compute_advantages(batch, config.algorithm), config.algorithm, off_policy.generator())
+    assert any(weight.ndim == 4 for weight in stepped)
+
+
+def test_imitation_engine() -> None:
+    config = imitation.config_of("gaussian")
+    engine = imitation.engine_of("gaussian", config)
+    stepped = watch(engine.optimizer)
+    engine.learn(imitation.stores_of(engine.policy, 40), config.algorithm, off_policy.generator())
+    assert any(weight.ndim == 4 for weight in stepped)
+
+
+def test_off_policy_engine() -> None:
+    config = off_policy.config_of()
+    engine = off_policy.engine_of(config)
+    stepped = watch(engine.optimizer, engine.learner)
+    engine.learn(ReplayStores(off_policy.buffer_of(60)), config.algorithm, off_policy.generator())
+    assert set(stepped.values()) == {engine.optimizer, engine.learner}
+    assert any(weight.ndim == 4 for weight in stepped)
+
+
+def test_offline_engine() -> None:
+    config = offline.config_of()
+    engine = offline.engine_of(config)
+    assert engine.critics is not None
+    stepped = watch(engine.optimizer, engine.critics.optimizer)
+    engine.learn_offline(offline.data_of(2), config.algorithm, off_policy.generator())
+    assert set(stepped.values()) == {engine.optimizer, engine.critics.optimizer}
+    assert any(weight.ndim == 4 for weight in stepped)
