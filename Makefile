@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: bench-check help setup train test test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs warm-start clean
+.PHONY: bench-check help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -28,6 +28,13 @@ PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
 test: setup ## run the tests, but for the long ones (8 minutes on two cores)
 	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
+
+# What computes otherwise on processors of another kind, limited to the instructions that all of them have.
+NUMERICAL := tests/unit/algorithms tests/unit/models tests/unit/hybrid_engines tests/unit/test_processor.py tests/parity \
+	tests/integration/test_pipelines.py tests/integration/test_debug_runs.py
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
+test-avx2: setup ## run the numerical tests as on a processor without AVX-512 and bf16 (2 minutes on two cores)
+	@$(AVX2) $(PYTEST) $(SPREAD) -m "not long" $(NUMERICAL) $(ARGS)
 
 test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
 	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
