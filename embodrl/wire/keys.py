@@ -143,6 +143,8 @@ class WireMap:
         text = text[0] if isinstance(text, (list, tuple)) and len(text) == 1 else text
         if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise _refused(f"'{self.instruction}' is no text of at most {MAX_TEXT} characters", "send a string")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise _refused(f"'{self.instruction}' has half of a character (a lone surrogate)", "send Unicode text")
         state = self._state(message)
         return Observation(np.stack(pictures)[None], state[None], [text], np.zeros(1, np.int32))
 

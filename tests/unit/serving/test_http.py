@@ -70,8 +70,8 @@ def test_act_says_what_is_wrong():
             assert status == 422 and code in found["error"]
         status, found, _ = await post("/act", {"full_image": picture(1), "instruction": "fail"})
         assert status == 500 and "secret" not in found["error"]
-        async with session.post("/act", data=b"x" * (2**20 + 1)) as answer:
-            assert answer.status in (413, 422)
+        status, found, _ = await post("/act", b"x" * (2**20 + 1))
+        assert status == 413 and "wire-too-large" in found["error"]
         assert (await post("/act", {"image": picture(1), "instruction": ""}))[0] == 200
 
     talk("act", test, max_message_mb=1)
@@ -151,3 +151,25 @@ def test_pause_and_resume():
         assert (await asked)[0] == 200
 
     talk("http", test)
+
+
+def test_own_api_blames_the_client_for_what_it_did(tmp_path, monkeypatch, caplog):
+    async def test(server, session, post):
+        status, found, _ = await post("/act", b"x" * (2**20 + 1))
+        assert status == 413 and "wire-too-large" in found["error"]
+        status, found, _ = await post("/act", {"images.base_camera": picture(9), "instruction": "\ud800"})
+        assert status == 422 and "wire-observation" in found["error"]
+        status, found, _ = await post("/weights", {"directory": str(tmp_path / ("v" * 300))})
+        assert status == 422 and "server-weights" in found["error"]
+
+        def refuse(self):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(type(tmp_path), "iterdir", refuse)  # root may read everything
+        status, found, _ = await post("/weights", {"directory": str(tmp_path)})
+        assert status == 422 and "weights-unreadable" in found["error"]
+        async with session.get("/info", headers={"Authorization": "Bearer \udcff"}) as answer:
+            assert answer.status == 401
+
+    talk("http", test, max_message_mb=1)
+    assert not caplog.records
