@@ -20,7 +20,7 @@ from embodrl.processes.liveness import Activity, completed_work, hurry
 
 TIMEOUT_S = 10.0
 REPEAT_S = 1.0
-"""A signal sooner after the first is the same wish: GNU timeout, shells and schedulers signal a group and its members."""
+"""A signal sooner after the first is the same wish: GNU timeout and schedulers signal a group and its members."""
 _AT_ONCE_S = 2.0
 _RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
