@@ -142,10 +142,10 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_what_follows_the_last_chunk_is_no_memory_that_was_never_written(n_step, monkeypatch) -> None:
-    nan = math.nan
-    monkeypatch.setattr(
-        torch, "empty", lambda *shape, dtype: torch.ones(shape, dtype=dtype).mul_(nan if dtype.is_floating_point else 1)
-    )
+    def dirty(*shape, dtype):
+        return torch.full(shape, math.nan if dtype.is_floating_point else True, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", dirty)
     buffer = ReplayBuffer(1000, 10**9)
     buffer.add_frames({name: column[-6:-5] for name, column in frames_of(rollout()).items()})  # 30: solved at once
     algorithm = AlgorithmConfig.model_validate({"off_policy": {"n_step": n_step}})
