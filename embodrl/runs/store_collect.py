@@ -100,7 +100,7 @@ class PolicyCollector:
         self._key = zlib.crc32(self.name.encode())
         self.intervention, self._log = intervention, log
         self._since_s = time.monotonic()
-        self.finished = self.solved = 0
+        self.finished = self.solved = self.corrected = 0
         self._next, self._again = 0, list[int]()
         if shards.progress is not None:
             self._continue(shards.progress)
@@ -110,6 +110,7 @@ class PolicyCollector:
 
     def _continue(self, progress: Fields) -> None:
         self.finished, self.solved = progress.integer("finished"), progress.integer("solved")
+        self.corrected = progress.integer("corrected", 0)  # stores of earlier versions do not have it
         self._next = progress.integer("next")
         self._again = [int(number) for number in progress.numbers("open", low=0)]
 
@@ -121,6 +122,7 @@ class PolicyCollector:
             "open": sorted([*begun, *self._again]),
             "finished": self.finished,
             "solved": self.solved,
+            "corrected": self.corrected,
         }
 
     def _draw(self) -> int:
@@ -160,7 +162,13 @@ class PolicyCollector:
         observation = self.begin(np.arange(self.pool.spec.num_envs))
         while self.finished < num_episodes and not should_stop():
             observation = self._step(observation, num_episodes - self.finished)
-            tell(self.finished, f"success {self.solved / max(self.finished, 1):.0%}, version {self.engine.version}")
+            tell(self.finished, self._note())
+
+    def _note(self) -> str:
+        """Return how it goes; with the share of episodes in which somebody corrected the policy, if somebody may."""
+        count = max(self.finished, 1)
+        by_hand = "" if self.intervention is None else f", {self.corrected / count:.0%} of episodes corrected"
+        return f"success {self.solved / count:.0%}{by_hand}, version {self.engine.version}"
 
     def _step(self, observation: Observation, wanted: int) -> Observation:
         actions, log_probs = self.actor.act(observation)
@@ -184,6 +192,7 @@ class PolicyCollector:
         whole = sorted(whole, key=lambda row: self.attempts[row].number)[:wanted]
         episodes = [self._episode(row, bool(step.success[row]), instructions[row]) for row in whole]
         self.finished, self.solved = self.finished + len(whole), self.solved + sum(e.success for e in episodes)
+        self.corrected += sum(bool((np.asarray(one.acted[ACTED_BY]) != POLICY).any()) for one in episodes)
         for row in whole:
             self.attempts[row] = Attempt(self._draw())
         if episodes:

@@ -137,10 +137,12 @@ class Listener(ABC):
     Attributes:
         name: of the protocol.
         scheme: of its URL.
+        keys: of its observations.
     """
 
     name: str
     scheme: str
+    keys: WireMap
 
     def __init__(self, service: Service) -> None:
         self.service, self.core = service, service.core

@@ -11,6 +11,7 @@ from expect import raises_code
 
 from embodrl.config.schema import CollectConfig, Config
 from embodrl.data.demos import POLICY_VERSION
+from embodrl.data.replay import HUMAN, POLICY
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
@@ -75,11 +76,11 @@ class Shards:
         self.last = dict(progress)
 
 
-def collect(shards, num_episodes, pool=None):
+def collect(shards, num_episodes, pool=None, intervention=None, notes=None):
     pool = pool or Pool()
     config = Config(collect=CollectConfig(seed=7))
-    collector = PolicyCollector(config, pool, Engine(), shards)
-    collector.run(num_episodes, lambda: False, lambda done, note: None)
+    collector = PolicyCollector(config, pool, Engine(), shards, intervention)
+    collector.run(num_episodes, lambda: False, lambda done, note: None if notes is None else notes.append(note))
     return collector, pool
 
 
@@ -142,6 +143,17 @@ def test_a_collector_that_has_lost_its_name_copies_nothing_and_ends():
         while True:
             assert not uploads.is_over()
     uploads.close()
+
+
+def test_the_share_of_corrected_episodes_is_said():
+    def correct(observation, actions):
+        return actions, np.array([HUMAN] + [POLICY] * (ENVS - 1), np.int64)
+
+    intervention, notes, shards = SimpleNamespace(begin=lambda rows: None, correct=correct), [], Shards()
+    collect(shards, 8, intervention=intervention, notes=notes)
+    assert "25% of episodes corrected" in notes[-1] and shards.last["corrected"] == 2
+    collect(Shards(progress=shards.last), 12, notes=notes)
+    assert "corrected" not in notes[-1]
 
 
 def test_a_spool_keeps_its_id(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,3 +174,27 @@ def test_own_api_blames_the_client_for_what_it_did(tmp_path, monkeypatch, caplog
 
     talk("http", test, max_message_mb=1)
     assert not caplog.records
+
+
+def test_the_example_of_the_page_gets_actions():
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    (body,) = re.findall(r"^curl .*/act -d '(.*)'$", page, re.MULTILINE)
+
+    async def test(server, session, post):
+        status, found, _ = await post("/act", body)
+        assert status == 200 and array(found["actions"]).shape == (5, 7)
+        mean = np.mean(json.loads(body)["images"]["base_camera"])
+        np.testing.assert_allclose(array(found["actions"]), wanted(mean, "push the cube"), rtol=1e-6)
+
+    talk("http", test)
+
+
+@pytest.mark.parametrize(
+    "lists", [[[[256, 0, 0]]], [[[1, 2]]], [[[1, 2, 3], [1]]], [[[None, 1, 2]]], [], "a", {"a": 1}]
+)
+def test_lists_that_are_no_picture_are_refused(lists):
+    async def test(server, session, post):
+        status, found, _ = await post("/act", {"images.base_camera": lists, "instruction": "push"})
+        assert status == 422 and "wire-observation" in found["error"]
+
+    talk("http", test)
