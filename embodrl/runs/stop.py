@@ -133,7 +133,7 @@ class StopSignal:
         raise SystemExit(128 + number)
 
     def _is_repeated(self) -> bool:
-        """Return whether a signal that comes now is a second one, and not a part of the first."""
+        """Return whether a signal that comes now is a second one; the first call notes the time of the first."""
         if self._first_at is None:
             self._first_at = self._clock()
         return self._clock() - self._first_at >= REPEAT_S
@@ -173,7 +173,7 @@ class StopSignal:
             self._keep_time(CALM)  # the pipe gets every signal that Python handles
         if first == _END:
             return
-        self._is_repeated()
+        self._is_repeated()  # its time begins here where native code keeps the handler waiting
         hurry.set()  # processes that hang are given up sooner
         activity, asked_again = Activity(os.getpid()), False
         left_s, before, work = self._timeout_s * _END_AFTER, time.monotonic(), completed_work()
@@ -183,9 +183,8 @@ class StopSignal:
                 got = os.read(self._pipe[0], 1)
                 if got == _END:
                     return
-                if (
-                    got in _SIGNALS_AS_BYTES and not asked_again and self._is_repeated()
-                ):  # the user's, not the one below
+                is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the one below
+                if is_users and self._is_repeated():
                     left_s = min(left_s, _AT_ONCE_S)
                     raise_s = 0.0
             self._keep_time(left_s + 1.0)
