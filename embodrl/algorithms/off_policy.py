@@ -27,7 +27,7 @@ def chunk_return(rewards: Tensor, valid: Tensor, gamma: float, per_action: bool)
         gamma: discount per reward step.
         per_action: a reward step is an action (``algorithm.reward_type=action_level``), not a chunk.
     """
-    kept = rewards * valid
+    kept = torch.where(valid, rewards, 0.0)
     if not per_action:
         return kept.sum(-1), torch.ones(rewards.shape[:-1], dtype=torch.int64)
     powers = gamma ** torch.arange(rewards.shape[-1], dtype=rewards.dtype)
@@ -64,7 +64,7 @@ def n_step_return(rewards: Tensor, lengths: Tensor, terminated: Tensor, acted: T
     alive = acted & (torch.cumsum(F.pad((terminated | ~acted)[:, :-1].long(), (1, 0)), 1) == 0)
     ends = torch.cumsum(lengths * alive, 1)
     starts = F.pad(ends[:, :-1], (1, 0))
-    returns = (gamma**starts * rewards * alive).sum(1)
+    returns = torch.where(alive, gamma**starts * rewards, 0.0).sum(1)
     over = (terminated & alive).any(1)
     return NStep(returns, gamma ** ends[:, -1] * ~over, alive.sum(1))
 
@@ -86,7 +86,9 @@ def soft_target(
         backup_entropy: with the entropy.
     """
     value = next_q.min(0).values
-    return returns + discount * (value - alpha * next_logprobs if backup_entropy else value)
+    value = value - alpha * next_logprobs if backup_entropy else value
+    # What follows a termination is of another episode, or nothing: even NaN must not count there.
+    return returns + torch.where(discount > 0, discount * value, 0.0)
 
 
 def critic_loss(q: Tensor, target: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def check(
         given = list(overrides or [])
         config = None if env is None else load_config([f"env={env}", *given], verb="collect").config
         report = check_data(directory, config, policy, episodes, given)
-        _show(report)
+        show(report, suggest_replay=env is None)
         if json is not None:
             write_json_file(json, report.to_dict())
         return EXIT_ERROR if report.has_errors else EXIT_OK
@@ -76,7 +76,8 @@ def check(
     execute(action, debug)
 
 
-def _show(report: DataReport) -> None:
+def show(report: DataReport, suggest_replay: bool) -> None:
+    """Print a report, and with ``suggest_replay`` what a replay would find."""
     from rich.table import Table
 
     from embodrl.reporting.terminal import safe_console
@@ -96,13 +97,12 @@ def _show(report: DataReport) -> None:
         for index, (error, plain, outside) in enumerate(rows):
             table.add_row(str(index), f"{error:.4g}", f"{plain:.4g}", f"{outside:.1%}")
         console.print(table)
-    if not report.findings:
-        console.print("nothing found")
-        return
     table = Table("", "code", "what", "what to do")
     for found in report.findings:
         table.add_row(found.level, found.code, found.message, found.hint)
-    console.print(table)
+    console.print(table if report.findings else "nothing found")
+    if suggest_replay:
+        console.print("next: --env NAME replays the episodes, which also finds a swapped gripper or another controller")
 
 
 def stats(

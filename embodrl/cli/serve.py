@@ -64,6 +64,6 @@ def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
         else:
             loaded = source.load_config(rest, trust, "serve")
             show_notes(loaded.notes)
-        return verb.serve(loaded, source.make_policy, source.run_dir, say=say)
+        return verb.serve(loaded, source, say=say)
 
     execute(action, debug)

@@ -99,7 +99,7 @@ def status(overrides: Overrides = None, config: ConfigFile = None, debug: Debug 
         from embodrl.cli.common import load
         from embodrl.runs.store_parts import open_store, status_lines
 
-        for line in status_lines(open_store(load(overrides, config, "store").config)):
+        for line in status_lines(open_store(load(overrides, config, "store").config, create=False)):
             print(line)
         return 0
 
@@ -123,7 +123,7 @@ def compact(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
         from embodrl.runs.store_parts import open_store
 
         loaded = load(overrides, config, "store").config
-        verb(open_store(loaded), loaded.store.compact_episodes, print)
+        verb(open_store(loaded, create=False), loaded.store.compact_episodes, print)
         return 0
 
     execute(action, debug)

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
-from embodrl.data.demos import Episode
+from embodrl.data.demos import REWARDS, Episode
 from embodrl.data.lerobot_reader import Info, load_lerobot, read_info
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.parquet import Table
 from embodrl.data.shards import EPISODES, MERGED, newest_of_each, place_of
 from embodrl.errors import StoreError
-from embodrl.fields import Fields
+from embodrl.fields import Fields, read_fields
 from embodrl.storage.store import Store
 
 Marks = Mapping[str, Fields]
@@ -119,8 +119,16 @@ def _write(store: Store, names: list[str], target: Path, copies: Path) -> list[s
                 if one not in written:
                     writer.add(episode)
                     written.add(one)
-        writer.close({"collector": marks[-1].fields("collector").content, "ids": ids})
+        rewards = [_rewards(copies / str(number)) for number in range(len(marks))]
+        # Shards from before a change of the rewards can only be imitated together with later ones.
+        meta = {REWARDS: rewards[0]} if all(one == rewards[0] for one in rewards) else {}
+        writer.close({**meta, "collector": marks[-1].fields("collector").content, "ids": ids})
     return ids
+
+
+def _rewards(directory: Path) -> Mapping[str, object]:
+    """Return what the rewards of a shard follow from, as it says."""
+    return read_fields(directory / layout.OWN_META).fields(REWARDS, {}).content
 
 
 def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str, Episode]]:

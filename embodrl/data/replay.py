@@ -9,6 +9,7 @@ Shapes: T policy steps, B environments, N frames, C actions in a chunk, A action
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,12 +181,17 @@ class ReplayBuffer:
     def _allocate(self, frames: Mapping[str, Tensor]) -> None:
         frame = sum(column[:1].nbytes for column in frames.values())
         capacity = max(1, min(self._most, self._max_bytes // frame))
-        # Memory that is never written to is never taken.
-        self._columns = {name: torch.empty(capacity, *x.shape[1:], dtype=x.dtype) for name, x in frames.items()}
+        self._columns = {name: _zeros((capacity, *x.shape[1:]), x.dtype) for name, x in frames.items()}
 
     def _index(self) -> None:
         acted = self._columns["acted"][: self._size] if self._columns else torch.zeros(0, dtype=torch.bool)
         self._acted = acted.nonzero().squeeze(-1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """As ``torch.zeros``, but memory that is never written to is never taken."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).reshape(shape)
 
 
 @dataclass

@@ -50,6 +50,7 @@ class ShardWriter:
         make_writer: returns the writer of a dataset in a directory, of which an interrupted one is continued.
         capacity: episodes in a shard.
         longest_s: seconds after which a shard with fewer is complete.
+        meta: what else ``embodrl.json`` of a shard says.
 
     Attributes:
         progress: what the last ``add`` was given, by this process or an earlier one; None for a new collector.
@@ -63,7 +64,9 @@ class ShardWriter:
         make_writer: Callable[[Path], LeRobotWriter],
         capacity: int,
         longest_s: float,
+        meta: Mapping[str, object] | None = None,
     ) -> None:
+        self._meta = dict(meta or {})
         self._store, self._spool, self._collector, self._make_writer = store, spool, collector, make_writer
         self._capacity, self._longest_s = capacity, longest_s
         self._ids: list[str] = []
@@ -111,7 +114,7 @@ class ShardWriter:
     def finish(self, progress: Mapping[str, object]) -> None:
         """Complete the present shard, and begin the next one."""
         if self._ids:
-            self._writer.close({"collector": dict(progress), "ids": self._ids})
+            self._writer.close({**self._meta, "collector": dict(progress), "ids": self._ids})
             self._number, self._ids = self._number + 1, []
             self._writer = self._make_writer(self._path(self._number))
         self._since = time.monotonic()

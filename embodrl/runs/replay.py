@@ -111,7 +111,7 @@ def no_rewards(source: str) -> EmbodrlError:
     """Return the error of a dataset that can only be imitated."""
     return EmbodrlError(
         f"{source} does not tell rewards and executed actions, so that it can only be imitated",
-        "collect demonstrations with this version of `embodrl collect`",
+        "collect with this version of `embodrl collect` or `embodrl store collect`, or imitate them (`embodrl sft`)",
         code="demos-no-rewards",
     )
 

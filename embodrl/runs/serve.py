@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from embodrl.config import LoadedConfig
+from embodrl.config.policy_card import SHIPPED_POLICY, policy_directory
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
-from embodrl.models.base import VLAPolicy
 from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.files import PUBLISHED_DIR
+from embodrl.runs.policies import PolicySource
 from embodrl.runs.provenance import compute_text
 from embodrl.serving.server import PolicyServer
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 
+def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
+    """Yield what is served, for people."""
+    model, env = config.model, config.env
+    if source is not None and source.checkpoint is not None:
+        origin = f"of {source.checkpoint.path}"
+    elif model.model_path is not None:
+        origin = f"of {model.model_path}"
+    elif policy_directory(model) == SHIPPED_POLICY:
+        origin = "as shipped: a tiny one that pushes a cube in the simulator; name a run or a policy to serve yours"
+    else:
+        origin = "with random weights" if model.warm_start is None else f"of {model.warm_start}"
+    yield f"serving: a policy {model.model_type} {origin}"
+    yield f"actions: chunks of {model.num_action_chunks} x {model.action_dim}"
+    cameras = ", ".join(f"{camera.name} {camera.height} x {camera.width}" for camera in env.cameras)
+    state = f"as {env.env_type} gives it (env.state={env.state})" if env.include_state else "none (env.include_state)"
+    yield f"cameras: {cameras or 'none'}; state: {state}"
+
+
 def serve(
     loaded: LoadedConfig,
-    make_policy: Callable[[Config], VLAPolicy] = build_policy,
-    run_dir: Path | None = None,
+    source: PolicySource | None = None,
     *,
     say: Callable[[str], None],
 ) -> int:
@@ -28,8 +45,7 @@ def serve(
 
     Args:
         loaded: the policy's configuration; its environment says which cameras there are, and is not started.
-        make_policy: returns the policy; by default the one that ``config.model`` names.
-        run_dir: of the run that the policy is of, whose newer weights are taken up; None for none.
+        source: of the policy, which may be a run whose newer weights are taken up; None: what ``config.model`` names.
         say: gets the lines that tell what happens.
 
     Raises:
@@ -38,7 +54,11 @@ def serve(
         EmbodrlError: the policy can't be built.
     """
     config = loaded.config
+    run_dir = None if source is None else source.run_dir
     weights_dir = run_dir / PUBLISHED_DIR if run_dir is not None and config.serve.follow else None
+    make_policy = build_policy if source is None else source.make_policy
+    for line in describe(config, source):
+        say(line)
 
     async def run() -> int:
         device = configure_torch(config, loaded.deployment.of("rollout")[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -20,6 +19,8 @@ from embodrl.processes.guard import CALM, PAUSE, end_family, family, keep_time, 
 from embodrl.processes.liveness import Activity, completed_work, hurry
 
 TIMEOUT_S = 10.0
+REPEAT_S = 1.0
+"""A signal sooner after the first is the same wish: GNU timeout and schedulers signal a group and its members."""
 _AT_ONCE_S = 2.0
 _RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
@@ -44,11 +45,11 @@ class StopSignal:
     is finished. What is being saved (``saving``) has as long as it makes progress.
 
     The command line ends itself as well, and if native code holds the interpreter lock, so that no thread runs, the
-    guard or the second signal kills it. A process of the user's that has imported embodrl is never ended: there the
-    block raises.
+    guard kills it. A process of the user's that has imported embodrl is never ended: there the block raises.
 
     Args:
         timeout_s: seconds from the first signal, or the last completed piece of work, to the end.
+        clock: for the time between two signals, in seconds.
 
     Attributes:
         number: of the first signal; 0 without one.
@@ -56,9 +57,11 @@ class StopSignal:
             saved.
     """
 
-    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.number = 0
         self.late = 0
+        self._clock = clock
+        self._first_at: float | None = None
         self._hint: str | None = None
         self._owns_process = owns_process()
         self._timeout_s = timeout_s
@@ -88,14 +91,12 @@ class StopSignal:
         """Take the signals; again, where a library may have installed handlers of its own, as Ray does."""
         for number in self._before:
             signal.signal(number, self._handle)
-            if self._owns_process and number != signal.SIGHUP:  # shells and the system send it one after the other
-                _arm_once(number)
 
     def can_save(self, hint: str) -> None:
         """Let the first signal from now on leave time to save.
 
         Before, and from the second signal on, a signal ends the block at once, through the ``finally`` clauses that
-        close the simulators.
+        close the simulators. One within ``REPEAT_S`` of the first does nothing.
 
         Args:
             hint: what the user can do if nothing more could be saved; to be renewed with every checkpoint.
@@ -118,13 +119,24 @@ class StopSignal:
             raise self._not_saved(self.late) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(number, self._handle)  # as it was for one signal only, see _arm_once
-        if self.number or self._hint is None:
-            self.number = self.number or number
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + number)
-        self.number = number
+        is_first, self.number = not self.number, self.number or number
+        is_repeated, name = self._is_repeated(), signal.Signals(number).name
+        if is_first and self._hint is not None:
+            _say(f"{name}: saves, then stops; a signal {REPEAT_S:g} s later ends it without saving")
+            return
+        if not is_first and not self.late:
+            if not is_repeated:
+                return
+            _say(f"{name} again: ends without saving; {self._hint or 'rerun the command'}")
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    def _is_repeated(self) -> bool:
+        """Return whether a signal that comes now is a second one; the first call notes the time of the first."""
+        if self._first_at is None:
+            self._first_at = self._clock()
+        return self._clock() - self._first_at >= REPEAT_S
 
     def __bool__(self) -> bool:
         return self.number != 0
@@ -161,6 +173,7 @@ class StopSignal:
             self._keep_time(CALM)  # the pipe gets every signal that Python handles
         if first == _END:
             return
+        self._is_repeated()  # its time begins here where native code keeps the handler waiting
         hurry.set()  # processes that hang are given up sooner
         activity, asked_again = Activity(os.getpid()), False
         left_s, before, work = self._timeout_s * _END_AFTER, time.monotonic(), completed_work()
@@ -170,7 +183,8 @@ class StopSignal:
                 got = os.read(self._pipe[0], 1)
                 if got == _END:
                     return
-                if got in _SIGNALS_AS_BYTES and not asked_again:  # the user's, not the one below
+                is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the one below
+                if is_users and self._is_repeated():
                     left_s = min(left_s, _AT_ONCE_S)
                     raise_s = 0.0
             self._keep_time(left_s + 1.0)
@@ -208,16 +222,9 @@ class StopSignal:
         return error
 
 
-def _arm_once(number: int) -> None:
-    """Let the handler serve one signal, and the next one kill this process, unless Python code has run meanwhile.
-
-    Python's handler runs between two instructions of the main thread; where native code never returns, it never does.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "sysv_signal"):  # glibc
-        libc.signal.restype = ctypes.c_void_p
-        libc.signal.argtypes = libc.sysv_signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        libc.sysv_signal(number, libc.signal(number, None))
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{text}\n".encode())
 
 
 def named_exit(error: SystemExit) -> EmbodrlError:

@@ -6,6 +6,7 @@ Shapes: B environments, C actions in a chunk, A action dimensions, N frames of a
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 import zlib
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from numpy.typing import NDArray
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.data.demos import ACTED_BY, POLICY_VERSION, Episode, Outcomes
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
 from embodrl.data.shards import ShardWriter
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
-from embodrl.fields import Fields
+from embodrl.fields import Fields, read_regular_file
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.stored import download_versions
@@ -34,9 +35,13 @@ from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
 from embodrl.runs.collect import StepwiseActor, frame_rate
 from embodrl.runs.intervention import Intervention, make_intervention
+from embodrl.runs.replay import reward_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.runs.store_parts import DONE, open_store
 from embodrl.serving.weights import WeightFollower, WeightSource
+from embodrl.storage.atomic import output_errors
+from embodrl.storage.json_file import write_text_file
+from embodrl.storage.lease import Lease
 from embodrl.storage.store import Retry, Store
 from embodrl.types import Observation
 from embodrl.workers.env import check_simulator, make_pool
@@ -45,6 +50,7 @@ from embodrl.workers.policy import build_policy, check_memory, configure_torch, 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "collect_metrics.jsonl"
+ID_FILE, MAX_ID = "collector.id", 64
 Vector = NDArray[np.float32]
 _Frame = tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int, int]
 
@@ -94,7 +100,7 @@ class PolicyCollector:
         self._key = zlib.crc32(self.name.encode())
         self.intervention, self._log = intervention, log
         self._since_s = time.monotonic()
-        self.finished = self.solved = 0
+        self.finished = self.solved = self.corrected = 0
         self._next, self._again = 0, list[int]()
         if shards.progress is not None:
             self._continue(shards.progress)
@@ -104,6 +110,7 @@ class PolicyCollector:
 
     def _continue(self, progress: Fields) -> None:
         self.finished, self.solved = progress.integer("finished"), progress.integer("solved")
+        self.corrected = progress.integer("corrected", 0)  # stores of earlier versions do not have it
         self._next = progress.integer("next")
         self._again = [int(number) for number in progress.numbers("open", low=0)]
 
@@ -115,6 +122,7 @@ class PolicyCollector:
             "open": sorted([*begun, *self._again]),
             "finished": self.finished,
             "solved": self.solved,
+            "corrected": self.corrected,
         }
 
     def _draw(self) -> int:
@@ -144,17 +152,25 @@ class PolicyCollector:
         return observation
 
     def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
-        """Collect until so many episodes are finished, or until asked to stop.
+        """Collect until exactly so many episodes are finished, or until asked to stop.
+
+        Of those that end at the same time, the last ones are not kept: a longer collection runs them again.
 
         Raises:
             OutputError: the disk is full.
         """
         observation = self.begin(np.arange(self.pool.spec.num_envs))
         while self.finished < num_episodes and not should_stop():
-            observation = self._step(observation)
-            tell(self.finished, f"success {self.solved / max(self.finished, 1):.0%}, version {self.engine.version}")
+            observation = self._step(observation, num_episodes - self.finished)
+            tell(self.finished, self._note())
 
-    def _step(self, observation: Observation) -> Observation:
+    def _note(self) -> str:
+        """Return how it goes; with the share of episodes in which somebody corrected the policy, if somebody may."""
+        count = max(self.finished, 1)
+        by_hand = "" if self.intervention is None else f", {self.corrected / count:.0%} of episodes corrected"
+        return f"success {self.solved / count:.0%}{by_hand}, version {self.engine.version}"
+
+    def _step(self, observation: Observation, wanted: int) -> Observation:
         actions, log_probs = self.actor.act(observation)
         acted_by = np.zeros(len(actions), np.int64)
         if self.intervention is not None:
@@ -173,8 +189,10 @@ class PolicyCollector:
         if not len(ended):
             return step.observation
         whole = [int(row) for row in ended if step.valid[row].any()]  # the others were lost to a fault: run again
+        whole = sorted(whole, key=lambda row: self.attempts[row].number)[:wanted]
         episodes = [self._episode(row, bool(step.success[row]), instructions[row]) for row in whole]
         self.finished, self.solved = self.finished + len(whole), self.solved + sum(e.success for e in episodes)
+        self.corrected += sum(bool((np.asarray(one.acted[ACTED_BY]) != POLICY).any()) for one in episodes)
         for row in whole:
             self.attempts[row] = Attempt(self._draw())
         if episodes:
@@ -241,12 +259,12 @@ class Uploads:
     store that is away may take a minute to say so, and the robot continues meanwhile.
 
     Args:
-        store, shards: of the collector.
+        store, shards, lease: of the collector.
         interval_s: between two looks.
     """
 
-    def __init__(self, store: Store, shards: ShardWriter, interval_s: float) -> None:
-        self._store, self._shards, self._interval_s = store, shards, interval_s
+    def __init__(self, store: Store, shards: ShardWriter, lease: Lease, interval_s: float) -> None:
+        self._store, self._shards, self._lease, self._interval_s = store, shards, lease, interval_s
         self._retry = Retry(logger.warning)
         self._next = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")
@@ -256,7 +274,7 @@ class Uploads:
         """Begin to copy what is complete, if it is time; return whether the trainer has finished.
 
         Raises:
-            StoreError: the store refuses the shards, which will not pass.
+            StoreError: the store refuses the shards, or another collector has taken the name, which will not pass.
         """
         if self._look is not None:
             if not self._look.done():
@@ -269,12 +287,35 @@ class Uploads:
         return False
 
     def _work(self) -> bool:
-        self._retry(self._shards.upload)
+        self._retry(self.copy)
         return self._retry(self._store.mark, DONE) is not None
+
+    def copy(self) -> None:
+        """Copy what is complete, as the one collector of its name.
+
+        Raises:
+            StoreError: see ``is_over``; or the store can't be reached.
+        """
+        self._lease.keep()
+        self._shards.upload()
 
     def close(self) -> None:
         """Wait for the copies under way."""
         self._thread.shutdown()
+
+
+def spool_id(spool: Path) -> str:
+    """Return what identifies a collector's directory, and is made with it.
+
+    Raises:
+        OutputError: the directory can't be written.
+    """
+    path, elsewhere = spool / ID_FILE, "choose another store.spool_dir"
+    with output_errors(f"{path} can't be read or written", path, elsewhere):
+        spool.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_text_file(path, secrets.token_hex(8), elsewhere)
+        return read_regular_file(path, MAX_ID).decode()
 
 
 def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
@@ -303,8 +344,12 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         def make_writer(directory: Path) -> LeRobotWriter:
             return LeRobotWriter(directory, names, fps, collecting.video_crf, config.env.env_type, resume=True)
 
+        lease = Lease(store, settings.collector, spool_id(spool))
+        lease.take(say)  # first, since ShardWriter continues after what the store has
         sizes = (settings.episodes_per_shard, settings.shard_s)
-        shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes)
+        meta = {REWARDS: reward_settings(config)}
+        shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes, meta)
+        closing.callback(Retry(logger.warning), lease.release)  # not where another process has the spool
         closing.callback(shards.close)
         engine = make_rollout_engine(config, build_policy(config), num_threads(config))
         directory = spool / "weights"
@@ -318,7 +363,7 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         logged = (config.runner.logger, finished, config.model_dump())
         metrics = closing.enter_context(MetricsLogger(spool, *logged, file_name=METRICS_FILE))
         collector = PolicyCollector(config, pool, engine, shards, intervention, metrics.log)
-        uploads = Uploads(store, shards, settings.poll_s)
+        uploads = Uploads(store, shards, lease, settings.poll_s)
         say(f"collecting into {store} as {settings.collector}, from episode {collector.finished}")
         stop.can_save("the same command continues with the episodes that are finished")
         progress = closing.enter_context(
@@ -328,6 +373,6 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         with stop.saving():
             uploads.close()
             shards.finish(collector.progress())
-            shards.upload()
+            uploads.copy()
         progress.message(f"{collector.finished} episodes, {collector.solved} of them solved, are in {store}")
     return stop.exit_code

@@ -17,19 +17,26 @@ RESULTS = "results"
 """What evaluations are below, in a store: one for each version."""
 
 
-def open_store(config: Config) -> Store:
-    """Return the store of a run, which is created if there is none.
+def open_store(config: Config, create: bool = True) -> Store:
+    """Return the store of a run.
+
+    Args:
+        config: the run.
+        create: begin one if there is none.
 
     Raises:
         UsageError: none is configured.
-        StoreError: there is no such kind of store, or it can't be reached.
+        StoreError: there is no such kind of store, it can't be reached, or there is none and none is created.
     """
     url = config.store.url
     if url is None:
         hint = "add store.url=DIR or store.url=s3://BUCKET/PREFIX, the same for all processes"
         raise UsageError("no store is configured", hint, code="store-none")
     store = Store(url if "://" in url else str(Path(url).expanduser().absolute()))
-    store.create()
+    if create:
+        store.create()
+    else:
+        store.check()
     return store
 
 

@@ -14,6 +14,7 @@ from embodrl.serving.listener import Handler, HttpListener, Service
 from embodrl.wire.codec import read_json, write_json
 
 VERSION_HEADER = "X-Policy-Version"
+_STATUS = {"server-stopping": 503, "server-model-hangs": 503, "wire-too-large": 413}
 
 
 class ActListener(HttpListener):
@@ -38,9 +39,8 @@ class ActListener(HttpListener):
         return [("POST", "/act", self._act)]
 
     async def _act(self, request: Any) -> Any:
-        body = await request.read()
         try:
-            message = read_json(body)
+            message = read_json(await self.body(request))
             is_double = isinstance(message, Mapping) and isinstance(message.get("encoded"), str)
             if is_double:
                 message = read_json(message["encoded"])
@@ -67,4 +67,4 @@ def status_of(error: Exception) -> int:
 
     if not isinstance(error, EmbodrlError):
         return 500
-    return 503 if error.code in ("server-stopping", "server-model-hangs") else 422
+    return _STATUS.get(error.code, 422)

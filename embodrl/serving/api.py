@@ -62,7 +62,7 @@ class ApiListener(HttpListener):
         async def handler(request: Request) -> StreamResponse:
             is_msgpack = request.content_type == MSGPACK
             try:
-                body = await request.read()
+                body = await self.body(request)
                 message = unpack(body, openpi_envelope) if is_msgpack else read_json(body or b"{}")
                 if not isinstance(message, Mapping):
                     raise WireError("the body is no map", "see GET /openapi.json", code="wire-message")

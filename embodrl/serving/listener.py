@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import ServingError, WireError
 from embodrl.serving.core import ModelCore
+from embodrl.serving.door import Door
 from embodrl.serving.weights import WeightSource
 from embodrl.types import Observation
 from embodrl.wire.codec import need
 from embodrl.wire.keys import WireMap, vector_of
 
 if TYPE_CHECKING:
-    from aiohttp.web import AppRunner, Request, StreamResponse, TCPSite, WebSocketResponse
+    from aiohttp.web import AppRunner, Request, StreamResponse, WebSocketResponse
 
 OPEN_PATHS = ("/health", "/healthz")
 """What tells only that the server lives, without a token."""
@@ -66,7 +67,9 @@ class Service:
         """Tell whether a token is the right one; in constant time."""
         if self.token is None:
             return True
-        return isinstance(token, str) and hmac.compare_digest(token.encode(), self.token.encode())
+        return isinstance(token, str) and hmac.compare_digest(
+            *(text.encode(errors="surrogatepass") for text in (token, self.token))
+        )
 
     def wire_map(self, keys: WireKeysConfig, image: str, state: str, instruction: str) -> WireMap:
         """Return where an observation is in a message: as configured, else under the protocol's own keys.
@@ -134,10 +137,12 @@ class Listener(ABC):
     Attributes:
         name: of the protocol.
         scheme: of its URL.
+        keys: of its observations.
     """
 
     name: str
     scheme: str
+    keys: WireMap
 
     def __init__(self, service: Service) -> None:
         self.service, self.core = service, service.core
@@ -171,6 +176,8 @@ class HttpListener(Listener):
     """
 
     scheme = "http"
+    max_strangers: int | None = None
+    """Connections without an admitted request; None: what ``Door`` allows."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
@@ -178,11 +185,24 @@ class HttpListener(Listener):
         self._connections = 0
         self._sockets: set[WebSocketResponse] = set()
         self._runner: AppRunner | None = None
-        self._site: TCPSite | None = None
+        self._door: Door | None = None
 
     def routes(self) -> list[tuple[str, str, Handler]]:
         """Return (method, path, handler) of the protocol."""
         return [("GET", "/", self._websocket)]
+
+    async def body(self, request: Request) -> bytes:
+        """Return the body of a request.
+
+        Raises:
+            WireError: it is too large.
+        """
+        try:
+            return await request.read()
+        except self.web.HTTPRequestEntityTooLarge as error:
+            limit = self.service.settings.max_message_mb
+            text = f"the body is larger than {limit} MB (serve.max_message_mb)"
+            raise WireError(text, "send smaller pictures", code="wire-too-large") from error
 
     async def converse(self, socket: Any, client: object) -> None:
         """Talk to a client on a websocket until it leaves."""
@@ -196,10 +216,9 @@ class HttpListener(Listener):
         runner: AppRunner = self.web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S, handle_signals=False)
         self._runner = runner
         await runner.setup()
-        site: TCPSite = self.web.TCPSite(runner, host, port, ssl_context=self._tls())
-        self._site = site
-        await site.start()
-        return int(runner.addresses[0][1])
+        assert runner.server is not None
+        self._door = Door(runner.server, self._tls(), self.max_strangers)
+        return await self._door.open(host, port)
 
     def _tls(self) -> ssl.SSLContext | None:
         settings = self.service.settings
@@ -216,10 +235,11 @@ class HttpListener(Listener):
         return context
 
     async def stop_accepting(self) -> None:
-        if self._site is not None:
-            await self._site.stop()
+        if self._door is not None:
+            await self._door.close()
 
     async def close(self) -> None:
+        await self.stop_accepting()
         closing = (socket.close(code=1001, message=b"the server is stopping") for socket in list(self._sockets))
         with contextlib.suppress(TimeoutError):  # a client that does not read is cut off below
             await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), 2 * CLOSE_S)
@@ -232,13 +252,15 @@ class HttpListener(Listener):
         @web.middleware
         async def admit(request: Request, handler: Handler) -> StreamResponse:
             if request.path in OPEN_PATHS:
-                return await handler(request)
+                return _last(await handler(request))
             is_right = self.service.token is not None and self.service.admits(token_of(request))
             # A page in a browser must not use a server without token on its user's machine.
             if not is_right and (self.service.token is not None or "Origin" in request.headers):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
-                return web.json_response({"error": text, "code": "server-token"}, status=401)
+                return _last(web.json_response({"error": text, "code": "server-token"}, status=401))
+            assert self._door is not None
+            self._door.admit(request.protocol)
             if self._connections >= self.service.settings.max_connections:
                 text = f"the server has {self._connections} clients (serve.max_connections)"
                 return web.json_response({"error": text, "code": "server-full"}, status=503)
@@ -280,6 +302,12 @@ class HttpListener(Listener):
             self._sockets.discard(socket)
             self.core.forget(id(socket))
         return socket
+
+
+def _last(response: StreamResponse) -> StreamResponse:
+    """Let a connection end after this answer, which was given without a token."""
+    response.force_close()
+    return response
 
 
 def token_of(request: Request) -> str | None:

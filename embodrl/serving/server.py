@@ -97,6 +97,8 @@ class PolicyServer:
             self.say(f"listening: {name} at {url}")
         if self.config.serve.token == "auto":
             self.say(f"token: {self.service.token}")
+        for listener in self.listeners:
+            self.say(f"{listener.name} takes {listener.keys.describe()}")
         self.say("ready")
         if on_ready is not None:
             on_ready(urls)

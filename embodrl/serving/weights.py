@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from embodrl.errors import ServingError, StoreError, WeightSyncError, WeightVersionError
+from embodrl.errors import EmbodrlError, ServingError, WeightSyncError, WeightVersionError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.hybrid_engines.weight_sync.base import SyncReport
+from embodrl.hybrid_engines.weight_sync.base import HINT, SyncReport
 from embodrl.hybrid_engines.weight_sync.buckets import Layout, layout_of
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
 
@@ -44,7 +44,8 @@ class WeightSource:
             What was taken; None if there is nothing newer than what was taken from there before.
 
         Raises:
-            WeightSyncError: it is incomplete, damaged, or of another policy; the weights stay what they were.
+            WeightSyncError: it is incomplete, damaged, of another policy, or can't be read; the weights stay what they
+                were.
         """
         with self._lock:
             receiver = self._receivers.setdefault(directory, DiskReceiver(self.engine, directory, self._layout))
@@ -53,6 +54,10 @@ class WeightSource:
             except WeightVersionError:  # the run went back to an older checkpoint: the next look begins with that
                 del self._receivers[directory]
                 raise
+            except OSError as error:
+                raise WeightSyncError(
+                    f"weights in {directory} can't be read: {error.strerror}", HINT, code="weights-unreadable"
+                ) from error
 
     def has_taken(self, directory: Path) -> bool:
         """Return whether the policy has got weights from a directory before."""
@@ -83,10 +88,10 @@ class WeightFollower(threading.Thread):
                 if report is not None:
                     problem = ""
                     logger.info("weights of version %d are in use", report.version)
-            except (WeightSyncError, StoreError) as error:
-                if error.message != problem:
-                    logger.error("%s", error)
-                problem = error.message
+            except Exception as error:
+                if str(error) != problem:
+                    logger.error("%s", error, exc_info=not isinstance(error, EmbodrlError))
+                problem = str(error)
             self._stopped.wait(LOOK_S)
 
     def stop(self) -> None:
@@ -105,8 +110,11 @@ def stable_directory(text: object) -> Path:
     if not isinstance(text, str) or not text.startswith("/"):
         raise ServingError("no directory of weights is named", hint, code="server-weights")
     path = Path(text)
-    if (path / "STABLE").is_file():
-        path = path.parent
-    if not path.is_dir():
-        raise ServingError(f"there is no directory {text[:200]}", hint, code="server-weights")
-    return path
+    try:
+        if (path / "STABLE").is_file():
+            path = path.parent
+        if path.is_dir():
+            return path
+    except OSError as error:
+        raise ServingError(f"{text[:200]} can't be read: {error.strerror}", hint, code="server-weights") from error
+    raise ServingError(f"there is no directory {text[:200]}", hint, code="server-weights")

@@ -45,7 +45,7 @@ BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
 ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
-_STEP_NAME = re.compile(r"step_(\d+)")
+_STEP_NAME = re.compile(r"step_([0-9]+)")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 

@@ -2,7 +2,7 @@
 
 A directory consists of its files and, written last, ``STABLE``: a JSON object with size and SHA-256 of each file, and
 what its writer says about it. Without that mark it does not exist for readers; it never changes once it has it. The
-store needs no locks and no renames, which object stores lack: each name has one writer.
+store needs no locks and no renames, which object stores lack: each name has one writer (see lease.py).
 """
 
 from __future__ import annotations
@@ -79,6 +79,18 @@ class Store:
             if not self._fs.exists(self._path(SIGN)):
                 self._fs.makedirs(self._root, exist_ok=True)
                 self._fs.pipe_file(self._path(SIGN), b"episodes, weights and results; see docs/store.md of embodrl\n")
+
+    def check(self) -> None:
+        """Refuse a place where no store was begun.
+
+        Raises:
+            StoreError: it is none, or can't be reached.
+        """
+        with self._reported("looking into"):
+            exists = self._fs.exists(self._path(SIGN))
+        if not exists:
+            hint = "check store.url; `embodrl store train` and `store collect` begin a store"
+            raise StoreError(f"there is no store at {self.url}", hint, code="store-missing")
 
     def _must_exist(self) -> None:
         """Refuse to take a store that is away, as the place where it is mounted, for an empty one.

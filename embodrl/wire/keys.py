@@ -74,11 +74,16 @@ def split(vector: Array, parts: Sequence[Part]) -> dict[str, Array]:
 def picture_of(value: object, key: str) -> NDArray[np.uint8]:
     """Return ``uint8[H,W,3]`` of a picture with the channels first or last, as bytes or as floats from 0 to 1.
 
+    Lists within each other are read as well, of integers from 0 to 255 or of floats.
+
     Raises:
         WireError: it is none.
     """
     hint = "send uint8 or float32 (0 to 1) of shape [H,W,3] or [3,H,W]"
+    if isinstance(value, list):
+        value = _picture_of_lists(value, key)
     if not isinstance(value, np.ndarray):
+        hint += ', in JSON {"__numpy__": BASE64, "dtype": "|u1", "shape": [H,W,3]} or lists within each other'
         raise _refused(f"'{key}' is no array", hint)
     if value.ndim == 3 and value.shape[-1] != 3 and value.shape[0] == 3:
         value = value.transpose(1, 2, 0)
@@ -91,6 +96,15 @@ def picture_of(value: object, key: str) -> NDArray[np.uint8]:
     elif value.dtype != np.uint8:
         raise _refused(f"'{key}' has the type {value.dtype}", hint)
     return np.ascontiguousarray(value, np.uint8)
+
+
+def _picture_of_lists(rows: list[Any], key: str) -> Array:
+    try:
+        picture = np.asarray(rows)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _refused(f"'{key}' is no picture: its lists differ in length", "send [H,W,3] numbers") from error
+    is_bytes = picture.dtype.kind in "iu" and bool(((picture >= 0) & (picture <= 255)).all())
+    return picture.astype(np.uint8) if is_bytes else picture
 
 
 def vector_of(value: object, key: str) -> NDArray[np.float32]:
@@ -143,6 +157,8 @@ class WireMap:
         text = text[0] if isinstance(text, (list, tuple)) and len(text) == 1 else text
         if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise _refused(f"'{self.instruction}' is no text of at most {MAX_TEXT} characters", "send a string")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise _refused(f"'{self.instruction}' has half of a character (a lone surrogate)", "send Unicode text")
         state = self._state(message)
         return Observation(np.stack(pictures)[None], state[None], [text], np.zeros(1, np.int32))
 

@@ -4,8 +4,9 @@
 commas. ``optimizer_step:6:SIGKILL:simulator`` kills a simulator instead, and waits until it is dead; with
 ``fsdp_step:6:SIGKILL:rank_1`` only the process of that rank takes the signal, with ``rank_1_once`` not the one that is
 started in its place, with ``parent_of_1`` the main process takes it, with ``worker`` its youngest worker, and with
-``all_of_1`` the main process and all that it has started. The process ids of the children at that moment go to the
-file ``STOP_AT_CHILDREN``. ``publish:1:EIO`` raises that error instead of a signal, from the first call on.
+``all_of_1`` the main process and all that it has started, and ``later`` is as if it came a second after the one before.
+The process ids of the children at that moment go to the file ``STOP_AT_CHILDREN``. ``publish:1:EIO`` raises that
+error instead of a signal, from the first call on.
 """
 
 import errno
@@ -98,7 +99,7 @@ def install(point, wanted, number, whom):
     (owner, name, original), calls = resolve(point), 0
     rank, once = os.environ.get("RANK"), whom.endswith("_once")
     ranked = (f"rank_{rank}", f"rank_{rank}_once", f"parent_of_{rank}", f"all_of_{rank}")
-    here = whom in ("", "simulator", "worker", *ranked)
+    here = whom in ("", "later", "simulator", "worker", *ranked)
 
     def replacement(*args, **kwargs):
         nonlocal calls
@@ -118,6 +119,8 @@ def install(point, wanted, number, whom):
                     if member is driver or not is_helper(member):
                         member.send_signal(number)
             else:
+                if whom == "later":
+                    sys.modules["embodrl.runs.stop"].REPEAT_S = 0.0
                 os.kill(os.getppid() if whom.startswith("parent") else os.getpid(), number)
         return original(*args, **kwargs)
 

@@ -349,8 +349,8 @@ def test_a_signal_saves_and_the_run_continues_from_there(
 @pytest.mark.parametrize(
     ("stop_at", "code"),
     [
-        ("act:1:SIGINT,act:2:SIGINT", 130),
-        ("optimizer_step:1:SIGINT,optimizer_step:2:SIGTERM", 143),
+        ("act:1:SIGINT,act:2:SIGINT:later", 130),
+        ("optimizer_step:1:SIGINT,optimizer_step:2:SIGTERM:later", 143),
         ("wait_started:1:SIGINT", 130),  # nothing to save yet
         _long("wait_started:1:SIGTERM", 143),
     ],

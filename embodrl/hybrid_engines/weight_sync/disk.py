@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import IncompleteSyncError, OutputError, WeightSyncError, WeightVersionError
-from embodrl.fields import parse_fields, read_fields
+from embodrl.fields import MAX_JSON_BYTES, open_regular_file, parse_fields, read_fields, read_regular_file
 from embodrl.hybrid_engines.weight_sync.base import (
     HINT,
     Check,
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 VERSIONS_KEPT = 2
 FORMAT = 2
 MANIFEST, STABLE = "manifest.json", "STABLE"
-_NAME = re.compile(r"v(\d{6,18})")
+_NAME = re.compile(r"v([0-9]{6,18})")
 _POLL_S = 0.05
 
 
@@ -179,7 +179,7 @@ class StoredVersion:
         path = version_path(directory, version)
         expected = read_fields(path / STABLE, IncompleteSyncError, HINT).text("manifest_sha256")
         try:
-            encoded = (path / MANIFEST).read_bytes()
+            encoded = read_regular_file(path / MANIFEST, MAX_JSON_BYTES)
         except OSError as error:
             raise _incomplete(path, f"{MANIFEST} can't be read: {error.strerror}") from error
         if hashlib.sha256(encoded).hexdigest() != expected:
@@ -205,7 +205,7 @@ class StoredVersion:
         with ExitStack() as stack:
             try:
                 # All are opened first: on a local disk they can then be read even if the sender removes the version.
-                streams = {name: stack.enter_context((self.path / name).open("rb")) for name in self.files}
+                streams = {name: stack.enter_context(open_regular_file(self.path / name)) for name in self.files}
                 for name, (size, crc32) in self.files.items():
                     if (found := os.fstat(streams[name].fileno()).st_size) != size:
                         raise _incomplete(self.path, f"{name} has {found} bytes instead of {size}")

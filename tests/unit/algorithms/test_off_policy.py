@@ -80,3 +80,13 @@ def test_there_are_no_advantages() -> None:
     with pytest.raises(EmbodrlError) as refused:
         no_advantages(torch.zeros(1))
     assert refused.value.code == "advantages-none"
+
+
+def test_nothing_after_the_end_of_an_episode_counts_not_even_nan() -> None:
+    nan, yes, no = math.nan, True, False
+    sums, lengths = chunk_return(torch.tensor([[1.0, nan]]), torch.tensor([[yes, no]]), 0.5, per_action=True)
+    assert (sums.item(), lengths.item()) == (1.0, 1)
+    seen = torch.tensor([[1.0, nan, nan]]), torch.tensor([[1, 1, 1]])
+    found = n_step_return(*seen, torch.tensor([[yes, no, no]]), torch.tensor([[yes, yes, no]]), 0.5)
+    target = soft_target(found.returns, found.discount, torch.full((2, 1), nan), torch.full((1,), nan), 0.1, True)
+    assert (found.discount.item(), target.item()) == (0.0, 1.0)

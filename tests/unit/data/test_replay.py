@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from expect import raises_code
 
+from embodrl.config.schema.algorithm import AlgorithmConfig
 from embodrl.data.replay import ReplayBuffer, ReplayStores, frames_of
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.training.off_policy import sample_transitions
 
 T, C, A = 4, 2, 3
 
@@ -134,3 +138,17 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     for other in (None, buffer):
         with raises_code("replay-other-demos", CheckpointError):
             ReplayStores(ReplayBuffer(30, 10**9), other).load_state(state)
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_what_follows_the_last_chunk_is_no_memory_that_was_never_written(n_step, monkeypatch) -> None:
+    def dirty(*shape, dtype):
+        return torch.full(shape, math.nan if dtype.is_floating_point else True, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", dirty)
+    buffer = ReplayBuffer(1000, 10**9)
+    buffer.add_frames({name: column[-6:-5] for name, column in frames_of(rollout()).items()})  # 30: solved at once
+    algorithm = AlgorithmConfig.model_validate({"off_policy": {"n_step": n_step}})
+    found = sample_transitions(ReplayStores(buffer), 1, algorithm, torch.Generator())
+    assert found.discount.item() == 0 and found.returns.item() == 60
+    assert found.next_inputs["state"].item() == 0

@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
+from expect import raises_code
 
-from embodrl.data.demos import ACTED_BY, POLICY_VERSION, Episode, Outcomes
+from embodrl.config.schema import Config
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.shards import EPISODES, ShardReader, ShardWriter
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
+from embodrl.runs.replay import check_rewards, reward_settings
 from embodrl.storage.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
@@ -38,11 +41,11 @@ def store(tmp_path):
     return found
 
 
-def writer(store, spool, capacity=2, name="a") -> ShardWriter:
+def writer(store, spool, capacity=2, name="a", meta=None) -> ShardWriter:
     def make(directory):
         return LeRobotWriter(directory, ["cam"], 10, resume=True)
 
-    return ShardWriter(store, spool, name, make, capacity, 1e9)
+    return ShardWriter(store, spool, name, make, capacity, 1e9, meta)
 
 
 def reader(store, tmp_path, window=100, successes_only=True) -> ShardReader:
@@ -131,3 +134,14 @@ def test_an_episode_that_comes_twice_counts_once(store, tmp_path):
     found = reader(store, tmp_path)
     found.poll()
     assert numbers(found) == [0, 1, 2] and len(found.ids) == 3
+
+
+def test_a_shard_says_what_its_rewards_follow_from(store, tmp_path):
+    config = Config()
+    shards = writer(store, tmp_path / "spool", meta={REWARDS: reward_settings(config)})
+    shards.add([episode(0), episode(1)], {"next": 2})
+    shards.upload()
+    check_rewards(tmp_path / "store" / EPISODES / "a-000000", config)
+    others = config.model_copy(update={"env": config.env.model_copy(update={"success_bonus": 7.0})})
+    with raises_code("demos-other-rewards"):
+        check_rewards(tmp_path / "store" / EPISODES / "a-000000", others)

@@ -1,14 +1,18 @@
 """`embodrl data check --policy`: errors of a policy on demonstrations, by hand."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from embodrl.cli.data import show
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
+from embodrl.data.facts import DatasetFacts
 from embodrl.runs.data_check import (
+    DataReport,
     _policy_findings,  # pyright: ignore[reportPrivateUsage]
     camera_findings,
     picture_difference,
@@ -83,3 +87,9 @@ def test_pictures_are_compared_camera_by_camera_and_at_one_size():
     same, other = (picture_difference(small, large[:, places], [2, 0]) for places in ([2, 0], [0, 2]))
     assert same is not None and other is not None and same < 0.6 * other
     assert picture_difference(small, small, [0, 1]) is None
+
+
+@pytest.mark.parametrize("suggest", [True, False])
+def test_a_check_without_a_simulator_says_what_one_would_find(suggest, capsys):
+    show(DataReport(Path("data"), DatasetFacts({}, 7, 0, None, None), 1, 5, []), suggest_replay=suggest)
+    assert ("--env" in capsys.readouterr().out) is suggest

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from embodrl.runs.stop import REPEAT_S, StopSignal
+
 RAY = """
 import signal, sys
 from embodrl.runs.stop import StopSignal
@@ -128,3 +130,40 @@ print("lives")
 def test_the_guard_lets_be_what_reacts() -> None:
     done = subprocess.run([sys.executable, "-c", LIVES], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (0, "lives\n")
+
+
+def test_a_second_signal_counts_after_its_time_only() -> None:
+    now = [100.0]
+    with pytest.raises(SystemExit) as ended, StopSignal(clock=lambda: now[0]) as stop:
+        stop.can_save("")
+        signal.raise_signal(signal.SIGTERM)
+        now[0] += 0.9 * REPEAT_S
+        signal.raise_signal(signal.SIGINT)
+        assert stop.number == signal.SIGTERM
+        now[0] += 0.1 * REPEAT_S
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+
+
+def test_a_signal_while_nothing_can_be_saved_ends_at_once() -> None:
+    with pytest.raises(SystemExit), StopSignal(clock=lambda: 0.0):
+        signal.raise_signal(signal.SIGTERM)
+
+
+TWICE = """
+import ctypes, sys
+from embodrl.processes.ending import own_process
+from embodrl.runs.stop import StopSignal
+
+own_process()
+with StopSignal() as stop:
+    stop.can_save("")
+    ctypes.PyDLL(None).system(b"kill $PPID; /bin/true; kill $PPID")  # no Python code runs between the two
+    print("saves")
+sys.exit(stop.exit_code)
+"""
+
+
+def test_two_signals_at_once_leave_time_to_save() -> None:
+    code, out, err = run(TWICE)
+    assert (code, out, len(err.splitlines())) == (143, "saves\n", 1)

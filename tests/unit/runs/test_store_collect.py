@@ -11,13 +11,15 @@ from expect import raises_code
 
 from embodrl.config.schema import CollectConfig, Config
 from embodrl.data.demos import POLICY_VERSION
+from embodrl.data.replay import HUMAN, POLICY
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
-from embodrl.runs.store_collect import PolicyCollector, Uploads
+from embodrl.runs.store_collect import PolicyCollector, Uploads, spool_id
 from embodrl.types import PolicyOutput
 
 CHUNK, ENVS = 3, 4
+KEPT = SimpleNamespace(keep=lambda: None)
 
 
 class Pool:
@@ -74,11 +76,11 @@ class Shards:
         self.last = dict(progress)
 
 
-def collect(shards, num_episodes, pool=None):
+def collect(shards, num_episodes, pool=None, intervention=None, notes=None):
     pool = pool or Pool()
     config = Config(collect=CollectConfig(seed=7))
-    collector = PolicyCollector(config, pool, Engine(), shards)
-    collector.run(num_episodes, lambda: False, lambda done, note: None)
+    collector = PolicyCollector(config, pool, Engine(), shards, intervention)
+    collector.run(num_episodes, lambda: False, lambda done, note: None if notes is None else notes.append(note))
     return collector, pool
 
 
@@ -107,7 +109,7 @@ def test_each_number_is_finished_once_whatever_interrupts(kills):
     _, pool = collect(shards, 40)
     episodes, begun = episodes + shards.episodes, begun + pool.begun
     ids = sorted(int(one.id.rpartition("-")[2]) for one in episodes)
-    assert ids == list(range(len(ids))) and len(ids) >= 40
+    assert ids == list(range(len(ids))) and len(ids) == 40
     assert len({one.seed for one in episodes}) == len(ids)
     seeds = {one.seed: ("reach-red", "reach-green").index(one.task) for one in episodes}
     assert all(seeds.get(seed, task) == task for seed, task in begun)
@@ -122,6 +124,42 @@ def test_an_episode_that_a_fault_has_ended_is_run_again():
     assert "collector-0-00000001" in ids and pool.begun.count(pool.begun[1]) == 2
 
 
+@pytest.mark.parametrize("wanted", [6, 7])
+def test_a_collection_ends_with_what_was_asked_for_and_a_longer_one_runs_the_rest(wanted):
+    first, longer = Shards(), Shards()
+    collect(first, wanted)
+    longer = Shards(progress=first.last)
+    collect(longer, 10)
+    found = [int(one.id.rpartition("-")[2]) for one in first.episodes + longer.episodes]
+    assert len(first.episodes) == wanted and sorted(found) == list(range(10))
+
+
+def test_a_collector_that_has_lost_its_name_copies_nothing_and_ends():
+    def keep():
+        raise StoreError("another process is this one", code="store-name-taken")
+
+    uploads = Uploads(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(keep=keep), interval_s=0.0)
+    with raises_code("store-name-taken"):
+        while True:
+            assert not uploads.is_over()
+    uploads.close()
+
+
+def test_the_share_of_corrected_episodes_is_said():
+    def correct(observation, actions):
+        return actions, np.array([HUMAN] + [POLICY] * (ENVS - 1), np.int64)
+
+    intervention, notes, shards = SimpleNamespace(begin=lambda rows: None, correct=correct), [], Shards()
+    collect(shards, 8, intervention=intervention, notes=notes)
+    assert "25% of episodes corrected" in notes[-1] and shards.last["corrected"] == 2
+    collect(Shards(progress=shards.last), 12, notes=notes)
+    assert "corrected" not in notes[-1]
+
+
+def test_a_spool_keeps_its_id(tmp_path):
+    assert spool_id(tmp_path / "a") == spool_id(tmp_path / "a") != spool_id(tmp_path / "b")
+
+
 def test_a_store_that_does_not_answer_holds_nobody_up():
     begun, answer = threading.Event(), threading.Event()
 
@@ -131,7 +169,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up():
 
     marks = iter([None, "the trainer has finished"])
     store = SimpleNamespace(mark=lambda name: next(marks))
-    uploads = Uploads(store, SimpleNamespace(upload=upload), interval_s=0.0)
+    uploads = Uploads(store, SimpleNamespace(upload=upload), KEPT, interval_s=0.0)
     assert not uploads.is_over() and begun.wait(30)
     assert not any(uploads.is_over() for _ in range(3))  # asked while it waits, it begins nothing else
     answer.set()
@@ -145,7 +183,7 @@ def test_what_the_store_refuses_ends_the_collector():
     def upload():
         raise StoreError("another one of that name", code="store-name-taken")
 
-    uploads = Uploads(SimpleNamespace(mark=lambda name: None), SimpleNamespace(upload=upload), interval_s=0.0)
+    uploads = Uploads(SimpleNamespace(mark=lambda name: None), SimpleNamespace(upload=upload), KEPT, interval_s=0.0)
     with raises_code("store-name-taken"):
         while True:
             assert not uploads.is_over()

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -70,8 +71,8 @@ def test_act_says_what_is_wrong():
             assert status == 422 and code in found["error"]
         status, found, _ = await post("/act", {"full_image": picture(1), "instruction": "fail"})
         assert status == 500 and "secret" not in found["error"]
-        async with session.post("/act", data=b"x" * (2**20 + 1)) as answer:
-            assert answer.status in (413, 422)
+        status, found, _ = await post("/act", b"x" * (2**20 + 1))
+        assert status == 413 and "wire-too-large" in found["error"]
         assert (await post("/act", {"image": picture(1), "instruction": ""}))[0] == 200
 
     talk("act", test, max_message_mb=1)
@@ -149,5 +150,51 @@ def test_pause_and_resume():
         assert not server.policy.batches
         assert (await post("/resume", {}))[1]["paused"] is False
         assert (await asked)[0] == 200
+
+    talk("http", test)
+
+
+def test_own_api_blames_the_client_for_what_it_did(tmp_path, monkeypatch, caplog):
+    async def test(server, session, post):
+        status, found, _ = await post("/act", b"x" * (2**20 + 1))
+        assert status == 413 and "wire-too-large" in found["error"]
+        status, found, _ = await post("/act", {"images.base_camera": picture(9), "instruction": "\ud800"})
+        assert status == 422 and "wire-observation" in found["error"]
+        status, found, _ = await post("/weights", {"directory": str(tmp_path / ("v" * 300))})
+        assert status == 422 and "server-weights" in found["error"]
+
+        def refuse(self):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(type(tmp_path), "iterdir", refuse)  # root may read everything
+        status, found, _ = await post("/weights", {"directory": str(tmp_path)})
+        assert status == 422 and "weights-unreadable" in found["error"]
+        async with session.get("/info", headers={"Authorization": "Bearer \udcff"}) as answer:
+            assert answer.status == 401
+
+    talk("http", test, max_message_mb=1)
+    assert not caplog.records
+
+
+def test_the_example_of_the_page_gets_actions():
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    (body,) = re.findall(r"^curl .*/act -d '(.*)'$", page, re.MULTILINE)
+
+    async def test(server, session, post):
+        status, found, _ = await post("/act", body)
+        assert status == 200 and array(found["actions"]).shape == (5, 7)
+        mean = np.mean(json.loads(body)["images"]["base_camera"])
+        np.testing.assert_allclose(array(found["actions"]), wanted(mean, "push the cube"), rtol=1e-6)
+
+    talk("http", test)
+
+
+@pytest.mark.parametrize(
+    "lists", [[[[256, 0, 0]]], [[[1, 2]]], [[[1, 2, 3], [1]]], [[[None, 1, 2]]], [], "a", {"a": 1}]
+)
+def test_lists_that_are_no_picture_are_refused(lists):
+    async def test(server, session, post):
+        status, found, _ = await post("/act", {"images.base_camera": lists, "instruction": "push"})
+        assert status == 422 and "wire-observation" in found["error"]
 
     talk("http", test)

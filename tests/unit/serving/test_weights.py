@@ -1,11 +1,14 @@
 """Newer weights of a run are taken up while clients ask."""
 
 import asyncio
+import os
 
+import pytest
 from served import MeanPolicy, engine_of, served, wanted
 from test_core import seen
 
-from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.errors import EmbodrlError, WeightSyncError
+from embodrl.hybrid_engines.weight_sync.disk import DiskSender, versions_in
 from embodrl.serving import weights as module
 from embodrl.serving.weights import WeightFollower, WeightSource
 
@@ -62,3 +65,41 @@ def test_damaged_weights_are_reported_once_and_the_next_are_taken(tmp_path, monk
             follower.join(0.001)
         follower.stop()
     assert policy.offset.item() == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "bucket_00000.safetensors"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.parent / "STABLE")])
+def test_what_is_no_file_among_the_weights_is_refused_at_once(name, make, tmp_path):
+    policy = MeanPolicy()
+    source = WeightSource(engine_of(policy))
+    send(tmp_path, policy, 3)
+    (tmp_path / "v000003" / name).unlink()
+    make(tmp_path / "v000003" / name)
+    for _ in range(2):  # no lock is kept
+        with pytest.raises(WeightSyncError):
+            source.take(tmp_path)
+    send(tmp_path, policy, 4)
+    assert source.take(tmp_path).version == 4
+
+
+def test_no_error_ends_the_follower(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "LOOK_S", 0.001)
+    errors = [EmbodrlError("any other"), OSError(5, "Input/output error"), RuntimeError("a bug")]
+
+    def fetch():
+        if errors:
+            raise errors.pop()
+
+    policy = MeanPolicy()
+    follower = WeightFollower(WeightSource(engine_of(policy)), tmp_path, fetch)
+    send(tmp_path, policy, 1)
+    follower.start()
+    while policy.offset.item() != 1 and follower.is_alive():
+        follower.join(0.001)
+    follower.stop()
+    assert policy.offset.item() == 1 and len(caplog.records) >= 3
+
+
+def test_a_version_has_ascii_digits(tmp_path):
+    (tmp_path / "v\u0660\u0660\u0660\u0660\u0660\u0663").mkdir()
+    assert versions_in(tmp_path, stable=False) == []

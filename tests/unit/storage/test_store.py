@@ -5,8 +5,12 @@ import json
 import uuid
 
 import pytest
+from expect import raises_code
 
+from embodrl.config.schema import Config
+from embodrl.config.schema.store import StoreConfig
 from embodrl.errors import StoreError
+from embodrl.runs.store_parts import open_store
 from embodrl.storage.store import Retry, Store
 
 
@@ -165,3 +169,10 @@ def test_a_store_that_is_away_is_not_an_empty_one(tmp_path, directory):
     (tmp_path / "store").rmdir()
     (tmp_path / "away").rename(tmp_path / "store")
     assert store.names("episodes") == ["episodes/one"]
+
+
+def test_what_is_no_store_is_not_taken_for_an_empty_one(tmp_path):
+    place = tmp_path / "missing"
+    with raises_code("store-missing"):
+        open_store(Config(store=StoreConfig(url=str(place))), create=False)
+    assert not place.exists()

@@ -1,0 +1,104 @@
+"""What clients without a token can do to a server: little, and not for long."""
+
+import asyncio
+import logging
+
+import aiohttp
+import pytest
+from served import TOKEN, served
+from test_http import picture
+
+from embodrl.serving import door
+from embodrl.serving.listener import HttpListener
+
+HALF = b"GET /he"
+PUSH = {"images.base_camera": picture(9), "instruction": "push"}
+
+
+async def half_open(port: int, count: int) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    for _, writer in streams:
+        writer.write(HALF)
+    return streams
+
+
+async def act(url: str) -> int:
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/act", json=PUSH, headers=headers) as answer:
+        return answer.status
+
+
+@pytest.mark.parametrize("protocol", ["http", "act", "openpi"])
+def test_the_oldest_of_too_many_strangers_makes_room(protocol, monkeypatch):
+    monkeypatch.setattr(HttpListener, "max_strangers", 4)
+
+    async def run():
+        async with served(protocol) as server:
+            streams = await half_open(server.port(protocol), 12)
+            assert [await reader.read() for reader, _ in streams[:8]] == [b""] * 8
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"{server.urls[protocol].replace('ws', 'http')}/health") as answer,
+            ):
+                assert answer.status == 200
+            for _, writer in streams:
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_stranger_is_closed_after_its_time_and_who_was_admitted_stays(monkeypatch):
+    monkeypatch.setattr(door, "HELLO_S", 0.3)
+
+    async def run():
+        async with served("http") as server:
+            url = server.urls["http"]
+            async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {TOKEN}"}) as session:
+                async with session.get("/info") as answer:
+                    await answer.read()
+                    admitted = answer.connection
+                assert admitted is None  # back in the pool
+                streams = await half_open(server.port("http"), 3)
+                assert [await reader.read() for reader, _ in streams] == [b""] * 3
+                ((_, kept),) = ((key, pool) for key, pool in session.connector._conns.items())
+                assert kept[0][0].is_connected()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_answers_without_a_token_end_their_connection():
+    async def run():
+        async with served("http") as server:
+            for path, status in (("/health", 200), ("/info", 401)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port("http"))
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                assert (await reader.read()).split()[1] == str(status).encode()
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_too_many_open_files_end_the_oldest_strangers_and_are_reported_once(monkeypatch, caplog):
+    monkeypatch.setattr(door, "_PAUSE_S", 0.0)
+    failures = [True] * 5
+
+    async def run():
+        async with served("http") as server:
+            streams = await half_open(server.port("http"), 5)
+            loop = asyncio.get_running_loop()
+            accept = loop.sock_accept
+
+            async def failing(listening):
+                if failures and failures.pop():
+                    raise OSError(24, "Too many open files")
+                return await accept(listening)
+
+            monkeypatch.setattr(loop, "sock_accept", failing)
+            streams += await half_open(server.port("http"), 1)  # the accept that was waiting takes this one
+            assert [await reader.read() for reader, _ in streams[:5]] == [b""] * 5
+            assert await act(server.urls["http"]) == 200
+            streams[-1][1].close()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(asyncio.wait_for(run(), 30))
+    assert [record.name for record in caplog.records].count("embodrl.serving.door") == 1
