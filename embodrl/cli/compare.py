@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from embodrl.cli.common import Debug, JsonOutput, execute
-from embodrl.errors import OutputError
+from embodrl.errors import OutputError, without_controls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,6 +82,8 @@ def show_runs(runs: Sequence[RunView]) -> None:
     if differing:
         heads = ["setting", *(run.name for run in runs)]
         tables.append(("Settings that differ", heads, [[key, *texts] for key, texts in differing]))
+    for problem in (problem for run in runs for problem in run.problems):
+        print(f"note: {without_controls(problem)}", file=sys.stderr)
     for title, heads, rows in tables:
         show_table(heads, rows, title)
     if len(runs) > 1 and not differing:
@@ -94,7 +97,7 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str =
 
     drawn = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for head in heads:
-        drawn.add_column(head, overflow="fold")
+        drawn.add_column(without_controls(head), overflow="fold")
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(without_controls, row))
     Console(highlight=False, soft_wrap=False).print(drawn)
