@@ -188,8 +188,7 @@ def stacked_chart(
 ) -> str:
     """Return a chart of stacked bars as HTML, one per iteration; "" without any.
 
-    Of many iterations, a bar shows the mean of neighbouring ones; those with a size that is no finite number are left
-    out.
+    Of many iterations, a bar shows the mean of neighbouring ones. Without finite sizes, an iteration has no bar.
 
     Args:
         title: above the chart.
@@ -227,12 +226,12 @@ def stacked_chart(
 def _bars(columns: Mapping[int, Sequence[float]]) -> Iterator[tuple[int, int, list[float]]]:
     """Yield first and last iteration and the parts' mean sizes of at most ``MAX_BARS`` bars; negative parts are 0."""
     found = [(at, [max(0.0, float(size)) for size in columns[at] if is_number(size)]) for at in sorted(columns)]
-    whole = [(at, sizes) for at, sizes in found if len(sizes) == len(columns[at]) and math.isfinite(sum(sizes))]
+    whole = [(at, sizes) for at, sizes in found if len(sizes) == len(columns[at]) and math.isfinite(2 * sum(sizes))]
     each = math.ceil(len(whole) / MAX_BARS) or 1
     for start in range(0, len(whole), each):
         group = whole[start : start + each]
         means = [sum(size / len(group) for size in sizes) for sizes in zip(*(sizes for _, sizes in group), strict=True)]
-        yield group[0][0], group[-1][0], means
+        yield group[0][0], group[-1][0], list(map(float, means))
 
 
 def histogram(title: str, groups: Sequence[tuple[str, str, Sequence[float]]], x_label: str, bins: int = 12) -> str:
@@ -340,9 +339,9 @@ def _power(value: Decimal) -> str:
 
 def integer_ticks(low: float, high: float, most: int) -> Ticks:
     """Return at most ``most`` + 1 whole numbers from ``low`` to ``high`` at a round distance; there may be none."""
-    factor, exponent = _nice_step(max(high / most - low / most, 1.0))
-    step = Ticks(factor, exponent, 0, 1).step
-    return Ticks(factor, exponent, math.ceil(low / step), math.floor(high / step))
+    factor, exponent = _nice_step(max(_share(low, high, most), 1.0))
+    step = factor * 10**exponent
+    return Ticks(factor, exponent, -(-math.ceil(low) // step), math.floor(high) // step)
 
 
 def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> Ticks:
@@ -352,9 +351,14 @@ def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> Ticks
     if high / 2 - low / 2 < FLAT * magnitude / 2:
         most_finite = sys.float_info.max
         low, high = max(low - magnitude / 2, -most_finite), min(high + magnitude / 2, most_finite)
-    factor, exponent = _nice_step(max(high / most - low / most, 1.0 if whole else 0.0))
+    factor, exponent = _nice_step(max(_share(low, high, most), 1.0 if whole else 0.0))
     step = Ticks(factor, exponent, 0, 1).step
     return Ticks(factor, exponent, math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9))
+
+
+def _share(low: float, high: float, parts: int) -> float:
+    """Return the length of one of equal parts; the whole may be more than the largest float."""
+    return (high - low) / parts if math.isfinite(high - low) else high / parts - low / parts
 
 
 def _nice_step(size: float) -> tuple[int, int]:

@@ -49,7 +49,7 @@ LOSSES = (
 
 def sparkline(values: list[float], width: int = 40) -> str:
     """Return the last values, each in 0..1, as a row of block characters."""
-    return "".join(SPARKS[min(7, max(0, round(value * 7)))] for value in values[-width:])
+    return "".join(SPARKS[round(7 * min(1.0, max(0.0, value)))] for value in values[-width:])
 
 
 class Console:
@@ -256,9 +256,8 @@ class Console:
             if total and self._has(name):
                 seconds = self._number(name)
                 bar = Text(_bar(seconds / total), style=style)
-                split.add_row(
-                    "eval time" if label == "eval" else label, bar, f"{100 * seconds / total:.0f} %", f"{seconds:.1f} s"
-                )
+                shown = "eval time" if label == "eval" else label
+                split.add_row(shown, bar, f"{100 * seconds / total:.0f} %", f"{seconds:.1f} s")
 
         losses = Table.grid(padding=(0, 3))
         cells = [

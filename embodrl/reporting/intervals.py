@@ -23,7 +23,7 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     rate, square = successes / trials, z * z / trials
     centre = (rate + square / 2) / (1 + square)
-    half = z * math.sqrt(rate * (1 - rate) / trials + square / (4 * trials)) / (1 + square)
+    half = z * math.sqrt(rate * (1 - rate) / trials + square / 4 / trials) / (1 + square)
     low = 0.0 if successes == 0 else centre - half
     high = 1.0 if successes == trials else centre + half
     return low, high

@@ -217,11 +217,8 @@ def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: P
         when = f"{_readable(record['started'])}, from iteration {record['from_iteration'] + 1}"
         rows.append((f"{record['kind']} at", when))
         rows.append(("command", Html(f"<code>{html.escape(record['command'])}</code>")))
-        commit = (
-            f", commit {record['commit'][:12]}{' with local changes' if record['dirty'] else ''}"
-            if record["commit"]
-            else ""
-        )
+        changed = " with local changes" if record["dirty"] else ""
+        commit = f", commit {record['commit'][:12]}{changed}" if record["commit"] else ""
         rows.append(("embodrl", f"{record['embodrl']}{commit}"))
         rows += [("changed", f"{key}: {old} → {new}") for key, (old, new) in record["changed"].items()]
     if records:

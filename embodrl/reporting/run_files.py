@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from embodrl.config.nodes import MAX_FILE_BYTES, parse_yaml
 from embodrl.fields import read_regular_file
@@ -28,7 +28,7 @@ def read_run_config(run_dir: Path) -> tuple[dict[str, Any], str, str]:
     tree, problems = parse_yaml(text, CONFIG_FILE, "run")
     if problems:
         return {}, text, f"{problems[0].key}: {problems[0].message}"
-    return tree.plain(), text, ""
+    return cast(dict[str, Any], tree.plain()), text, ""
 
 
 def own_files(run_dir: Path, *patterns: str) -> tuple[list[Path], list[Path]]:

@@ -21,7 +21,7 @@ def afterwards(what: str, repeated_by: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # noqa: BLE001  whatever a page raises, the run has succeeded
+    except Exception as error:
         why = error.message if isinstance(error, EmbodrlError) else f"{type(error).__name__}: {error}"
         hint = f"the result stands; `{repeated_by}` makes it again"
         logger.warning("%s", OutputError(f"{what} could not be made: {why}", hint, code="result-without-page"))
