@@ -227,6 +227,12 @@ def differing_settings(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
     return [(key, texts) for key, texts in values if len({texts[i] for i in present}) > 1]
 
 
+def in_sections_of_all(runs: Sequence[RunView], key: str) -> bool:
+    """Return whether all runs that have settings have the section of a key: those of other models say little."""
+    parent = key.rpartition(".")[0]
+    return all(isinstance(lookup(run.config, parent), Mapping) for run in runs if run.config and parent)
+
+
 def _named(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
     """The name of a run, with its colour in the charts."""
     name = html.escape(run.name)

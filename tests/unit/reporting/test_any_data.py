@@ -23,7 +23,7 @@ from embodrl.config import load_config
 from embodrl.reporting.charts import Series, histogram, integer_ticks, line_chart, nice_ticks, stacked_chart
 from embodrl.reporting.comparison import comparison_page, differing_settings, figure_rows, read_runs
 from embodrl.reporting.console import Console
-from embodrl.reporting.eval_report import EpisodeFigures, TaskFigures, eval_page
+from embodrl.reporting.eval_report import eval_page
 from embodrl.reporting.health import find_warnings
 from embodrl.reporting.intervals import eval_interval, wilson_interval
 from embodrl.reporting.report import report_page
@@ -135,7 +135,7 @@ def test_the_console() -> None:
         console = Console("plain", 3, "run", RichConsole(file=io.StringIO(), width=100))
         for row in rows_of(rng, 0.2):
             console.update(row)
-        console.late(row)
+            console.late(row)
         if number % 50 == 0:
             RichConsole(file=io.StringIO(), width=100).print(console._render())
 
@@ -174,17 +174,17 @@ def test_pages_of_evaluations(tmp_path: Path) -> None:
     rng = Random(7)
     config = load_config(["env=toy", "env.video.enabled=false", "model.warm_start=null"]).config
     empty = EvalResult(0.0, 0, {}, 0.0, 0.0, 0.0, 0.0)
-    content = EvalOutput(config, tmp_path / "out").content(empty)
+    content: Any = EvalOutput(config, tmp_path / "out").content(empty)
     for _ in range(400):
         returns = values(rng, rng.randrange(1, 6))
-        episodes: list[EpisodeFigures] = [
+        episodes: list[Any] = [
             {"number": i, "seed": i, "task": "a", "instruction": "go", "success": rng.random() < 0.5}
             | {"success_at_end": None, "episode_return": each, "length": rng.randrange(1, 100)}
             for i, each in enumerate(returns)
         ]
         count, solved = len(episodes), sum(each["success"] for each in episodes)
         rate, interval = solved / count, wilson_interval(solved, count)
-        task: TaskFigures = {"success_rate": rate, "interval": interval, "successes": solved, "episodes": count}
+        task: dict[str, Any] = {"success_rate": rate, "interval": interval, "successes": solved, "episodes": count}
         figures = task | {"mean_return": returns[0], "mean_length": 5.0}
         more = {"tasks": {"a": task | {"instruction": "go"}}, "per_episode": episodes}
         check(eval_page(content | figures | more, "t", tmp_path, None, []))
