@@ -91,7 +91,7 @@ def show_runs(runs: Sequence[RunView]) -> None:
         show_table(heads, rows, title)
     if len(shown) < len(differing):
         print(f"{len(differing) - len(shown)} more settings differ; --json and --html list them all")
-    if len(runs) > 1 and not differing:
+    if len(runs) > 1 and not differing and all(run.config for run in runs):
         print("The runs have the same settings.")
 
 
