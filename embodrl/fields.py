@@ -192,6 +192,7 @@ def read_fields(
     error: type[EmbodrlError] = FileFormatError,
     hint: str = "restore the file from its origin",
     max_bytes: int = MAX_JSON_BYTES,
+    follow_links: bool = True,
 ) -> Fields:
     """Read a JSON file whose top is an object.
 
@@ -200,12 +201,13 @@ def read_fields(
         error: class of the errors raised, for its fields too.
         hint: what the user can do about an invalid file.
         max_bytes: size limit.
+        follow_links: false for a file of a run that may be somebody else's.
 
     Raises:
         EmbodrlError: of class ``error``: the file can't be read, is too large, nested too deeply, or not such JSON.
     """
     try:
-        encoded = read_regular_file(path, max_bytes, follow_links=True)
+        encoded = read_regular_file(path, max_bytes, follow_links)
     except OSError as cause:
         raise error(f"{path} can't be read: {cause.strerror or cause}", hint) from cause
     return parse_fields(encoded, str(path), error, hint, max_bytes)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from embodrl.cli.common import Debug, JsonOutput, execute
-from embodrl.errors import OutputError
+from embodrl.errors import OutputError, without_controls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from embodrl.reporting.comparison import RunView
+
+MAX_SETTINGS = 40
 
 
 def compare(
@@ -73,17 +76,22 @@ def compare(
 
 def show_runs(runs: Sequence[RunView]) -> None:
     """Print the figures of runs and the settings that differ."""
-    from embodrl.reporting.comparison import differing_settings, figure_rows
+    from embodrl.reporting.comparison import differing_settings, figure_rows, in_sections_of_all
 
     titles, cells = figure_rows(runs)
     differing = differing_settings(runs)
+    shown = [(key, texts) for key, texts in differing if in_sections_of_all(runs, key)][:MAX_SETTINGS]
     tables = [("", titles, cells)]
-    if differing:
+    if shown:
         heads = ["setting", *(run.name for run in runs)]
-        tables.append(("Settings that differ", heads, [[key, *texts] for key, texts in differing]))
+        tables.append(("Settings that differ", heads, [[key, *texts] for key, texts in shown]))
+    for problem in (problem for run in runs for problem in run.problems):
+        print(f"note: {without_controls(problem)}", file=sys.stderr)
     for title, heads, rows in tables:
         show_table(heads, rows, title)
-    if len(runs) > 1 and not differing:
+    if len(shown) < len(differing):
+        print(f"{len(differing) - len(shown)} more settings differ; --json and --html list them all")
+    if len(runs) > 1 and not differing and all(run.config for run in runs):
         print("The runs have the same settings.")
 
 
@@ -94,7 +102,7 @@ def show_table(heads: Sequence[str], rows: Sequence[Sequence[str]], title: str =
 
     drawn = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for head in heads:
-        drawn.add_column(head, overflow="fold")
+        drawn.add_column(without_controls(head), overflow="fold", no_wrap=head == "setting")
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(without_controls, row))
     Console(highlight=False, soft_wrap=False).print(drawn)

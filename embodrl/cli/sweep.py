@@ -58,6 +58,7 @@ def sweep(
 
 def work(swept: Sweep) -> int:
     """Do what is left of a sweep, or submit it; print how its runs compare."""
+    from embodrl.runs.afterwards import afterwards
     from embodrl.runs.sweep import COMPARISON_FILE, run_sweep, submit_to_slurm
 
     print(f"sweep: {swept.directory}, {len(swept.unfinished())} of {len(swept.runs)} runs to do")
@@ -67,9 +68,11 @@ def work(swept: Sweep) -> int:
             print(f"submitted as {number}; `embodrl compare {swept.directory}` shows the runs")
         return 0
     code = run_sweep(swept)
-    if views := swept.views():
-        show_runs(views)
-        print(f"\n{swept.directory / COMPARISON_FILE} has the curves")
+    with afterwards("the table of runs", f"embodrl compare {shlex.quote(str(swept.directory))}"):
+        if views := swept.views():
+            show_runs(views)
+            if (swept.directory / COMPARISON_FILE).is_file():
+                print(f"\n{swept.directory / COMPARISON_FILE} has the curves")
     if swept.unfinished():
         print(f"`embodrl resume {swept.directory}` continues the sweep")
     return code

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from typing import Any
+
+from embodrl.reporting.rows import is_number
 
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 8, 36
 NARROW, WIDE = (360, 200), (960, 300)
+MAX_POINTS, LEAST_POINTS = 1000, 50
+"""Of a chart, and at least of each of its lines: more are thinned to the extremes of neighbouring ones."""
+MAX_BARS = 150
+FLAT = 1e-9
+"""A range below this part of its values is rounding, and drawn as a constant."""
+SMALLEST = 1e-290
+"""Values below it are drawn as zero: their differences can't be divided."""
+UNITS = ((9, "G"), (6, "M"), (3, "k"))
+LABEL_CHARACTERS = 7
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a chart.
+    """A line of a chart; points that are not finite numbers are left out.
 
     Attributes:
         label: for the legend.
         points: (x, y) in the order of x.
         colour: CSS variable of the page, e.g. ``c0``.
-        intervals: (low, high) of each point, drawn as whiskers; empty for none.
+        intervals: (low, high) of each point, drawn as whiskers, None where it has none; empty for none at all.
         tips: text of each point, shown when the pointer rests on it; empty for none.
         dashed: draw a thinner, dashed line.
         dots: mark every point.
@@ -28,7 +43,7 @@ class Series:
     label: str
     points: Sequence[tuple[float, float]]
     colour: str = "c0"
-    intervals: Sequence[tuple[float, float]] = field(default=())
+    intervals: Sequence[tuple[float, float] | None] = field(default=())
     tips: Sequence[str] = field(default=())
     dashed: bool = False
     dots: bool = False
@@ -52,7 +67,8 @@ def line_chart(
         y_range: least extent of the y axis; the data may widen it.
         wide: as wide as the page.
     """
-    series = [each for each in series if each.points]
+    most = max(LEAST_POINTS, MAX_POINTS // (len(series) or 1))
+    series = [drawn for each in series if (drawn := _thinned(_finite(each), most)).points]
     if not series:
         return ""
     sizes = [("wide", WIDE, 12), ("narrow", NARROW, 6)] if wide else [("", NARROW, 6)]
@@ -61,6 +77,35 @@ def line_chart(
         for kind, size, most in sizes
     ]
     return _frame(title, _legend(series), drawings, wide)
+
+
+def _finite(series: Series) -> Series:
+    """Return a line of the points that are finite numbers, with their intervals and tips."""
+    kept = [index for index, point in enumerate(series.points) if all(map(is_number, point))]
+    intervals = [pair if pair is not None and all(map(is_number, pair)) else None for pair in series.intervals]
+    return _chosen(replace(series, intervals=intervals), kept)
+
+
+def _thinned(series: Series, most: int) -> Series:
+    """Return a line of about ``most`` points at most: the lowest and the highest of each bucket of neighbours."""
+    count = len(series.points)
+    if count <= most:
+        return series
+    size = math.ceil(2 * count / max(2, most))
+    kept: set[int] = {0, count - 1}
+    for start in range(0, count, size):
+        bucket = range(start, min(start + size, count))
+        kept |= {pick(bucket, key=lambda index: series.points[index][1]) for pick in (min, max)}
+    return _chosen(series, sorted(kept))
+
+
+def _chosen(series: Series, indices: Sequence[int]) -> Series:
+    points, intervals, tips = ([part[i] for i in indices] if part else () for part in _parts(series))
+    return replace(series, points=points, intervals=intervals, tips=tips)
+
+
+def _parts(series: Series) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    return series.points, series.intervals, series.tips
 
 
 def _draw_lines(
@@ -72,46 +117,60 @@ def _draw_lines(
     y_range: tuple[float, float] | None,
 ) -> list[str]:
     width, height = size
-    xs = [x for each in series for x, _ in each.points]
-    ys = [y for each in series for _, y in each.points] + [
-        y for each in series for pair in each.intervals for y in pair
-    ]
-    x_ticks = integer_ticks(min(xs), max(xs), most_ticks)
-    y_ticks = nice_ticks(*_extent([*ys, *(y_range or ())]), 5)
-    x_low, x_high = min(xs), max(max(xs), min(xs) + 1)
-    y_low, y_high = y_ticks[0], y_ticks[-1]
+    xs = [float(x) for each in series for x, _ in each.points]
+    ys = [float(y) for each in series for _, y in each.points]
+    ys += [float(y) for each in series for pair in each.intervals if pair is not None for y in pair]
+    ys += y_range or ()
+    y_ticks = nice_ticks(min(ys), max(ys), 5)
+    x_low, x_half = min(xs), max(max(xs) / 2 - min(xs) / 2, FLAT * abs(min(xs)), 0.5)
 
     def x_at(x: float) -> float:
-        return LEFT + (x - x_low) / (x_high - x_low) * (width - LEFT - RIGHT)
+        return LEFT + (x / 2 - x_low / 2) / x_half * (width - LEFT - RIGHT)
 
     def y_at(y: float) -> float:
-        return TOP + (y_high - y) / (y_high - y_low) * (height - TOP - BOTTOM)
+        return height - BOTTOM - y_ticks.part(y) * (height - TOP - BOTTOM)
 
-    parts: list[str] = []
-    for tick in y_ticks:
-        y = y_at(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        text = (
-            tick_text(100 * tick, 100 * (y_ticks[1] - y_ticks[0])) + " %"
-            if percent
-            else tick_text(tick, y_ticks[1] - y_ticks[0])
-        )
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-    for tick in x_ticks:
-        parts.append(f'<text x="{x_at(tick):.1f}" y="{height - 18}" text-anchor="middle">{tick}</text>')
-    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 3}" text-anchor="middle">{x_label}</text>')
+    parts = _y_axis(y_ticks, size, 100 if percent else 1, " %" if percent else "")
+    x_ticks = integer_ticks(min(xs), max(xs), most_ticks)
+    for tick, text in zip(x_ticks.values, x_ticks.texts(), strict=True):
+        parts.append(_x_text(x_at(tick), height, text))
+    parts.append(_x_title(size, x_label))
     for each in series:
         parts += _draw(
-            each, [(x_at(x), y_at(y)) for x, y in each.points], [tuple(map(y_at, p)) for p in each.intervals]
+            each,
+            [(x_at(float(x)), y_at(float(y))) for x, y in each.points],
+            [None if pair is None else (y_at(float(pair[0])), y_at(float(pair[1]))) for pair in each.intervals],
         )
     return parts
 
 
-def _draw(series: Series, points: list[tuple[float, float]], whiskers: list[tuple[float, ...]]) -> list[str]:
+def _y_axis(ticks: Ticks, size: tuple[int, int], factor: int = 1, unit: str = "") -> list[str]:
+    width, height = size
+    parts: list[str] = []
+    for number, text in enumerate(ticks.texts(factor)):
+        y = height - BOTTOM - number / (ticks.last - ticks.first) * (height - TOP - BOTTOM)
+        shown = text + unit
+        squeezed = f' textLength="{LEFT - 8}" lengthAdjust="spacingAndGlyphs"' * (len(shown) > LABEL_CHARACTERS)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end"{squeezed}>{shown}</text>')
+    return parts
+
+
+def _x_text(x: float, height: int, text: str) -> str:
+    return f'<text x="{x:.1f}" y="{height - 18}" text-anchor="middle">{text}</text>'
+
+
+def _x_title(size: tuple[int, int], text: str) -> str:
+    width, height = size
+    return f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 3}" text-anchor="middle">{text}</text>'
+
+
+def _draw(series: Series, points: list[tuple[float, float]], whiskers: list[tuple[float, float] | None]) -> list[str]:
     colour = f"var(--{series.colour})"
     parts = [
-        f'<line class="whisker" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}" stroke="{colour}"/>'
-        for (x, _), (low, high) in zip(points, whiskers, strict=False)
+        f'<line class="whisker" x1="{x:.1f}" x2="{x:.1f}" y1="{pair[0]:.1f}" y2="{pair[1]:.1f}" stroke="{colour}"/>'
+        for (x, _), pair in zip(points, whiskers, strict=False)
+        if pair is not None
     ]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dash = ' stroke-dasharray="4 3" stroke-width="1.2"' if series.dashed else ""
@@ -124,8 +183,12 @@ def _draw(series: Series, points: list[tuple[float, float]], whiskers: list[tupl
     return parts
 
 
-def stacked_chart(title: str, labels: Sequence[str], colours: Sequence[str], columns: dict[int, list[float]]) -> str:
+def stacked_chart(
+    title: str, labels: Sequence[str], colours: Sequence[str], columns: Mapping[int, Sequence[float]]
+) -> str:
     """Return a chart of stacked bars as HTML, one per iteration; "" without any.
+
+    Of many iterations, a bar shows the mean of neighbouring ones. Without finite sizes, an iteration has no bar.
 
     Args:
         title: above the chart.
@@ -133,32 +196,42 @@ def stacked_chart(title: str, labels: Sequence[str], colours: Sequence[str], col
         colours: CSS variables of the parts.
         columns: iteration -> the parts' sizes.
     """
-    if not columns:
+    bars = list(_bars(columns))
+    if not bars:
         return ""
     width, height = NARROW
-    y_ticks = nice_ticks(0.0, max(map(sum, columns.values())) or 1.0, 5)
-    low, high = min(columns), max(columns)
+    y_ticks = nice_ticks(0.0, max(sum(sizes) for *_, sizes in bars) or 1.0, 5)
+    low, high = bars[0][0], bars[-1][1]
     slot = (width - LEFT - RIGHT) / (high - low + 1)
-    scale = (height - TOP - BOTTOM) / y_ticks[-1]
-    parts: list[str] = []
-    for tick in y_ticks:
-        y = height - BOTTOM - tick * scale
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_text(tick, y_ticks[1])}</text>')
-    for iteration, sizes in columns.items():
-        x, y = LEFT + (iteration - low + 0.1) * slot, float(height - BOTTOM)
+    parts = _y_axis(y_ticks, NARROW)
+    for first, last, sizes in bars:
+        x, top = LEFT + (first - low + 0.1) * slot, 0.0
+        bar_px = min(0.8 * slot * (last - first + 1), 60)
+        when = f"iteration {first}" if first == last else f"mean of iterations {first} to {last}"
         for label, colour, size in zip(labels, colours, sizes, strict=True):
-            y -= size * scale
+            top += size
+            y, y_below = (height - BOTTOM - y_ticks.part(at) * (height - TOP - BOTTOM) for at in (top, top - size))
             parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{min(0.8 * slot, 60):.1f}" height="{size * scale:.1f}"'
-                f' fill="var(--{colour})"><title>iteration {iteration}, {label}: {size:.1f} s</title></rect>'
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar_px:.1f}" height="{max(0.0, y_below - y):.1f}"'
+                f' fill="var(--{colour})"><title>{when}, {html.escape(label)}: {size:.1f} s</title></rect>'
             )
-    for tick in integer_ticks(low, high, 6):
-        x = LEFT + (tick - low + 0.1) * slot + min(0.4 * slot, 30)
-        parts.append(f'<text x="{x:.1f}" y="{height - 18}" text-anchor="middle">{tick}</text>')
-    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 3}" text-anchor="middle">iteration</text>')
+    x_ticks = integer_ticks(low, high, 6)
+    for tick, text in zip(x_ticks.values, x_ticks.texts(), strict=True):
+        parts.append(_x_text(LEFT + (tick - low + 0.1) * slot + min(0.4 * slot, 30), height, text))
+    parts.append(_x_title(NARROW, "iteration"))
     legend = _legend([Series(label, [(0, 0)], colour) for label, colour in zip(labels, colours, strict=True)])
     return _frame(title, legend, [_svg(title, "", NARROW, parts)], False)
+
+
+def _bars(columns: Mapping[int, Sequence[float]]) -> Iterator[tuple[int, int, list[float]]]:
+    """Yield first and last iteration and the parts' mean sizes of at most ``MAX_BARS`` bars; negative parts are 0."""
+    found = [(at, [max(0.0, float(size)) for size in columns[at] if is_number(size)]) for at in sorted(columns)]
+    whole = [(at, sizes) for at, sizes in found if len(sizes) == len(columns[at]) and math.isfinite(2 * sum(sizes))]
+    each = math.ceil(len(whole) / MAX_BARS) or 1
+    for start in range(0, len(whole), each):
+        group = whole[start : start + each]
+        means = [sum(size / len(group) for size in sizes) for sizes in zip(*(sizes for _, sizes in group), strict=True)]
+        yield group[0][0], group[-1][0], list(map(float, means))
 
 
 def histogram(title: str, groups: Sequence[tuple[str, str, Sequence[float]]], x_label: str, bins: int = 12) -> str:
@@ -170,37 +243,29 @@ def histogram(title: str, groups: Sequence[tuple[str, str, Sequence[float]]], x_
         x_label: below the chart.
         bins: at most.
     """
-    values = [value for _, _, group in groups for value in group]
-    if not values:
+    finite = [[float(value) for value in group if is_number(value)] for _, _, group in groups]
+    if not any(finite):
         return ""
-    edges = nice_ticks(min(values), max(values), bins)
-    step = edges[1] - edges[0]
-    counts = [
-        [sum(1 for v in group if min(int((v - edges[0]) / step), len(edges) - 2) == i) for i in range(len(edges) - 1)]
-        for _, _, group in groups
-    ]
+    edges = nice_ticks(min(map(min, filter(None, finite))), max(map(max, filter(None, finite))), bins)
+    count = edges.last - edges.first
+    counts = [Counter(min(max(int(edges.part(value) * count), 0), count - 1) for value in group) for group in finite]
     width, height = NARROW
-    y_ticks = [t for t in nice_ticks(0.0, float(max(map(sum, zip(*counts, strict=True)))), 4) if t == int(t)]
-    slot, scale = (width - LEFT - RIGHT) / (len(edges) - 1), (height - TOP - BOTTOM) / y_ticks[-1]
-    parts: list[str] = []
-    for tick in y_ticks:
-        y = height - BOTTOM - tick * scale
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for i in range(len(edges) - 1):
+    y_ticks = nice_ticks(0.0, float(max(sum(each[i] for each in counts) for i in range(count))), 4, whole=True)
+    slot = (width - LEFT - RIGHT) / count
+    scale = (height - TOP - BOTTOM) * y_ticks.part(1.0)
+    parts, texts = _y_axis(y_ticks, NARROW), edges.texts()
+    for i in range(count):
         y = float(height - BOTTOM)
         for (label, colour, _), group in zip(groups, counts, strict=True):
             y -= group[i] * scale
-            tip = f"{short(edges[i])} to {short(edges[i + 1])}: {group[i]} {label}"
+            tip = f"{texts[i]} to {texts[i + 1]}: {group[i]} {label}"
             parts.append(
                 f'<rect x="{LEFT + i * slot + 1:.1f}" y="{y:.1f}" width="{slot - 2:.1f}"'
                 f' height="{group[i] * scale:.1f}" fill="var(--{colour})"><title>{html.escape(tip)}</title></rect>'
             )
-    every = math.ceil(len(edges) / 7)
-    for i, edge in enumerate(edges[::every]):
-        x = LEFT + i * every * slot
-        parts.append(f'<text x="{x:.1f}" y="{height - 18}" text-anchor="middle">{tick_text(edge, step)}</text>')
-    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{height - 3}" text-anchor="middle">{x_label}</text>')
+    every = math.ceil((count + 1) / 7)
+    parts += [_x_text(LEFT + i * slot, height, texts[i]) for i in range(0, count + 1, every)]
+    parts.append(_x_title(NARROW, x_label))
     legend = _legend([Series(label, [(0, 0)], colour) for label, colour, _ in groups])
     return _frame(title, legend, [_svg(title, "", NARROW, parts)], False)
 
@@ -226,44 +291,80 @@ def _legend(series: Sequence[Series]) -> str:
     return f'<div class="legend">{items}</div>'
 
 
-def integer_ticks(low: float, high: float, most: int) -> list[int]:
-    """Return at most ``most`` + 1 whole numbers from ``low`` to ``high`` at a round distance."""
-    step = max(1, round(_nice_step((high - low) / most))) if high > low else 1
-    return list(range(math.ceil(low / step) * step, math.floor(high) + 1, step))
+@dataclass(frozen=True)
+class Ticks:
+    """Round numbers at equal distances: ``first`` to ``last`` times ``factor * 10**exponent``."""
+
+    factor: int
+    exponent: int
+    first: int
+    last: int
+
+    @property
+    def step(self) -> float:
+        """The distance of two ticks."""
+        return float(f"{self.factor}e{self.exponent}")
+
+    @property
+    def values(self) -> list[float]:
+        """The ticks; infinite beyond the largest float."""
+        return [float(f"{i * self.factor}e{self.exponent}") for i in range(self.first, self.last + 1)]
+
+    def part(self, value: float) -> float:
+        """Return where a value lies: 0 at the first tick, 1 at the last."""
+        return (value / self.step - self.first) / (self.last - self.first)
+
+    def texts(self, times: int = 1) -> list[str]:
+        """Return the ticks, times 1 or 100, as text: exact, so that no two are the same."""
+        exponent = self.exponent + len(str(times)) - 1
+        values = [Decimal(i * self.factor).scaleb(exponent) for i in range(self.first, self.last + 1)]
+        largest = max(map(abs, values), default=Decimal(0))
+        if (largest < Decimal("0.01") and exponent < -3) or largest >= 10**15:
+            return [_power(value) for value in values]
+        # A unit that takes more than two decimals saves no characters.
+        units = [(power, unit) for power, unit in UNITS if largest >= 10 ** max(power, 4) and power - exponent <= 2]
+        power, unit = units[0] if units else (0, "")
+        decimals = max(0, power - exponent)
+        return [f"{value.scaleb(-power):.{decimals}f}{unit}" if value else "0" for value in values]
 
 
-def nice_ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round numbers at equal distances that enclose ``low`` to ``high``."""
-    if not high > low:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    step = _nice_step((high - low) / most)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
-
-
-def _nice_step(size: float) -> float:
-    """Return the smallest of 1, 2, 5 times a power of ten that is not below ``size``."""
-    power = 10.0 ** math.floor(math.log10(size))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= size * (1 - 1e-9))
-
-
-def _extent(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def tick_text(value: float, step: float) -> str:
-    """Return a tick with as many decimals as ticks at distance ``step`` need."""
-    if abs(value) >= 1000 or step >= 1000:
-        return short(value)
+def _power(value: Decimal) -> str:
+    """Return a number as ``1.5e-4``, with all its digits."""
     if not value:
         return "0"
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return f"{value:.{decimals}f}" if decimals <= 3 else f"{value:.0e}".replace("e-0", "e-")
+    sign, digits, exponent = value.normalize().as_tuple()
+    first, *rest = map(str, digits)
+    return f"{'-' * sign}{first}{'.' * bool(rest)}{''.join(rest)}e{int(exponent) + len(rest)}"
 
 
-def short(value: float) -> str:
-    """Return a number in few characters: 1200 as 1.2k."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:.3g}"
+def integer_ticks(low: float, high: float, most: int) -> Ticks:
+    """Return at most ``most`` + 1 whole numbers from ``low`` to ``high`` at a round distance; there may be none."""
+    factor, exponent = _nice_step(max(_share(low, high, most), 1.0))
+    step = factor * 10**exponent
+    return Ticks(factor, exponent, -(-math.ceil(low) // step), math.floor(high) // step)
+
+
+def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> Ticks:
+    """Return round numbers, or round whole ones, at equal distances that enclose ``low`` to ``high``."""
+    magnitude = max(abs(low), abs(high))
+    magnitude = magnitude if magnitude > SMALLEST else 1.0
+    if high / 2 - low / 2 < FLAT * magnitude / 2:
+        most_finite = sys.float_info.max
+        low, high = max(low - magnitude / 2, -most_finite), min(high + magnitude / 2, most_finite)
+    factor, exponent = _nice_step(max(_share(low, high, most), 1.0 if whole else 0.0))
+    step = Ticks(factor, exponent, 0, 1).step
+    return Ticks(factor, exponent, math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9))
+
+
+def _share(low: float, high: float, parts: int) -> float:
+    """Return the length of one of equal parts; the whole may be more than the largest float."""
+    return (high - low) / parts if math.isfinite(high - low) else high / parts - low / parts
+
+
+def _nice_step(size: float) -> tuple[int, int]:
+    """Return factor and exponent of the smallest of 1, 2, 5 times a power of ten that is not below ``size``."""
+    exponent = math.floor(math.log10(size))
+    for factor in (1, 2, 5):
+        if factor * 10.0**exponent >= size * (1 - 1e-9):
+            return factor, exponent
+    return 1, exponent + 1

@@ -9,19 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
-
 from embodrl.config.load import leaf_keys
-from embodrl.errors import OutputError
-from embodrl.fields import read_regular_file
+from embodrl.errors import OutputError, without_controls
 from embodrl.reporting.charts import Series, line_chart
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
 from embodrl.reporting.page import Html, page, table
-from embodrl.reporting.rows import elapsed_s, is_number, lookup, points, setting_text, task_names
+from embodrl.reporting.rows import elapsed_s, is_number, lookup, number, points, setting_text, task_names
+from embodrl.reporting.run_files import CONFIG_FILE, read_run_config
 from embodrl.reporting.verdict import is_solved
 
-MAX_CONFIG_BYTES = 2**22
 MAX_DEPTH = 4
 """Of a run below a directory that is searched."""
 COLOURS = 6
@@ -52,6 +49,7 @@ class RunView:
         config: of config.yaml; empty without one.
         status: ``running``, ``finished`` or ``stopped``.
         age_s: seconds since the last row was written.
+        problems: files that can't be read, and why.
     """
 
     directory: Path
@@ -60,6 +58,7 @@ class RunView:
     config: Mapping[str, object]
     status: str
     age_s: float
+    problems: tuple[str, ...] = ()
 
 
 def find_runs(directories: Iterable[Path]) -> list[Path]:
@@ -100,26 +99,28 @@ def read_runs(directories: Sequence[Path]) -> list[RunView]:
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
-    """Return the last part of each path; as many parts as make it unique."""
+    """Return the last part of each path, without control characters; as many parts as make it unique."""
     paths = [directory.resolve().parts for directory in directories]
     names: list[str] = []
     for parts in paths:
         count = next((n for n in range(1, len(parts)) if sum(p[-n:] == parts[-n:] for p in paths) == 1), len(parts))
-        names.append("/".join(parts[-count:]))
+        names.append(without_controls("/".join(parts[-count:]).replace("\n", "\\n")))
     return names
 
 
 def _read(directory: Path, name: str) -> RunView:
-    path = directory / METRICS_FILE
-    rows = read_metrics(path)
-    config: Mapping[str, object] = {}
+    path, problems = directory / METRICS_FILE, list[str]()
     try:
-        loaded = yaml.safe_load(read_regular_file(directory / "config.yaml", MAX_CONFIG_BYTES))
-        config = loaded if isinstance(loaded, dict) else {}
-    except (OSError, yaml.YAMLError, RecursionError):
-        pass  # shown without its settings
+        rows = read_metrics(path)
+    except OutputError as error:  # of one run, which is shown without figures
+        problems.append(error.message)
+        rows = []
+    config, _, unreadable = read_run_config(directory)
+    if unreadable:
+        problems.append(f"{directory / CONFIG_FILE} can't be read: {unreadable}")
     status = "running" if _is_locked(directory) else "finished" if _is_finished(rows, config) else "stopped"
-    return RunView(directory, name, rows, config, status, max(0.0, time.time() - path.stat().st_mtime))
+    age_s = max(0.0, time.time() - path.lstat().st_mtime)
+    return RunView(directory, name, rows, config, status, age_s, tuple(problems))
 
 
 def _is_finished(rows: list[Row], config: Mapping[str, object]) -> bool:
@@ -171,7 +172,7 @@ def figures_of(run: RunView) -> Figures:
     """Return the figures of a run."""
     if not run.rows:
         return Figures(0, 0, 0.0, None, None, None, None, None, None)
-    seconds, steps = elapsed_s(run.rows)[-1], int(run.rows[-1].get("env_steps") or 0)
+    seconds, steps = elapsed_s(run.rows)[-1], int(number(run.rows[-1], "env_steps"))
     rate = steps / seconds if seconds and steps else None
     evaluated = [row for row in run.rows if is_number(row.get("eval/success_rate"))]
     start = Figures(run.rows[-1]["iteration"], steps, seconds / 60, rate, None, None, None, None, None)
@@ -226,6 +227,12 @@ def differing_settings(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
     return [(key, texts) for key, texts in values if len({texts[i] for i in present}) > 1]
 
 
+def in_sections_of_all(runs: Sequence[RunView], key: str) -> bool:
+    """Return whether all runs that have settings have the section of a key: those of other models say little."""
+    parent = key.rpartition(".")[0]
+    return all(isinstance(lookup(run.config, parent), Mapping) for run in runs if run.config and parent)
+
+
 def _named(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
     """The name of a run, with its colour in the charts."""
     name = html.escape(run.name)
@@ -257,6 +264,7 @@ def comparison_parts(runs: Sequence[RunView], link: Callable[[RunView], str] | N
     rows = [[_named(run, index, link), *row[1:]] for index, (run, row) in enumerate(zip(runs, cells, strict=True))]
     note = f"Success of the first and the last evaluation on fixed seeds; {CONFIDENCE_TEXT} interval of the last."
     parts = [table(titles, rows), f'<p class="sub">{note}</p>', "<h2>Success</h2>", _charts(_success_charts(runs))]
+    parts[2:2] = [f'<p class="sub">{html.escape(problem)}</p>' for run in runs for problem in run.problems]
     tasks = dict.fromkeys(name for run in runs for name in task_names(run.rows, "eval"))
     per_task = [
         _chart(runs, f"Evaluation success: {task}", f"eval/{task}/success_rate", percent=True, dots=True)
@@ -281,7 +289,7 @@ def comparison_page(runs: Sequence[RunView]) -> str:
 def _success_charts(runs: Sequence[RunView]) -> list[str]:
     by_iteration = _chart(runs, "Evaluation success", "eval/success_rate", percent=True, dots=True, wide=True)
     minutes = [_by(run, lambda row, seconds: seconds / 60) for run in runs]
-    steps = [_by(run, lambda row, seconds: float(row.get("env_steps") or 0)) for run in runs]
+    steps = [_by(run, lambda row, _: number(row, "env_steps")) for run in runs]
     others = [
         line_chart(f"Evaluation success by {what}", _coloured(runs, columns, True), what, True, (0.0, 1.0))
         for what, columns in (("minutes", minutes), ("environment steps", steps))

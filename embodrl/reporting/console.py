@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from embodrl.errors import without_controls
 from embodrl.reporting.intervals import eval_interval
+from embodrl.reporting.rows import is_number, number
 from embodrl.reporting.sinks import MetricValue
 from embodrl.reporting.terminal import safe_console
 
@@ -25,6 +28,7 @@ logger = logging.getLogger(__name__)
 BAR_WIDTH = 24
 # Without a terminal, a phase that takes longer than this prints how far it is.
 PLAIN_INTERVAL_S = 10.0
+ABSENT = "–"
 SPARKS = "▁▂▃▄▅▆▇█"
 PHASES = (
     ("env", "time/env_s", "cyan"),
@@ -45,7 +49,7 @@ LOSSES = (
 
 def sparkline(values: list[float], width: int = 40) -> str:
     """Return the last values, each in 0..1, as a row of block characters."""
-    return "".join(SPARKS[min(7, max(0, round(value * 7)))] for value in values[-width:])
+    return "".join(SPARKS[round(7 * min(1.0, max(0.0, value)))] for value in values[-width:])
 
 
 class Console:
@@ -68,7 +72,7 @@ class Console:
         self._out = stream or safe_console()
         self.mode = mode if mode != "auto" else ("rich" if self._out.is_terminal else "plain")
         self.total_iterations = total_iterations
-        self.name = name
+        self.name = without_controls(name)
         self._row: dict[str, MetricValue] = {}
         self._train: list[float] = []
         self._eval_interval = ""
@@ -110,7 +114,7 @@ class Console:
         found = eval_interval(row)
         interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
         rate = row.get("eval/success_rate")
-        shown = f"{rate:.3f}" if isinstance(rate, int | float) else "not known"
+        shown = f"{rate:.3f}" if is_number(rate) else "not known"
         self.message(f"evaluation after iteration {row['iteration']}: success {shown}{interval}")
 
     def phase(self, text: str, chunks: int = 0) -> None:
@@ -133,6 +137,7 @@ class Console:
 
     def message(self, text: str) -> None:
         """Show a line that stays, such as the path of a checkpoint."""
+        text = without_controls(text)
         logger.info("%s", text)
         self._messages.append(text)
         self._print(text)
@@ -170,21 +175,23 @@ class Console:
     def _note_success(self, row: Mapping[str, MetricValue]) -> None:
         for name, history in (("rollout/success_rate", self._train), ("eval/success_rate", self._eval)):
             value = row.get(name)
-            if isinstance(value, int | float):
+            if is_number(value):
                 history.append(float(value))
         if found := eval_interval(row):
             self._eval_interval = f" [{100 * found[0]:.0f}, {100 * found[1]:.0f}]"
 
     def _number(self, name: str) -> float:
-        value = self._row.get(name)
-        return float(value) if isinstance(value, int | float) else 0.0
+        return number(self._row, name)
+
+    def _has(self, name: str) -> bool:
+        return is_number(self._row.get(name))
 
     def _started(self, style: str, factor: int) -> str:
         """Return the success rate per started episode, where episodes were cut off by the end of the rollout."""
-        value = self._row.get("rollout/success_rate_started")
-        if not isinstance(value, int | float) or not self._number("rollout/cut_episodes"):
+        name = "rollout/success_rate_started"
+        if not self._has(name) or not self._number("rollout/cut_episodes"):
             return ""
-        return f" ({format(factor * value, style)} of started episodes)"
+        return f" ({format(factor * self._number(name), style)} of started episodes)"
 
     def _phase_text(self) -> str:
         seconds = _duration(time.monotonic() - self._phase_start_s)
@@ -197,26 +204,26 @@ class Console:
         return left * sum(self._speed) / len(self._speed) if self._speed else None
 
     def _steps_per_s(self) -> str:
-        value = self._row.get("time/env_steps_per_s")
-        return f"{value:.0f} env-steps/s" if isinstance(value, int | float) else ""
+        name = "time/env_steps_per_s"
+        return f"{self._number(name):.0f} env-steps/s" if self._has(name) else ""
 
     def _line(self) -> str:
         width = len(str(self.total_iterations))
         parts = [f"iter {self._number('iteration'):{width}.0f}/{self.total_iterations}"]
         parts.append(f"env_steps {self._number('env_steps'):.0f}")
-        if isinstance(self._row.get("rollout/success_rate"), int | float):
+        if self._has("rollout/success_rate"):
             parts.append(f"success {self._number('rollout/success_rate'):.3f}{self._started('.3f', 1)}")
-        if isinstance(self._row.get("eval/success_rate"), int | float):
+        if self._has("eval/success_rate"):
             found = eval_interval(self._row)
             interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
             parts.append(f"eval {self._number('eval/success_rate'):.3f}{interval}")
         for label, name in LOSSES[:4]:
-            if isinstance(self._row.get(name), int | float):
+            if self._has(name):
                 parts.append(f"{label} {self._number(name):.4g}")
         if speed := self._steps_per_s():
             parts.append(speed)
         for label, name, _ in PHASES:
-            if self._row.get(name) is not None:
+            if self._has(name):
                 parts.append(f"{label} {self._number(name):.1f}s")
         eta = self._eta_s()
         if eta is not None:
@@ -246,13 +253,18 @@ class Console:
         split = Table.grid(padding=(0, 2))
         total = self._number("time/total_s") or sum(self._number(name) for _, name, _ in PHASES)
         for label, name, style in PHASES:
-            if total and self._row.get(name) is not None:
+            if total and self._has(name):
                 seconds = self._number(name)
                 bar = Text(_bar(seconds / total), style=style)
-                split.add_row(label, bar, f"{100 * seconds / total:.0f} %", f"{seconds:.1f} s")
+                shown = "eval time" if label == "eval" else label
+                split.add_row(shown, bar, f"{100 * seconds / total:.0f} %", f"{seconds:.1f} s")
 
         losses = Table.grid(padding=(0, 3))
-        cells = [f"{label} {self._number(name):.4g}" for label, name in LOSSES if name in self._row]
+        cells = [
+            f"{label} {self._number(name):.4g}" if self._has(name) else f"{label} {ABSENT}"
+            for label, name in LOSSES
+            if name in self._row
+        ]
         for start in range(0, len(cells), 4):
             losses.add_row(*cells[start : start + 4])
         parts: list[RenderableType] = [head, Text(), success, Text(), split, Text(), losses]
@@ -270,6 +282,8 @@ def _bar(part: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "not known"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from embodrl.reporting.rows import is_number
+
 MAX_KL = 0.2
 MAX_FIRST_KL = 0.005
 MAX_CLIP_FRACTION, CLIPPED_ITERATIONS = 0.3, 3
@@ -191,6 +193,6 @@ def find_warnings(rows: Iterable[Mapping[str, object]], warm_started: bool = Fal
 
 
 def _number(row: Mapping[str, object], name: str) -> float:
-    """Return a metric; NaN if the row has none."""
+    """Return a metric; NaN if the row has none, or no finite number."""
     value = row.get(name)
-    return float(value) if isinstance(value, int | float) else math.nan
+    return float(value) if is_number(value) else math.nan

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from statistics import NormalDist
 
+from embodrl.reporting.rows import is_number
+
 CONFIDENCE = 0.95
 CONFIDENCE_TEXT = f"{100 * CONFIDENCE:g} %"
 
@@ -21,18 +23,19 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     rate, square = successes / trials, z * z / trials
     centre = (rate + square / 2) / (1 + square)
-    half = z * math.sqrt(rate * (1 - rate) / trials + square / (4 * trials)) / (1 + square)
+    half = z * math.sqrt(rate * (1 - rate) / trials + square / 4 / trials) / (1 + square)
     low = 0.0 if successes == 0 else centre - half
     high = 1.0 if successes == trials else centre + half
     return low, high
 
 
 def eval_interval(row: Mapping[str, object]) -> tuple[float, float] | None:
-    """Return the interval of the evaluation in a row of metrics.jsonl; None if it has none."""
+    """Return the interval of the evaluation in a row of metrics.jsonl; None if it has none, or no valid one."""
     rate, episodes = row.get("eval/success_rate"), row.get("eval/episodes")
-    if not isinstance(rate, int | float) or not isinstance(episodes, int | float) or not episodes:
+    if not is_number(rate) or not is_number(episodes) or not 0 <= rate <= 1 or episodes < 1:
         return None
-    return wilson_interval(round(rate * episodes), int(episodes))
+    trials = int(episodes)
+    return wilson_interval(round(rate * trials), trials)
 
 
 def interval_text(row: Mapping[str, object]) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
+from embodrl.errors import OutputError
 from embodrl.fields import read_regular_file
 from embodrl.storage.atomic import atomic_file
 
@@ -15,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 MAX_BYTES = 2**30
+MAX_ITERATION = 2**53
 Row = dict[str, Any]
 
 
@@ -23,8 +26,18 @@ def read_metrics(path: Path) -> list[Row]:
 
     A last line cut off by a crash is left out silently. A line of an iteration that has a row already, such as that of
     an evaluation beside training, is part of that row.
+
+    Raises:
+        OutputError: there is a file that can't be read, such as a link, a pipe or one of more than ``MAX_BYTES``.
     """
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    try:
+        lines = read_regular_file(path, MAX_BYTES).splitlines(keepends=True)
+    except (FileNotFoundError, NotADirectoryError):
+        lines = []
+    except OSError as error:
+        reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        hint = "restore the file from a copy; a run has it as a regular file"
+        raise OutputError(f"{path} can't be read: {reason}", hint, code="metrics-unreadable") from error
     rows = [parse_row(line) for line in lines]
     damaged = [number for number, row in enumerate(rows, start=1) if row is None]
     if damaged and damaged[-1] == len(lines) and not lines[-1].endswith(b"\n"):
@@ -104,7 +117,9 @@ def parse_row(line: bytes) -> Row | None:
         row = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and type(row.get("iteration")) is int else None
+    if not isinstance(row, dict) or type(row.get("iteration")) is not int:
+        return None
+    return row if abs(row["iteration"]) <= MAX_ITERATION else None
 
 
 def _named(numbers: list[int], what: str) -> str:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import base64
 import html
+import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from embodrl.errors import without_controls
+from embodrl.fields import read_regular_file
+
+# Controls but tab and newline, half characters of names that are not UTF-8, and what turns the direction of text.
+UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 EMBED_BYTES = 16 * 2**20
 """Videos of a page beyond this are linked, not embedded: browsers are slow with larger files."""
 
@@ -62,12 +69,13 @@ details summary { cursor: pointer; color: var(--soft); margin: .8rem 0 .2rem; }
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """Return a whole HTML page; ``title`` is text, ``parts`` are HTML."""
-    return (
+    """Return a whole HTML page; ``title`` is text, ``parts`` are HTML. Characters in ``UNFIT`` are written out."""
+    text = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(filter(None, parts)) + "\n</body></html>\n"
     )
+    return UNFIT.sub(lambda match: without_controls(match.group()), text)
 
 
 def figures(pairs: Iterable[tuple[str, str]]) -> str:
@@ -116,12 +124,13 @@ class Embedder:
         self._left = EMBED_BYTES
 
     def source(self, path: Path) -> str:
-        """Return a ``data:`` address of an MP4, or its path from the page if it is too large."""
-        size = path.stat().st_size
-        if size > self._left:
+        """Return a ``data:`` address of an MP4, or its path from the page if it is too large or no regular file."""
+        try:
+            content = read_regular_file(path, self._left)
+        except OSError:
             return relative(path, self.directory)
-        self._left -= size
-        return f"data:video/mp4;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+        self._left -= len(content)
+        return f"data:video/mp4;base64,{base64.b64encode(content).decode('ascii')}"
 
     def episode(self, path: Path) -> str:
         """Return the video of an episode, ``episode_<number>_<outcome>.mp4``, framed in the colour of its outcome."""
@@ -137,4 +146,4 @@ class Embedder:
 
 def relative(path: Path, directory: Path) -> str:
     """Return the address of a file below ``directory`` for a page in it."""
-    return quote(path.relative_to(directory).as_posix())
+    return quote(os.fsencode(path.relative_to(directory)))

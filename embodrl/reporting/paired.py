@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from math import comb
 from typing import TypedDict, TypeVar
 
 from embodrl.reporting.intervals import wilson_interval
 
 Key = TypeVar("Key")
+EPSILON = 1e-18
+"""A term below this part of the sum changes nothing."""
 
 
 class PairedFigures(TypedDict):
@@ -36,16 +37,30 @@ def compare_pairs(first: Mapping[Key, bool], second: Mapping[Key, bool]) -> Pair
     shared = [(first[key], second[key]) for key in first if key in second]
     both, neither = shared.count((True, True)), shared.count((False, False))
     only_first, only_second = shared.count((True, False)), shared.count((False, True))
-    discordant, fewer = only_first + only_second, min(only_first, only_second)
-    tail = sum(comb(discordant, count) for count in range(fewer + 1))
+    discordant = only_first + only_second
     return PairedFigures(
         pairs=len(shared),
         difference=(only_second - only_first) / len(shared) if shared else 0.0,
         interval=paired_interval(both, only_second, only_first, neither),
         only_first=only_first,
         only_second=only_second,
-        p_value=min(1.0, 2 * tail / 2**discordant),
+        p_value=min(1.0, 2 * _lower_tail(discordant, min(only_first, only_second))),
     )
+
+
+def _lower_tail(trials: int, most: int) -> float:
+    """Return the probability of at most ``most`` successes in ``trials`` with probability 1/2, in linear time.
+
+    The terms are taken from the largest down, each from the one before; only the largest needs a logarithm.
+    """
+    log_comb = math.lgamma(trials + 1) - math.lgamma(most + 1) - math.lgamma(trials - most + 1)
+    term = total = 1.0
+    for count in range(most, 0, -1):
+        term *= count / (trials - count + 1)
+        if term < total * EPSILON:
+            break
+        total += term
+    return total * math.exp(log_comb - trials * math.log(2))
 
 
 def paired_interval(both: int, only_a: int, only_b: int, neither: int) -> tuple[float, float]:

@@ -43,7 +43,7 @@ def comparison_of(directories: Sequence[Path]) -> list[EvalComparison]:
     """
     if len(directories) < 2:
         raise OutputError("there is one evaluation", "name two or more", code="evals-not-comparable")
-    first, *others = [read_fields(path / JSON_FILE) for path in directories]
+    first, *others = [read_fields(path / JSON_FILE, follow_links=False) for path in directories]
     names = run_names(directories)
     for name, other in zip(names[1:], others, strict=True):
         for key in SAME:

@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from embodrl.config import load_config
 from embodrl.config.load import leaf_keys
 from embodrl.config.schema import Config
@@ -20,8 +18,9 @@ from embodrl.reporting.health import find_warnings
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
-from embodrl.reporting.provenance import read_provenance
-from embodrl.reporting.rows import elapsed_s, is_number, lookup, points, setting_text, task_names
+from embodrl.reporting.provenance import PROVENANCE_FILE, read_provenance
+from embodrl.reporting.rows import elapsed_s, is_number, lookup, number, points, setting_text, task_names
+from embodrl.reporting.run_files import CONFIG_FILE, own_files, read_run_config
 from embodrl.storage.json_file import write_text_file
 
 Rows = list[dict[str, Any]]
@@ -57,7 +56,7 @@ def write_report(run_dir: Path) -> Path:
         the path of report.html.
 
     Raises:
-        OutputError: there are no metrics, or the directory can't be written.
+        OutputError: there are no metrics, or they can't be read, or the directory can't be written.
     """
     run_dir = Path(run_dir)
     write_text_file(run_dir / "report.html", report_page(run_dir))
@@ -68,16 +67,14 @@ def report_page(run_dir: Path) -> str:
     """Return the page about a run, which may still be training.
 
     Raises:
-        OutputError: there are no metrics.
+        OutputError: there are no metrics, or they can't be read.
     """
     rows = read_metrics(run_dir / METRICS_FILE)
     if not rows:
         raise OutputError(
             f"{run_dir} has no metrics", "name the directory of a run that has done an iteration", code="no-metrics"
         )
-    config_path = run_dir / "config.yaml"
-    text = config_path.read_text(encoding="utf-8") if config_path.is_file() else ""
-    config: dict[str, Any] = yaml.safe_load(text) or {}
+    config, text, unreadable = read_run_config(run_dir)
     records = read_provenance(run_dir)
     parts = [
         f"<h1>{html.escape(run_dir.name)}</h1>",
@@ -88,6 +85,7 @@ def report_page(run_dir: Path) -> str:
         _curves(rows),
         _videos(run_dir),
         _origin(records, config, run_dir),
+        _unreadable(unreadable),
         _differences(config, text),
         _files(run_dir),
     ]
@@ -121,8 +119,7 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
             found.append(
                 (f"{100 * best['eval/success_rate']:.1f} %", f"best evaluation, iteration {best['iteration']}")
             )
-    seconds = elapsed_s(rows)[-1]
-    steps = rows[-1].get("env_steps") or 0
+    seconds, steps = elapsed_s(rows)[-1], int(number(rows[-1], "env_steps"))
     found += [(f"{seconds / 60:.1f} min", "wall time"), (f"{rows[-1]['iteration']}", "iterations")]
     found.append((f"{steps:,}", "environment steps"))
     return [*found, (f"{steps / seconds:.0f}", "environment steps per second, all included")] if seconds else found
@@ -146,7 +143,7 @@ def _success(rows: Rows, config: Mapping[str, object]) -> str:
     minutes = {row["iteration"]: seconds / 60 for row, seconds in zip(rows, elapsed_s(rows), strict=True)}
     tips = [
         f"iteration {row['iteration']}: {100 * row['eval/success_rate']:.1f} %, {minutes[row['iteration']]:.1f} min,"
-        f" {row.get('env_steps') or 0:,} steps"
+        f" {number(row, 'env_steps'):,.0f} steps"
         for row in evaluated
     ]
     series = [
@@ -156,7 +153,7 @@ def _success(rows: Rows, config: Mapping[str, object]) -> str:
             f"evaluation on fixed seeds, {CONFIDENCE_TEXT} interval",
             points(evaluated, "eval/success_rate"),
             "c0",
-            [pair for pair in intervals if pair] if all(intervals) else [],
+            intervals,
             tips,
             dots=True,
         ),
@@ -186,20 +183,24 @@ def _curves(rows: Rows) -> str:
         for title, name, colour in CURVES
     ]
     present = [time for time in TIMES if any(is_number(row.get(time[1])) for row in rows)]
-    columns = {int(row["iteration"]): [float(row.get(name) or 0.0) for _, name, _ in present] for row in rows}
+    columns = {int(row["iteration"]): [number(row, name) for _, name, _ in present] for row in rows}
     if present:
         charts.append(stacked_chart("Seconds per iteration", [t[0] for t in present], [t[2] for t in present], columns))
     return f'<h2>Training</h2>\n<div class="charts">{"".join(charts)}</div>'
 
 
 def _videos(run_dir: Path) -> str:
-    folders = sorted({path.parent for path in run_dir.glob("videos/**/[!.]*.mp4")}, reverse=True)
-    if not folders:
+    videos, others = own_files(run_dir, "videos/**/[!.]*.mp4")
+    folders = sorted({path.parent for path in videos}, reverse=True)
+    if not folders and not others:
         return ""
     embedder, parts = Embedder(run_dir), ["<h2>Videos</h2>"]
+    if others:
+        names = html.escape(", ".join(path.relative_to(run_dir).as_posix() for path in others[:MAX_LOGS]))
+        parts.append(f'<p class="sub">Left out, as they are no regular files of the run: {names}</p>')
     for folder in folders:  # the newest first: they are embedded as long as there is room
         name = folder.name.replace("iteration_", "Evaluation after iteration ").replace("_", " ")
-        items = "".join(embedder.episode(path) for path in sorted(folder.glob("[!.]*.mp4")))
+        items = "".join(embedder.episode(path) for path in videos if path.parent == folder)
         gallery = f'<div class="videos">{items}</div>'
         heading = " ".join(part.lstrip("0") or "0" if part.isdigit() else part for part in name.split())
         if folder is folders[0]:
@@ -216,9 +217,8 @@ def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: P
         when = f"{_readable(record['started'])}, from iteration {record['from_iteration'] + 1}"
         rows.append((f"{record['kind']} at", when))
         rows.append(("command", Html(f"<code>{html.escape(record['command'])}</code>")))
-        commit = (
-            f", commit {record['commit'][:12]}{' with local changes' * record['dirty']}" if record["commit"] else ""
-        )
+        changed = " with local changes" if record["dirty"] else ""
+        commit = f", commit {record['commit'][:12]}{changed}" if record["commit"] else ""
         rows.append(("embodrl", f"{record['embodrl']}{commit}"))
         rows += [("changed", f"{key}: {old} → {new}") for key, (old, new) in record["changed"].items()]
     if records:
@@ -229,6 +229,12 @@ def _origin(records: list[dict[str, Any]], config: Mapping[str, Any], run_dir: P
     if (run_dir / "checkpoints" / "best").is_symlink():
         rows.append(("best checkpoint", (run_dir / "checkpoints" / "best").readlink().name))
     return f"<h2>How it was made</h2>\n{table((), rows)}" if rows else ""
+
+
+def _unreadable(reason: str) -> str:
+    if not reason:
+        return ""
+    return f'<p class="sub">{CONFIG_FILE} can\'t be read, so no settings are shown: {html.escape(reason)}</p>'
 
 
 def _differences(config: Mapping[str, object], text: str) -> str:
@@ -254,9 +260,8 @@ def _defaults() -> dict[str, object]:
 
 
 def _files(run_dir: Path) -> str:
-    names = ("metrics.jsonl", "config.yaml", "provenance.json")
-    paths = [path for path in (run_dir / name for name in names) if path.is_file()]
-    paths += sorted(run_dir.glob("logs/**/*.log"))[:MAX_LOGS]
+    paths, _ = own_files(run_dir, METRICS_FILE, CONFIG_FILE, PROVENANCE_FILE)
+    paths += own_files(run_dir, "logs/**/*.log")[0][:MAX_LOGS]
     links = ", ".join(
         f'<a href="{relative(path, run_dir)}">{html.escape(path.relative_to(run_dir).as_posix())}</a>' for path in paths
     )

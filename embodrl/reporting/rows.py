@@ -15,11 +15,17 @@ def points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
     return [(row["iteration"], float(row[name])) for row in rows if is_number(row.get(name))]
 
 
+def number(row: Mapping[str, object], name: str) -> float:
+    """Return a metric; 0 where it is missing or no finite number."""
+    value = row.get(name)
+    return float(value) if is_number(value) else 0.0
+
+
 def elapsed_s(rows: Sequence[Row]) -> list[float]:
     """Return the wall seconds since the start, at the end of each iteration."""
     if all(is_number(row.get("time/elapsed_s")) for row in rows):
         return [float(row["time/elapsed_s"]) for row in rows]
-    return list(accumulate(float(row.get("time/total_s") or 0.0) for row in rows))
+    return list(accumulate(number(row, "time/total_s") for row in rows))
 
 
 def task_names(rows: Sequence[Row], prefix: str) -> list[str]:
@@ -38,7 +44,7 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
     """Return the value at a dotted key, list positions included; None if there is none."""
     node: Any = config
     for part in key.split("."):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
             node = node[int(part)]
         elif isinstance(node, Mapping) and part in node:
             node = node[part]
@@ -56,5 +62,8 @@ def setting_text(value: object) -> str:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Return whether a value is a finite number, within the range of a float."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False

@@ -24,6 +24,7 @@ from embodrl.reporting.comparison import (
 )
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
+from embodrl.reporting.run_files import own_files
 
 try:
     from aiohttp import web
@@ -157,8 +158,8 @@ class Watch:
     async def _file(self, request: web.Request) -> web.StreamResponse:
         run = await asyncio.to_thread(self._find, request)
         wanted = run.directory / request.match_info["file"]
-        allowed = await asyncio.to_thread(lambda: {path for each in PATTERNS for path in run.directory.glob(each)})
-        if wanted not in allowed or not wanted.resolve().is_relative_to(run.directory.resolve()):
+        allowed, _ = await asyncio.to_thread(own_files, run.directory, *PATTERNS)
+        if wanted not in allowed:
             raise OutputError("there is no such file", "open the page of the run", code="no-run")
         answer = web.FileResponse(wanted)
         if wanted.suffix != ".mp4":

@@ -20,6 +20,7 @@ from embodrl.reporting.eval_report import AxisFigures, EpisodeFigures, EvalConte
 from embodrl.reporting.harness import harness_result
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
 from embodrl.reporting.paired import change_text, compare_pairs
+from embodrl.runs.afterwards import afterwards
 from embodrl.runs.provenance import compute_text, describe_compute, describe_process, versions
 from embodrl.specs import ENVS
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
@@ -167,18 +168,15 @@ class EvalOutput:
         }
 
     def write(self, result: EvalResult) -> list[str]:
-        """Write all files; return lines for the console.
+        """Write all files; return lines for the console. A page that can't be written costs a warning.
 
         Raises:
-            OutputError: a file can't be written.
+            OutputError: eval.json can't be written.
         """
         content = self.content(result)
         write_json_file(self.directory / JSON_FILE, content)
         videos = sorted(self.video_dir.glob("[!.]*.mp4")) if self.video_dir is not None else []
-        grid = self._grid(result, videos)
-        title = f"{self.config.env.env_type}, {self.config.model.model_type}: evaluation"
-        page = eval_page(content, title, self.directory, grid, videos)
-        write_text_file(self.directory / HTML_FILE, page)
+        written = self._write_page(content, result, videos)
         lines = (
             [_line("success rate", content["interval"], result.episodes, result.success_rate), *_at_end(result)]
             if result.episodes
@@ -198,7 +196,20 @@ class EvalOutput:
         if self.video_dir is not None:
             wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
             lines += [f"videos: only {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
-        return [*lines, f"report: {self.directory / HTML_FILE}"]
+        return [*lines, *written]
+
+    def _write_page(self, content: EvalContent, result: EvalResult, videos: list[Path]) -> list[str]:
+        """Write the grid of videos and the page, as far as they can be; return the line that names the page."""
+        again, grid = str(content["settings"]["command"]), None
+        again += " --output NEW_DIRECTORY" * again.startswith("embodrl ")
+        with afterwards(GRID_FILE, again):
+            grid = self._grid(result, videos)
+        with afterwards(HTML_FILE, again):
+            title = f"{self.config.env.env_type}, {self.config.model.model_type}: evaluation"
+            page = eval_page(content, title, self.directory, grid, videos)
+            write_text_file(self.directory / HTML_FILE, page)
+            return [f"report: {self.directory / HTML_FILE}"]
+        return []
 
     def _grid(self, result: EvalResult, videos: list[Path]) -> Path | None:
         """Write the grid of the videos, which are called ``episode_<number>_<outcome>.mp4``."""
@@ -211,10 +222,7 @@ class EvalOutput:
         ]
         if not tiles:
             return None
-        try:
-            write_grid(tiles, self.directory / GRID_FILE)
-        except OSError as error:
-            raise OutputError(f"the grid of videos can't be written: {error}", "free disk space") from error
+        write_grid(tiles, self.directory / GRID_FILE)
         return self.directory / GRID_FILE
 
 

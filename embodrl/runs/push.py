@@ -9,7 +9,7 @@ from embodrl import __version__
 from embodrl.config.explain import to_yaml
 from embodrl.config.schema import Config
 from embodrl.errors import HubError, UsageError
-from embodrl.fields import Fields, read_fields, read_regular_file
+from embodrl.fields import MAX_JSON_BYTES, Fields, read_fields, read_regular_file
 from embodrl.hub import HubName, explained, parse
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.metrics_file import METRICS_FILE
@@ -108,7 +108,7 @@ def _records(run_dir: Path, config: Config) -> Iterator[tuple[str, Path | bytes]
     newest = max(run_dir.glob(f"eval-*/{JSON_FILE}"), default=None)
     videos = sorted(run_dir.glob("videos/iteration_*")) if newest is None else [newest.parent / VIDEO_DIR]
     if newest is not None:
-        yield JSON_FILE, _without_home(newest.read_text()).encode()
+        yield JSON_FILE, _without_home(read_regular_file(newest, MAX_JSON_BYTES).decode()).encode()
     for video in sorted(videos[-1].glob("[!.]*.mp4"))[:MAX_VIDEOS] if videos else []:
         if video.is_file() and not video.is_symlink() and video.stat().st_size <= MAX_VIDEO_BYTES:
             yield f"{VIDEO_DIR}/{video.name}", video
@@ -116,7 +116,7 @@ def _records(run_dir: Path, config: Config) -> Iterator[tuple[str, Path | bytes]
 
 def _evaluation(run_dir: Path) -> Fields | None:
     newest = max(run_dir.glob(f"eval-*/{JSON_FILE}"), default=None)
-    return None if newest is None else read_fields(newest)
+    return None if newest is None else read_fields(newest, follow_links=False)
 
 
 def _without_home(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from embodrl.models.base import VLAPolicy
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics, restore_metrics
 from embodrl.reporting.report import write_report
-from embodrl.runs.files import POLICY_DIR, export_policy, saved_metrics, summary_lines, unsaved_run_message
+from embodrl.runs.afterwards import afterwards
+from embodrl.runs.files import (
+    POLICY_DIR,
+    REPORT_FILE,
+    export_policy,
+    saved_metrics,
+    summary_lines,
+    unsaved_run_message,
+)
 from embodrl.storage.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -62,6 +71,8 @@ def conclude(
 ) -> None:
     """Export the policy of a finished run, write the report, and print what a user needs next.
 
+    A report that can't be written costs a warning, not the run.
+
     Args:
         config: the run.
         run_dir: its directory.
@@ -75,10 +86,16 @@ def conclude(
         export_policy(policy, run_dir / POLICY_DIR, config, iteration=iteration)
     if not saved:
         logger.error("%s", unsaved_run_message(run_dir, iteration))
-    if rows := read_metrics(run_dir / METRICS_FILE):
-        console.message(f"report: {write_report(run_dir)}")
-        if finished:
-            console.phase("finished")
+    rows: list[Row] = []
+    quoted = shlex.quote(str(run_dir))
+    report_again = f"embodrl resume {quoted}" if finished else f"embodrl compare {quoted} --html FILE"
+    with afterwards(REPORT_FILE, report_again):
+        rows = read_metrics(run_dir / METRICS_FILE)
+        if rows:
+            console.message(f"report: {write_report(run_dir)}")
+    if rows and finished:
+        console.phase("finished")
+        with afterwards("the summary", f"embodrl compare {quoted}"):
             for line in summary_lines(run_dir, rows):
                 console.message(line)
     if saved and not finished:

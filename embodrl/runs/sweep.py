@@ -25,6 +25,7 @@ from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.comparison import RunView, comparison_page, read_runs
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.progress import Progress
+from embodrl.runs.afterwards import afterwards
 from embodrl.runs.files import POLICY_DIR, REPORT_FILE
 from embodrl.runs.load import load_config
 from embodrl.runs.lock import run_lock
@@ -350,8 +351,11 @@ def _iterations_done(sweep: Sweep) -> int:
 
 
 def _compare(sweep: Sweep) -> None:
-    if views := sweep.views():
-        write_text_file(sweep.directory / COMPARISON_FILE, comparison_page(views))
+    path = sweep.directory / COMPARISON_FILE
+    again = f"embodrl compare {shlex.quote(str(sweep.directory))} --html {shlex.quote(str(path))}"
+    with afterwards(COMPARISON_FILE, again):
+        if views := sweep.views():
+            write_text_file(path, comparison_page(views))
 
 
 def check_slurm() -> None:

@@ -99,3 +99,15 @@ def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     assert "25.0 → 75.0" in shown.output and "algorithm.gamma" in shown.output
     wrong = CliRunner().invoke(app, ["compare", str(tmp_path / "none")])
     assert wrong.exit_code == 1
+
+
+def test_the_table_keeps_keys_whole_and_says_what_it_leaves_out(tmp_path: Path) -> None:
+    model = "".join(f", a_setting_of_this_model_{i}: 1" for i in range(50))
+    for number in range(5):
+        settings = "".join(f", s{i}: {number}" for i in range(45))
+        own = model if number == 0 else ""
+        config = f"env: {{max_episode_steps: {number}{settings}}}\nonly: {{sub{number}: {{x: 1{own}}}}}\n"
+        write_run(tmp_path / f"run{number}", [evaluated(0, 0.5, 1.0)], config)
+    shown = CliRunner().invoke(app, ["compare", str(tmp_path)], env={"COLUMNS": "80"}).output
+    assert "env.max_episode_steps" in shown and "env.s38" in shown and "env.s39" not in shown
+    assert "a_setting" not in shown and f"{6 + 51 + 4} more settings" in shown

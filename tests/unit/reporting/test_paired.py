@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,12 @@ def test_axes_are_in_the_files_and_on_the_console(tmp_path: Path) -> None:
     assert light["change"]["difference"] == -0.25 and len(light["per_episode"]) == 4
     page = (tmp_path / "a" / "eval.html").read_text()
     assert "Generalisation" in page and "-25.0 points" in page
+
+
+def test_many_discordant_pairs_are_summed_in_linear_time() -> None:
+    first = {i: i < 15_000 for i in range(30_000)}
+    found = compare_pairs(first, {i: not solved for i, solved in first.items()})
+    assert (found["only_first"], found["only_second"], found["p_value"]) == (15_000, 15_000, 1.0)
+    few = {i: i < 400 for i in range(1000)}
+    exact = 2 * sum(math.comb(1000, i) for i in range(401)) / 2**1000
+    assert compare_pairs(few, {i: not solved for i, solved in few.items()})["p_value"] == pytest.approx(exact, rel=1e-9)

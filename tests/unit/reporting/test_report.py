@@ -13,7 +13,7 @@ from expect import raises_code
 
 from embodrl.errors import OutputError
 from embodrl.reporting import page as pages
-from embodrl.reporting.charts import Series, histogram, integer_ticks, line_chart, nice_ticks, tick_text
+from embodrl.reporting.charts import Series, histogram, integer_ticks, line_chart, nice_ticks
 from embodrl.reporting.report import write_report
 
 
@@ -115,14 +115,28 @@ def test_a_report_without_metrics_is_an_error(tmp_path: Path, caplog: pytest.Log
 
 
 def test_ticks_are_round_and_those_of_iterations_whole() -> None:
-    assert integer_ticks(0, 3, 6) == [0, 1, 2, 3]
-    assert integer_ticks(1, 40, 6) == [10, 20, 30, 40]
-    assert integer_ticks(5, 5, 6) == [5]
-    assert nice_ticks(0.0, 1.0, 5) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
-    assert nice_ticks(0.013, 0.031, 5) == [0.01, 0.015, 0.02, 0.025, 0.03, 0.035]
-    assert [tick_text(v, s) for v, s in ((0.0, 0.1), (2.05, 0.05), (12000.0, 2000.0), (2e-5, 1e-5))] == [
-        *("0", "2.05", "12k", "2e-5")
-    ]
+    assert integer_ticks(0, 3, 6).values == [0, 1, 2, 3]
+    assert integer_ticks(1, 40, 6).values == [10, 20, 30, 40]
+    assert integer_ticks(5, 5, 6).values == [5]
+    assert nice_ticks(0.0, 1.0, 5).values == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert nice_ticks(0.013, 0.031, 5).values == [0.01, 0.015, 0.02, 0.025, 0.03, 0.035]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.0, 0.0015, "0 5e-4 1e-3 1.5e-3"),
+        (0.0, 1.5e-5, "0 5e-6 1e-5 1.5e-5"),
+        (1.9, 2.05, "1.90 1.95 2.00 2.05"),
+        (1.0, 1.0004, "1.0000 1.0001 1.0002 1.0003 1.0004"),
+        (0.0, 12000.0, "0 5k 10k 15k"),
+        (999_999.0, 1_000_002.0, "999999 1000000 1000001 1000002"),
+        (0.0, 1.7e308, "0 5e307 1e308 1.5e308 2e308"),
+        (1e-14, 1.9e-14, "1e-14 1.2e-14 1.4e-14 1.6e-14 1.8e-14 2e-14"),
+    ],
+)
+def test_tick_labels_are_exact(low: float, high: float, texts: str) -> None:
+    assert nice_ticks(low, high, 5).texts() == texts.split()
 
 
 def test_points_lie_where_their_values_say() -> None:
@@ -138,3 +152,23 @@ def test_a_histogram_counts_every_value_once() -> None:
     chart = histogram("t", [("good", "good", [1.0, 2.0, 10.0]), ("bad", "bad", [2.0])], "steps")
     titles = [title.text or "" for rect in ET.fromstring(chart).iter("rect") for title in rect]
     assert sum(int(text.split(": ")[1].split()[0]) for text in titles) == 4
+
+
+@pytest.mark.parametrize(
+    "values", [(1e-14, 1.9e-14), (0.3, 0.1 + 0.2), (1e-12, 1e-12), (5e-324, 5e-324), (1.7e308, -1.7e308)]
+)
+def test_values_that_hardly_differ_or_are_extreme_have_a_report(values: tuple[float, ...], tmp_path: Path) -> None:
+    """A KL of 1e-14, as while the critic alone trains, ended runs that had succeeded."""
+    page = write_run(tmp_path, [row(i, **{"train/approx_kl": value}) for i, value in enumerate(values, start=1)])
+    chart = page[page.index('aria-label="KL of an update') :]
+    points = re.findall(r'points="([^"]*)"', chart)[0].split()
+    assert [point.split(",")[0] for point in points] == ["46.0", "348.0"]
+    assert all(8.0 <= float(point.split(",")[1]) <= 164.0 for point in points)
+
+
+def test_a_line_keeps_its_extremes_when_it_is_thinned() -> None:
+    values = [0.5] * 100_000
+    values[61_234], values[80_001] = 1.0, 0.0
+    chart = line_chart("t", [Series("a", list(enumerate(values)))])
+    points = str(next(ET.fromstring(chart).iter("polyline")).get("points")).split()
+    assert len(points) <= 1002 and {float(point.split(",")[1]) for point in points} >= {8.0, 164.0}

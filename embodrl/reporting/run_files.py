@@ -1,0 +1,46 @@
+"""Reading the files of a run that may be somebody else's: regular files within bounds, never links or pipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+from embodrl.config.nodes import MAX_FILE_BYTES, parse_yaml
+from embodrl.fields import read_regular_file
+
+CONFIG_FILE = "config.yaml"
+
+
+def read_run_config(run_dir: Path) -> tuple[dict[str, Any], str, str]:
+    """Read the config.yaml of a run with the limits that ``--config`` has.
+
+    Returns:
+        The settings, the text of the file, and why it can't be read; empty where there is none.
+    """
+    try:
+        text = read_regular_file(run_dir / CONFIG_FILE, MAX_FILE_BYTES).decode()
+    except FileNotFoundError:
+        return {}, "", ""
+    except UnicodeDecodeError:
+        return {}, "", "it is not UTF-8 text"
+    except OSError as error:
+        return {}, "", error.strerror or type(error).__name__
+    tree, problems = parse_yaml(text, CONFIG_FILE, "run")
+    if problems:
+        return {}, text, f"{problems[0].key}: {problems[0].message}"
+    return cast(dict[str, Any], tree.plain()), text, ""
+
+
+def own_files(run_dir: Path, *patterns: str) -> tuple[list[Path], list[Path]]:
+    """Return the regular files of a run that match, sorted; and the other matches, such as links and pipes.
+
+    What lies behind a link to a directory is not the run's either.
+    """
+    root = run_dir.resolve()
+    found = sorted({path for pattern in patterns for path in run_dir.glob(pattern)})
+    own = [path for path in found if not path.is_symlink() and path.is_file() and _is_below(path, root)]
+    return own, sorted({*found} - {*own})
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    return path.resolve().is_relative_to(root)
