@@ -240,6 +240,7 @@ class ModelSpec(Spec):
         off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
         recognizes: whether the content of a config.json is of this family; None: never.
         public_layout: it derives from ``PublicLayout``: `embodrl model random` writes checkpoints of its layout.
+        public_preset: preset of ``model`` with the dimensions of the published weights.
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation.
@@ -264,6 +265,7 @@ class ModelSpec(Spec):
     off_policy: bool = False
     recognizes: Callable[[Mapping[str, object]], bool] | None = None
     public_layout: bool = False
+    public_preset: str = ""
     tensor_parallel: bool = False
     builtin_warm_start: bool = False
     parity: str = ""
