@@ -154,6 +154,7 @@ class SimulatorSpec(Spec):
         demonstrations: where demonstrations come from if there is no expert.
         interface: from the section ``env`` to what actions and observations mean; None: not stated.
         axes: name -> perturbation that ``VectorEnv.set_axis`` takes.
+        own_settings: hint for a setting that it has not, where what it simulates may have one of that name.
         camera_list, experts, verified: for ``embodrl list``.
     """
 
@@ -188,6 +189,7 @@ class SimulatorSpec(Spec):
     demonstrations: str = ""
     interface: Callable[[EnvConfig], Interface] | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
+    own_settings: str = ""
     camera_list: str = ""
     experts: str = ""
     verified: str = ""

@@ -43,6 +43,14 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
 
 
+@note(KEY)
+def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
+    """An evaluation plays all environments in step, whatever workflow the training has."""
+    if context.verb == "eval" and context.config.rollout.workflow is not None:
+        message = "is not played: evaluations observe, act and execute a chunk in all environments at once"
+        yield Finding(KEY, message, f"leave it, or set {KEY}=null")
+
+
 @note(KEY, "rollout.episode_timeout_s")
 def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that only matter with a workflow."""
