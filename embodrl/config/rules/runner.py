@@ -24,7 +24,7 @@ def name_is_one_directory(context: Context) -> Iterator[Finding]:
 
 
 KERNEL_DIRS = ("/proc", "/sys")
-"""Where nobody may make files, whatever the permissions say."""
+"""No files can be made there, whatever the permissions say."""
 
 
 @rule("runner.output_dir", "collect.output_dir", "sft.output_dir")

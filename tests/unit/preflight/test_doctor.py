@@ -219,7 +219,8 @@ def test_presets_are_judged_beside_what_their_pages_name() -> None:
     large = machine(memory_gib=1000)
     judged = dict([judge("env", "robot_sim", large), judge("model", "pi05_libero", large)])
     assert list(judged.values()) == ["", ""]
-    assert list(judged)[0].startswith("env=robot_sim model=mlp") and list(judged)[1].endswith(" env=libero_spatial")
+    robot, libero = judged
+    assert robot.startswith("env=robot_sim model=mlp") and libero.endswith(" env=libero_spatial")
     (lack,) = dict([judge("model", "remote", machine())]).values()
     assert lack.startswith("needs settings:") and "model.url" in lack
 
