@@ -38,15 +38,16 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As click's; an option of another system that is a setting here is answered with its key."""
-        from embodrl.config.foreign import MEANT
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # its class is private to typer
+            from embodrl.config.foreign import MEANT
 
-        known = {name for param in self.get_params(ctx) for name in param.opts}
-        before = args[: args.index("--")] if "--" in args else args
-        for text in (text.partition("=")[0] for text in before if text.startswith("--")):
-            key = MEANT.get(text[2:].replace("-", "_"))
-            if key is not None and text not in known:
-                ctx.fail(f"{text} is not an option of this command\n  hint: write {key}=VALUE\n  code: argument-option")
-        return super().parse_args(ctx, args)
+            option = getattr(error, "option_name", "")
+            key = MEANT.get(option.lstrip("-").replace("-", "_"))
+            if key is None or type(error).__name__ != "NoSuchOption":
+                raise
+            ctx.fail(f"{option} is not an option of this command\n  hint: write {key}=VALUE\n  code: argument-option")
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return ``[OPTIONS] DIR [ARGS]...``."""
