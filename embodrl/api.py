@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from embodrl.config.load import LoadedConfig
-from embodrl.errors import EmbodrlError
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.runs.load import load_config as _load_config
 
 if TYPE_CHECKING:
@@ -32,6 +34,28 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(f"embodrl.runs.{modules[name]}"), name)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _explain_keywords(verb: Callable[P, R]) -> Callable[P, R]:
+    """Answer settings that are given as keywords with the form that is meant."""
+    known = inspect.signature(verb).parameters
+
+    @functools.wraps(verb)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        unknown = {name: value for name, value in kwargs.items() if name not in known}
+        if unknown:
+            settings = ", ".join(f'"{name}={value}"' for name, value in unknown.items())
+            hint = f'write embodrl.{verb.__name__}([{settings}]), with single values as "section.key=VALUE"'
+            message = f"settings are no keywords of {verb.__name__}()"
+            problem = ConfigProblem(next(iter(unknown)), message, hint=hint, code="settings-as-keywords")
+            raise ConfigError([problem])
+        return verb(*args, **kwargs)
+
+    return called
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,7 @@ class SftResult:
         return []
 
 
+@_explain_keywords
 def load_config(config: ConfigLike = None, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Compose presets, a mapping or YAML file, and overrides, and validate the result.
 
@@ -77,6 +102,7 @@ def load_config(config: ConfigLike = None, overrides: Sequence[str] = ()) -> Loa
     return _load(config, overrides)
 
 
+@_explain_keywords
 def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResult:
     """Train a policy in a new run directory, as `embodrl train`.
 
@@ -103,6 +129,7 @@ def train(config: ConfigLike = None, overrides: Sequence[str] = ()) -> TrainResu
         return run(loaded)
 
 
+@_explain_keywords
 def evaluate(
     config: ConfigLike = None,
     overrides: Sequence[str] = (),
@@ -151,6 +178,7 @@ def evaluate(
         return run(loaded, output_dir=Path(output_dir) if output_dir else None, make_policy=make)
 
 
+@_explain_keywords
 def collect(
     config: ConfigLike = None,
     overrides: Sequence[str] = (),
@@ -194,6 +222,7 @@ def collect(
         return run(loaded.config, places_here(loaded.deployment), acting)
 
 
+@_explain_keywords
 def sft(config: ConfigLike = None, overrides: Sequence[str] = ()) -> SftResult:
     """Fine-tune a policy on demonstrations, as `embodrl sft`.
 

@@ -100,6 +100,13 @@ def import_workflow(path: str) -> Any:
             "name a subclass of embodrl.RolloutWorkflow",
             code="workflow-class",
         )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise EmbodrlError(
+            f"'{path}' is abstract: it lacks {', '.join(missing)}",
+            "define them, or name a subclass that does",
+            code="workflow-abstract",
+        )
     try:
         return found()
     except Exception as error:  # a user's class may raise anything

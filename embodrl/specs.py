@@ -154,6 +154,7 @@ class SimulatorSpec(Spec):
         demonstrations: where demonstrations come from if there is no expert.
         interface: from the section ``env`` to what actions and observations mean; None: not stated.
         axes: name -> perturbation that ``VectorEnv.set_axis`` takes.
+        own_settings: hint for a setting that it has not, where what it simulates may have one of that name.
         camera_list, experts, verified: for ``embodrl list``.
     """
 
@@ -188,6 +189,7 @@ class SimulatorSpec(Spec):
     demonstrations: str = ""
     interface: Callable[[EnvConfig], Interface] | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
+    own_settings: str = ""
     camera_list: str = ""
     experts: str = ""
     verified: str = ""
@@ -240,6 +242,7 @@ class ModelSpec(Spec):
         off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
         recognizes: whether the content of a config.json is of this family; None: never.
         public_layout: it derives from ``PublicLayout``: `embodrl model random` writes checkpoints of its layout.
+        public_preset: preset of ``model`` with the dimensions of the published weights.
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation.
@@ -264,6 +267,7 @@ class ModelSpec(Spec):
     off_policy: bool = False
     recognizes: Callable[[Mapping[str, object]], bool] | None = None
     public_layout: bool = False
+    public_preset: str = ""
     tensor_parallel: bool = False
     builtin_warm_start: bool = False
     parity: str = ""

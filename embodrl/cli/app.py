@@ -36,6 +36,19 @@ class Group(TyperGroup):
 class Command(TyperCommand):
     """A command whose arguments appear as ``NAME`` in its help, without braces or Python types."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's; an option of another system that is a setting here is answered with its key."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # its class is private to typer
+            from embodrl.config.foreign import MEANT
+
+            option = getattr(error, "option_name", "")
+            key = MEANT.get(option.lstrip("-").replace("-", "_"))
+            if key is None or type(error).__name__ != "NoSuchOption":
+                raise
+            ctx.fail(f"{option} is not an option of this command\n  hint: write {key}=VALUE\n  code: argument-option")
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return ``[OPTIONS] DIR [ARGS]...``."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]

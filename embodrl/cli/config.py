@@ -9,9 +9,12 @@ import typer
 
 from embodrl.cli.app import add, make_app
 from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load, show_notes
-from embodrl.errors import ConfigProblem
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from embodrl.config import LoadedConfig
     from embodrl.config.schema import Config
 
 app = make_app()
@@ -38,6 +41,26 @@ def say_what_ran(config: Config) -> None:
     if imported:
         message, hint = f"imported to check the settings: {', '.join(imported)}", "its code at module level has run"
         show_notes([ConfigProblem("extensions", message, hint=hint, code="code-imported")])
+
+
+def missing_here(loaded: LoadedConfig) -> list[ConfigProblem]:
+    """Return what this machine lacks for a valid configuration, as far as that takes no import of a simulator."""
+    from embodrl.config.isolated import interpreter_of
+    from embodrl.preflight.simulators import require_packages
+
+    env, python = loaded.config.env, interpreter_of(loaded.config)
+    checks: dict[str, Callable[[], object]] = {
+        "env.env_type": lambda: require_packages(env.env_type, python, env),
+        "cluster.device": lambda: loaded.deployment,
+    }
+    problems: list[ConfigProblem] = []
+    for key, check in checks.items():
+        try:
+            check()
+        except EmbodrlError as error:
+            origin = str(loaded.origins.get(key, ""))
+            problems.append(ConfigProblem(key, error.message, origin, hint=error.hint, code=error.code))
+    return problems
 
 
 def show(
@@ -69,7 +92,8 @@ def validate(
 ) -> None:
     """Check a configuration and report all its problems.
 
-    Exit code 0, or 2 with the report on stderr.
+    Exit code 0, or 2 with the report on stderr. Simulators' packages and GPUs are looked for on this machine; drivers,
+    free memory and the content of checkpoints are not checked: `embodrl doctor`, `embodrl plan train`.
 
     \b
     Examples:
@@ -80,6 +104,9 @@ def validate(
     def action() -> None:
         loaded = load(overrides, config, trust=trust)
         from embodrl.config.explain import summary
+
+        if problems := missing_here(loaded):
+            raise ConfigError(problems)
 
         say_what_ran(loaded.config)
         print("The configuration is valid.")

@@ -60,14 +60,15 @@ def about(
     Examples:
       embodrl train env=maniskill model=openvla
       embodrl config show env=maniskill runner.seed=3
-      embodrl plan train model=openvla_7b cluster=8xh100
+      embodrl plan train model=openvla_7b cluster=8xh100 --fit
       embodrl resume outputs/my-run
       embodrl list presets
 
     \b
     Exit codes:
       0    done
-      1    error; also: lost evaluation episodes, a plan that does not fit, a parity out of tolerance
+      1    error; also: lost evaluation episodes, a parity out of tolerance, a plan that does not fit or lacks the
+           size of its model
       2    invalid configuration or usage; nothing was started
       129  stopped by SIGHUP (the terminal was closed)
       130  stopped by Ctrl-C

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from embodrl.cli.app import add, make_app
 from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, JsonOutput, Overrides, Trust, execute, show_notes
@@ -15,6 +19,7 @@ if TYPE_CHECKING:
 
     from embodrl.config.schema import Config
     from embodrl.deployment import ProcessPlace
+    from embodrl.preflight.fit import Fit
     from embodrl.preflight.plan import Plan
     from embodrl.preflight.plan_memory import MemoryOf
 
@@ -37,18 +42,22 @@ def train(
     overrides: Overrides = None,
     config: ConfigFile = None,
     json_output: JsonOutput = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="search settings with which it fits, and print them", show_default=False)
+    ] = False,
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Print where every process of a training run would be, its batches, and the memory that it takes.
 
     Starts nothing and imports no simulator. `cluster=` may name hardware that is not here. Exit code 0, or 1 if a
-    memory is too small.
+    memory is too small, or the size of the model is not known. --fit tries cluster.placement=auto with actor=fsdp,
+    gradient checkpointing, smaller micro-batches, bf16 weights and, last, adapters; it exits with 0 if it finds a fit.
 
     \b
     Examples:
       embodrl plan train env=maniskill model=openvla
-      embodrl plan train model=openvla_7b cluster=8xh100 env.num_processes=64 env.train.total_num_envs=256
+      embodrl plan train model=openvla_7b cluster=8xh100 --fit
       embodrl plan train cluster=8xh100 'cluster.component_placement={actor:0-3,rollout:4-7,env:all}' --json
     """
 
@@ -56,16 +65,45 @@ def train(
         from embodrl.preflight.plan import make_plan
         from embodrl.runs.load import load_config
 
-        loaded = load_config(overrides or [], config, "plan", trust)
+        given = overrides or []
+        found = None
+        if fit:
+            from embodrl.preflight.fit import find_fit
+
+            found = find_fit(lambda added: load_config(changed(given, added), config, "plan", trust))
+        loaded = load_config(given, config, "plan", trust) if found is None else found.loaded
         show_notes(loaded.notes)
-        plan = make_plan(loaded)
+        plan = make_plan(loaded) if found is None else found.plan
         if json_output:
-            print(json.dumps(plan.as_json(loaded.config), indent=2))
+            added = {} if found is None else {"fit": list(found.overrides), "fit_trains_adapters": found.adapters}
+            print(json.dumps({**plan.as_json(loaded.config), **added}, indent=2))
         else:
             show(plan, loaded.config)
+            if fit:
+                _show_fit(found, changed(given, found.overrides if found else ()), config)
         return 0 if plan.fits else EXIT_ERROR
 
     execute(action, debug)
+
+
+def changed(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
+    """Return arguments with others in place of those of the same keys."""
+    keys = {text.partition("=")[0] for text in added}
+    return [*(text for text in arguments if text.lstrip("+").partition("=")[0] not in keys), *added]
+
+
+def _show_fit(found: Fit | None, arguments: list[str], config: Path | None) -> None:
+    if found is None:
+        print("nothing that --fit tries fits: plan with more or larger GPUs, or a smaller model")
+        return
+    if not found.overrides:
+        print("it fits as it is")
+        return
+    if found.adapters:
+        print("LAST RESORT: nothing fits that trains all weights; this trains adapters (model.trainable=lora)")
+    print(f"it fits with: {shlex.join(found.overrides)}")
+    options = [] if config is None else ["--config", str(config)]
+    print(shlex.join(["embodrl", "plan", "train", *options, *arguments]))
 
 
 def show(plan: Plan, config: Config) -> None:
@@ -91,7 +129,9 @@ def show(plan: Plan, config: Config) -> None:
     for line in plan.warnings:
         console.print(f"note: {line}", soft_wrap=True)
     for line in plan.obstacles:
-        console.print(f"`embodrl train` would refuse this here: {line}", soft_wrap=True)
+        console.print(
+            f"note on this machine, not on the plan: `embodrl train` would refuse this here: {line}", soft_wrap=True
+        )
 
 
 def _show_processes(plan: Plan, console: Console) -> None:
@@ -196,8 +236,17 @@ def _show_memory(plan: Plan, console: Console) -> None:
     console.print(table)
     for part in parts:
         console.print(f"  [dim]{part}: {ESTIMATED_BY[part]}[/]", soft_wrap=True)
+    _show_verdict(plan, columns, console)
+
+
+def _show_verdict(plan: Plan, columns: Sequence[tuple[MemoryOf, int]], console: Console) -> None:
+    from embodrl.preflight.plan import gib
+
     if plan.memory.not_estimated:
-        console.print(f"note: no figures of the model: {plan.memory.not_estimated}")
+        console.print(f"[bold red]not known whether it fits[/]: {plan.memory.not_estimated}", soft_wrap=True)
+    if plan.memory.tiny:
+        size = f"; public size: {plan.memory.public_size}" if plan.memory.public_size else ""
+        console.print(f"note: tiny architecture ({plan.memory.num_parameters:,} parameters){size}", soft_wrap=True)
     for memory, count in columns:
         if not memory.fits:
             alike = f" (and {count - 1} alike)" if count > 1 else ""

@@ -52,6 +52,8 @@ def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
         path, rest = arguments_of(overrides)
         if path is None:
             loaded = load(rest, config, verb="serve", trust=trust)
+            if not rest and config is None:
+                say(f"no policy is named: serving the {loaded.config.model.model_type} that comes with embodrl")
             from embodrl.runs import serve as verb
 
             return verb.serve(loaded, say=say)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import types
 import typing
+from dataclasses import replace
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from embodrl.config.foreign import MEANT, advice, key_advice
 from embodrl.config.nodes import Node, copy, lookup, origin_of, put
 from embodrl.config.schema import (
     Config,
@@ -158,12 +160,13 @@ def describe(error: ValidationError, tree: Node, schema: type[Config]) -> list[t
         value = node.plain() if node is not None else None
         origin = str(origin_of(tree, key))
         if item["type"] == "extra_forbidden":
-            result[key] = unknown_key(key, origin, schema)
+            result[key] = _unknown_here(key, origin, schema, tree)
             continue
         allowed, options = allowed_values(key, schema)
         message = f"{_show(value)} {_reason(item, value)}"
         near = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
         hint = f"write {key}={near}" if near else _hint(item["type"], key, value, allowed)
+        near, hint = (advice(key, value) if isinstance(value, str) else None) or (near, hint)
         result[key] = ConfigProblem(key, message, origin, allowed, near, hint, code=_code(item["type"]))
     return list(result.items())
 
@@ -246,6 +249,8 @@ def _hint(kind: str, key: str, value: object, allowed: str) -> str:
         example = key.split(".")[-1]
         if isinstance(value, str) and "." not in key:
             return f"choose a preset as 'presets: {{{key}: {value}}}' in a file, or {key}={value} on the command line"
+        if isinstance(value, str) and ":" in value:
+            return f"quote it, since a shell takes braces apart: '{key}={{NAME: VALUE, NAME: VALUE}}'"
         if example.isdigit() or kind == "dict_type":
             return "write a mapping: {KEY: VALUE}"
         return f"give keys below it, as {key}.KEY=VALUE or '{example}: {{KEY: VALUE}}'"
@@ -261,36 +266,6 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return text.lower() in ("true", "false")
     return True
-
-
-MEANT = {
-    "lr": "actor.optim.lr",
-    "learning_rate": "actor.optim.lr",
-    "num_envs": "env.train.total_num_envs",
-    "n_envs": "env.train.total_num_envs",
-    "envs": "env.train.total_num_envs",
-    "num_workers": "env.num_processes",
-    "num_episodes": "env.eval.num_episodes",
-    "batch_size": "actor.global_batch_size",
-    "minibatch_size": "actor.micro_batch_size",
-    "seed": "runner.seed",
-    "iterations": "runner.max_iterations",
-    "max_iterations": "runner.max_iterations",
-    "epochs": "runner.max_iterations",
-    "ppo_epochs": "algorithm.update_epoch",
-    "output_dir": "runner.output_dir",
-    "output": "runner.output_dir",
-    "log_dir": "runner.output_dir",
-    "task": "env.tasks",
-    "tasks": "env.tasks",
-    "checkpoint": "model.model_path",
-    "policy": "model.warm_start",
-    "temperature": "algorithm.sampling.temperature",
-    "clip": "algorithm.clip_ratio_high",
-    "wandb": "runner.logger.wandb_mode",
-    "gpus": "cluster.component_placement",
-}
-"""Names of other libraries, and short ones, with the key that is meant."""
 
 
 def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem:
@@ -319,6 +294,18 @@ def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem
     return ConfigProblem(
         key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
     )
+
+
+def _unknown_here(key: str, origin: str, schema: type[BaseModel], tree: Node) -> ConfigProblem:
+    """Return the problem of an unknown key, with what other systems and the chosen simulator may mean by it."""
+    problem, known = unknown_key(key, origin, schema), key_advice(key, lambda full: lookup(tree, full) is not None)
+    if known is not None:
+        return replace(problem, nearest=known[0], hint=known[1])
+    chosen = lookup(tree, "env.env_type")
+    name = DEFAULT_ENV if chosen is None else str(chosen.value)
+    if key.startswith("env.") and not problem.nearest and name in ENVS and ENVS.entry(name).own_settings:
+        return replace(problem, hint=ENVS.entry(name).own_settings.format(name=key.removeprefix("env.")))
+    return problem
 
 
 def section_model(key: str, schema: type[BaseModel]) -> type[BaseModel] | None:

@@ -101,7 +101,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
     arguments: list[Argument] = []
     problems: list[ConfigProblem] = []
     parser = OverridesParser.create()
-    for text in texts:
+    for text, before, after in zip(texts, ("", *texts), (*texts[1:], ""), strict=False):
         origin = f"command line: {text}"
         key = text.partition("=")[0] or "(argument)"
         if len(text) > MAX_ARGUMENT or key.count(".") > MAX_DEPTH:
@@ -118,10 +118,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             )
             continue
         if text.startswith("=") or text == "~" or ("=" not in text and not text.startswith("~")):
-            hint = "write section.key=VALUE; a YAML file is given with --config FILE"
-            problems.append(
-                ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint, code="argument-form")
-            )
+            problems += _form_problem(text, before, after)
             continue
         try:
             parsed = parser.parse_override(text)
@@ -137,7 +134,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
         if parsed.key_or_group == AXES_KEY:
             arguments.append(Argument(AXES_KEY, text.partition("=")[2] or None, text, parsed.is_delete()))
         elif parsed.is_sweep_override():
-            hint = f"give one value; a list is written {key}=[...], and several runs are several commands"
+            hint = f"give one value; a list is written {key}=[...]; `embodrl sweep {text}` makes a run of each value"
             problems.append(
                 ConfigProblem(
                     key,
@@ -170,8 +167,23 @@ def assignment(key: str, value: object) -> str:
     return f"{key}='{text}'"
 
 
+def _form_problem(text: str, before: str, after: str) -> list[ConfigProblem]:
+    """Return what is wrong with an argument without value, between two others; nothing if it is the value of one."""
+    if _is_key(before) and not _is_key(text):
+        return []  # named with its key
+    separate = _is_key(text) and after and "=" not in after and not _is_key(after)
+    hint = f"write {text}={after}" if separate else "write section.key=VALUE; a YAML file is given with --config FILE"
+    key, origin = text.partition("=")[0] or "(argument)", f"command line: {text}"
+    return [ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint, code="argument-form")]
+
+
+def _is_key(text: str) -> bool:
+    """Tell whether an argument is a bare preset group or dotted key, whose value may be the next argument."""
+    return text in groups() or re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+", text) is not None
+
+
 def _syntax_hint(text: str) -> str:
-    """Return what to write instead of brackets that do not fit; "" if that is not what is wrong."""
+    """Return what to write instead of brackets that do not fit or text that lacks quotes; "" if neither is wrong."""
     key, _, value = text.partition("=")
     if "[" in key:
         dotted = re.sub(r"\[(\d+)\]", r".\1", key)
@@ -181,7 +193,18 @@ def _syntax_hint(text: str) -> str:
             return f"close the bracket: '{text}{closing}'"
         if value.count(opening) < value.count(closing):
             return f"remove the '{closing}' that closes nothing, or put the text into quotes"
+    keys = re.compile(r"""["']?([a-z]+(?:, ?[a-z]+)+)["']?(?=\s*:)""")
+    if value.startswith("{") and keys.search(value):
+        escaped = keys.sub(lambda found: re.sub(", ?", r"\\,", found[1]), value)
+        return f"a comma within a key needs a backslash: '{key}={escaped}'"
+    inner = re.fullmatch(r"\[([^\[\]'\"]+=[^\[\]'\"]*)\]", value)
+    if inner:  # a list of settings, as of recipe.rl
+        return f"quote the settings in the list: '{key}=[{', '.join(_quoted(one) for one in inner[1].split(','))}]'"
     return ""
+
+
+def _quoted(text: str) -> str:
+    return f'"{text.strip()}"'
 
 
 RENAMED_VALUES = {("rollout.backend", "huggingface"): "native"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 _OWN = "register an environment of your own (docs/tutorial.md), or choose one of `embodrl list envs`"
 _GAE = "write algorithm.adv_type=gae, PPO's estimator; algorithm=ppo chooses estimator and loss"
@@ -14,6 +14,18 @@ FOREIGN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("rollout", "hf"): ("native", "write rollout=native"),
     ("actor", "fsdp2"): ("fsdp", "write actor=fsdp, which is FSDP2"),
     ("env", "libero_long"): ("libero_10", "write env=libero_10"),
+    ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
+    ("cluster", "colocated"): (
+        "",
+        "processes share devices by default: leave cluster out, or see docs/placement.md",
+    ),
+    ("cluster", "disaggregated"): (
+        "",
+        "write 'cluster.component_placement={actor:0-3,rollout:4-7,env:4-7}', or cluster.placement=auto with"
+        " runner.max_staleness=1",
+    ),
+    ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
+    ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
     ("algorithm", "reinforce++"): ("reinforce_pp", "write algorithm=reinforce_pp"),
     ("algorithm.adv_type", "ppo"): ("gae", _GAE),
     ("algorithm.adv_type", "embodied_gae"): ("gae", _GAE),
@@ -31,6 +43,72 @@ FOREIGN: Mapping[tuple[str, str], tuple[str, str]] = {
     }.items()
 }
 """(preset group or key, name elsewhere in lower case) -> (present name, "" if there is none; what to write)."""
+
+
+MEANT = {
+    "lr": "actor.optim.lr",
+    "learning_rate": "actor.optim.lr",
+    "num_envs": "env.train.total_num_envs",
+    "n_envs": "env.train.total_num_envs",
+    "envs": "env.train.total_num_envs",
+    "num_workers": "env.num_processes",
+    "num_episodes": "env.eval.num_episodes",
+    "batch_size": "actor.global_batch_size",
+    "minibatch_size": "actor.micro_batch_size",
+    "seed": "runner.seed",
+    "iterations": "runner.max_iterations",
+    "max_iterations": "runner.max_iterations",
+    "epochs": "runner.max_iterations",
+    "ppo_epochs": "algorithm.update_epoch",
+    "output_dir": "runner.output_dir",
+    "output": "runner.output_dir",
+    "log_dir": "runner.output_dir",
+    "task": "env.tasks",
+    "tasks": "env.tasks",
+    "checkpoint": "model.model_path",
+    "policy": "model.warm_start",
+    "temperature": "algorithm.sampling.temperature",
+    "clip": "algorithm.clip_ratio_high",
+    "wandb": "runner.logger.wandb_mode",
+    "gpus": "cluster.component_placement",
+}
+"""Names of other libraries, and short ones, with the key that is meant."""
+_MODEL_PATH = ("model.model_path", "write model.model_path=DIR-or-hub-id with the preset of its family, model=NAME")
+_BATCH = ("actor.global_batch_size", "write actor.global_batch_size, or actor.micro_batch_size for one pass")
+FOREIGN_KEYS: Mapping[str, tuple[str, str]] = {
+    "actor.model.path": _MODEL_PATH,
+    "actor_rollout_ref.model.path": _MODEL_PATH,
+    "rollout.model.path": _MODEL_PATH,
+    "model.path": _MODEL_PATH,
+    "model.pth": _MODEL_PATH,
+    "algorithm.adv_estimator": ("algorithm.adv_type", "write algorithm.adv_type"),
+    "actor.bs": _BATCH,
+    "actor.batch_size": _BATCH,
+    "trainer.n_gpus_per_node": (
+        "cluster.component_placement",
+        "GPUs are given as 'cluster.component_placement={actor:0-7,rollout:0-7,env:all}' or by cluster.placement=auto;"
+        " cluster=8xh100 describes them to `embodrl plan`",
+    ),
+    "trainer.nnodes": ("cluster.num_nodes", "write cluster.num_nodes"),
+    "rollout.vllm.tensor_parallel_size": (
+        "",
+        "remove it: a rollout process holds a whole policy; cluster.component_placement gives rollouts more GPUs",
+    ),
+}
+"""Dotted key elsewhere -> (present key, "" if there is none; what to write)."""
+
+
+def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None:
+    """Return the present key and a hint for one of another system; None if it is not known.
+
+    Args:
+        key: that is not known here, or the first part of it.
+        given: tells whether the configuration has a longer key.
+    """
+    for full, found in FOREIGN_KEYS.items():
+        if full == key or (full.startswith(f"{key}.") and given(full)):
+            return found
+    return None
 
 
 def advice(key: str, name: str) -> tuple[str, str] | None:

@@ -203,7 +203,7 @@ def finish(
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
-    context = Context(config, tree, solution, resuming, verb, made_before)
+    context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
     report = run_rules(context, invalid, verb, further_rules)
     problems += report.errors
     if not_imported:

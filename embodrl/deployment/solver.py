@@ -134,8 +134,8 @@ class Solution:
                 f"cluster.component_placement: {failure.reason}", failure.reason.hint, code="placement"
             ) from failure.reason
         raise EmbodrlError(
-            "cluster.component_placement: the number of GPUs of this machine is not known",
-            "describe it in cluster.hardware, or set cluster.device=auto",
+            "cluster.device=cuda: no NVIDIA GPU is found on this machine",
+            "set cluster.device=auto, or describe another machine in cluster.hardware and `embodrl plan` for it",
             code="placement",
         )
 

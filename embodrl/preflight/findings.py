@@ -46,6 +46,17 @@ def as_json(findings: list[Finding], presets: dict[str, str]) -> str:
     return json.dumps(report, indent=2)
 
 
+def _show_presets(presets: dict[str, str], console: Console) -> None:
+    """Write the presets that run on one line, and the others by what they lack."""
+    by_lack: dict[str, list[str]] = {}
+    for preset, lack in presets.items():
+        by_lack.setdefault(lack, []).append(preset)
+    if running := by_lack.pop("", []):
+        console.print(Text("presets that run on this machine:", "green"), Text(", ".join(running)))
+    for lack, names in by_lack.items():
+        console.print(Text(f"no: {lack}:", "yellow"), Text(", ".join(names)))
+
+
 def show(findings: list[Finding], presets: dict[str, str], console: Console) -> None:
     """Write the findings as a table, then the presets."""
     table = Table(title="embodrl doctor", show_lines=False)
@@ -57,11 +68,6 @@ def show(findings: list[Finding], presets: dict[str, str], console: Console) -> 
         table.add_row(Text(finding.status, style), *map(Text, (finding.name, finding.detail, finding.hint)))
     console.print(table)
     if presets:
-        table = Table(title="presets on this machine")
-        for column in ("preset", "runs"):
-            table.add_column(column, overflow="fold")
-        for preset, lack in presets.items():
-            table.add_row(Text(preset), Text(f"no: {lack}", "yellow") if lack else Text("yes", "green"))
-        console.print(table)
+        _show_presets(presets, console)
     verdict = "[green]training can run[/]" if can_train(findings) else "[bold red]training can't run: see the errors[/]"
     console.print(verdict)

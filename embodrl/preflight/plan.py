@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
@@ -67,8 +67,8 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every memory is large enough, as far as is known."""
-        return all(memory.fits for memory in self.memory.memories)
+        """Whether every memory is large enough; False where the size of the model is not known."""
+        return not self.memory.not_estimated and all(memory.fits for memory in self.memory.memories)
 
     def as_json(self, config: Config) -> dict[str, object]:
         """Return plain values."""
@@ -85,6 +85,9 @@ class Plan:
             "batches": asdict(self.batches),
             "memory": as_plain(self.memory),
             "memory_not_estimated": self.memory.not_estimated,
+            "num_parameters": self.memory.num_parameters or None,
+            "tiny": self.memory.tiny,
+            "public_size": self.memory.public_size,
             "memory_estimated_by": ESTIMATED_BY,
             "fits": self.fits,
             "hints": self.memory.hints,
@@ -105,7 +108,35 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     config, deployment = loaded.config, loaded.deployment
     obstacles = [f"{problem.key}: {problem.message}" for problem in loaded.obstacles]
     memory = plan_memory(config, deployment)
+    added = spread(config, deployment)
+    if added and not all(one.fits for one in memory.memories):
+        memory = replace(memory, hints=[f"{' '.join(added)} uses the GPUs that are idle", *memory.hints])
     return Plan(deployment, batches(config, deployment), memory, obstacles, warnings(deployment))
+
+
+def spread(config: Config, deployment: Deployment) -> tuple[str, ...]:
+    """Return overrides that shard training and rollouts over all GPUs; () where none is idle, or none can be added.
+
+    Simulators and batches must be shared equally: of the GPUs, as many are used as divide both.
+    """
+    actor, env = config.actor, config.env
+    used = {(p.node, device) for name in ("actor", "rollout") for p in deployment.of(name) for device in p.devices}
+    gpus = sum(len(machine.gpus) for machine in deployment.machines)
+    if len(used) == gpus or not deployment.of("actor")[0].devices or actor.training_backend not in ("native", "fsdp"):
+        return ()
+    sizes = (actor.global_batch_size, env.train.total_num_envs, env.eval.total_num_envs)
+    number = next(number for number in range(gpus, 0, -1) if not any(size % number for size in sizes))
+    if number <= len(used):
+        return ()
+    share = actor.global_batch_size // number
+    found = ["cluster.placement=auto"]
+    if actor.training_backend == "native":
+        found.insert(0, "actor=fsdp")
+    if env.num_processes % number:
+        found.append(f"env.num_processes={number}")
+    if actor.micro_batch_size > share:
+        found.append(f"actor.micro_batch_size={share}")
+    return tuple(found)
 
 
 def _plain(place: ProcessPlace) -> dict[str, object]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, model_settings
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import GIB
 from embodrl.hybrid_engines.training.sharding import blocks_of
@@ -17,7 +18,7 @@ from embodrl.models.memory import TrainingMemory, estimate, token_counts
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
 from embodrl.preflight.doctor import memory_limit_bytes
-from embodrl.specs import ENVS
+from embodrl.specs import ENVS, MODELS
 
 MIB = 1 << 20
 HOST = -1
@@ -32,6 +33,8 @@ PHASES = ("training", "handover", "rollouts")
 """In a handover new weights go from those that train to those that act."""
 # What allocator, kernels and libraries take of a device on top of what is counted.
 HEADROOM = 0.9
+TINY_PARAMETERS = 100_000_000
+"""The smallest published family has four times as many, the largest tiny size a fiftieth."""
 
 ESTIMATED_BY = {
     "weights": "counted: parameters and buffers, and a copy in the type of autocast; of fsdp the part of a process and"
@@ -105,12 +108,18 @@ class MemoryPlan:
     Attributes:
         memories: by node and device.
         not_estimated: why there are no figures of the model; "" if there are.
-        hints: what to change where a memory does not fit.
+        hints: what to change where a memory does not fit, or its size is not known.
+        num_parameters: of the policy; 0 if not known.
+        tiny: a family that is published larger is built without a checkpoint.
+        public_size: preset of the published size, where the planned one is tiny and there is one.
     """
 
     memories: list[MemoryOf]
     not_estimated: str = ""
     hints: list[str] = field(default_factory=list[str])
+    num_parameters: int = 0
+    tiny: bool = False
+    public_size: str = ""
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,7 @@ class ModelFigures:
         recorded: of one chunk of one environment.
         gathered: of the weights that a process of fsdp has whole at a time, beside its part, and one of megatron
             always.
+        num_parameters: of the policy.
     """
 
     training: TrainingMemory
@@ -133,6 +143,7 @@ class ModelFigures:
     kv_cache: int
     recorded: int
     gathered: int = 0
+    num_parameters: int = 0
 
 
 def chunks_of(config: Config) -> int:
@@ -156,8 +167,7 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
     param_dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
     low = config.actor.precision == "bf16" or (config.actor.precision == "auto" and on_gpu)
     compute_dtype = torch.bfloat16 if low else param_dtype
-    model = config.model.model_copy(update={"warm_start": None})  # it has the size of the section
-    policy, _ = build_policy(model, device="meta", dtype=param_dtype, seed=0)
+    policy = _shapes(config.model.model_type, config.model.model_dump_json(), param_dtype)
     cameras = config.env.cameras
     training = estimate(
         policy,
@@ -175,7 +185,16 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
     cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
     backend = config.actor.training_backend
     gathered = gathered_bytes(policy) if backend == "fsdp" else uncut_bytes(policy) if backend == "megatron" else 0
-    return ModelFigures(training, training.gradients, plain, cache, recorded, gathered)
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    return ModelFigures(training, training.gradients, plain, cache, recorded, gathered, count)
+
+
+@lru_cache(maxsize=2)
+def _shapes(model_type: str, section: str, dtype: torch.dtype) -> VLAPolicy:
+    """Return the policy of a section without its weights; `embodrl plan --fit` asks for the same one many times."""
+    model = model_settings(model_type).model_validate_json(section)
+    model = model.model_copy(update={"warm_start": None})  # it has the size of the section
+    return build_policy(model, device="meta", dtype=dtype, seed=0)[0]
 
 
 def gathered_bytes(policy: VLAPolicy) -> int:
@@ -234,9 +253,27 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
         MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])
         for (node, device), parts in sorted(needed.items())
     ]
-    reason = f"model.model_path '{path}' is not a local directory: its size is not known" if unknown else ""
     hints = [line for memory in memories if not memory.fits for line in remedies_of(config, memory, figures)]
-    return MemoryPlan(memories, reason, list(dict.fromkeys(hints)))
+    return _with_size(config, figures, MemoryPlan(memories, hints=list(dict.fromkeys(hints))))
+
+
+def _with_size(config: Config, figures: ModelFigures | None, plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan with the size of the model, or what to do about one that is not known."""
+    path, size = config.model.model_path, public_size(config)
+    if figures is None:
+        instead = f", or plan its size with {size} model.model_path=null" if size else ""
+        hint = f"give the directory of its files, which `embodrl fetch` makes{instead}"
+        reason = f"model.model_path '{path}' is not a local directory: its size is not known"
+        return replace(plan, not_estimated=reason, hints=[*plan.hints, hint])
+    count, has_larger = figures.num_parameters, MODELS.entry(config.model.model_type).public_layout
+    tiny = path is None and count < TINY_PARAMETERS and has_larger
+    return replace(plan, num_parameters=count, tiny=tiny, public_size=size if tiny else "")
+
+
+def public_size(config: Config) -> str:
+    """Return the preset with the dimensions of a family's published weights; "" if there is none."""
+    spec = MODELS.entry(config.model.model_type)
+    return f"model={spec.public_preset}" if spec.public_preset else ""
 
 
 def _add_model(

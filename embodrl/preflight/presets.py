@@ -6,10 +6,15 @@ from dataclasses import dataclass
 
 from embodrl.config import Config, load_config
 from embodrl.config.presets import presets
-from embodrl.errors import ConfigError
+from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.specs import ENVS, MODELS
 
 GROUPS = ("env", "model", "experiment")
+PARTNERS = {
+    "env": ("", "model=mlp", "model=mlp env.state=full experiment=human_in_the_loop"),
+    "model": ("", "env=libero_spatial"),
+}
+"""What the pages name beside a preset that does not go with the defaults: a model without a language, LIBERO."""
 # Weights, gradients and the two moments of AdamW, all in actor.param_dtype.
 COPIES_IN_TRAINING = 4
 BYTES = {"fp32": 4, "bf16": 2}
@@ -60,13 +65,21 @@ def lacks(config: Config, machine: Machine) -> str:
 
 
 def preset_lacks(machine: Machine) -> dict[str, str]:
-    """Return ``group=preset`` -> what it lacks here; "" where it runs with everything else left at its default."""
-    result: dict[str, str] = {}
-    for group in GROUPS:
-        for name in presets(group):
-            choice = f"{group}={name}"
-            try:
-                result[choice] = lacks(load_config([choice]).config, machine)
-            except ConfigError as error:
-                result[choice] = error.problems[0].message
-    return result
+    """Return each preset, with the other that its page names beside it if it needs one, and what it lacks here.
+
+    ``group=preset`` or ``group=preset group=preset`` -> "" where it runs with everything else left at its default.
+    """
+    return dict(judge(group, name, machine) for group in GROUPS for name in presets(group))
+
+
+def judge(group: str, name: str, machine: Machine) -> tuple[str, str]:
+    """Return an item of ``preset_lacks``."""
+    problems: list[ConfigProblem] = []
+    for partner in PARTNERS.get(group, ("",)):
+        choices = [f"{group}={name}", *partner.split()]
+        try:
+            return " ".join(choices), lacks(load_config(choices).config, machine)
+        except ConfigError as error:
+            problems = min(filter(None, (problems, error.problems)), key=len)
+    wanted = [f"{problem.key} ({problem.message})" for problem in problems]
+    return f"{group}={name}", f"needs settings: {', '.join(dict.fromkeys(wanted))}"

@@ -215,7 +215,8 @@ def draw_frame(
         ) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
     except (EnvWorkerDied, EnvTimeout) as error:  # what follows is the tail of a log, and the limits are doctor's own
-        return Finding(name, "error", error.message.partition("\n")[0], hint or error.hint)
+        what = error.message.partition("\n")[0].replace("env manager 'doctor'", "the simulator's process")
+        return Finding(name, "error", what, hint or error.hint)
     except EnvError as error:
         lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
         # What a simulator raises ends with its hint.
@@ -329,12 +330,8 @@ def preflight(env_type: str, python: str | None = None, settings: EnvConfig | No
     """
     if env_type not in ENVS:
         return
-    spec, missing = ENVS.entry(env_type), missing_packages(env_type, python)
-    if missing:
-        raise MissingDependencyError(
-            f"env.env_type {env_type} needs {', '.join(missing)}, not installed in {python or 'this environment'}",
-            f"{_install_hint(spec, missing)}, or set env.python to an interpreter that has it",
-        )
+    require_packages(env_type, python)
+    spec = ENVS.entry(env_type)
     found = probe(env_type, settings, python)
     if spec.draws_with == "mujoco" and missing_gl():
         found.append((f"MuJoCo can't draw: {missing_gl()}", GL_HINT))
@@ -343,6 +340,26 @@ def preflight(env_type: str, python: str | None = None, settings: EnvConfig | No
         checks.append(check_vulkan(vulkan.probe_in_subprocess()))
         found += [(f"{check.name}: {check.detail}", check.hint) for check in checks if check.status == "error"]
     if found:
+        raise MissingDependencyError(*("; ".join(part) for part in zip(*found, strict=True)))
+
+
+def require_packages(env_type: str, python: str | None = None, settings: EnvConfig | None = None) -> None:
+    """Refuse a simulator whose packages are not installed; imports none of them.
+
+    With settings, one that has an environment of its own is refused for what the probe of its spec misses, too.
+
+    Arguments as of ``preflight``.
+
+    Raises:
+        MissingDependencyError: a package is missing.
+    """
+    spec, missing = ENVS.entry(env_type), missing_packages(env_type, python)
+    if missing:
+        raise MissingDependencyError(
+            f"env.env_type {env_type} needs {', '.join(missing)}, not installed in {python or 'this environment'}",
+            f"{_install_hint(spec, missing)}, or set env.python to an interpreter that has it",
+        )
+    if spec.isolated and settings is not None and (found := probe(env_type, settings, python)):
         raise MissingDependencyError(*("; ".join(part) for part in zip(*found, strict=True)))
 
 

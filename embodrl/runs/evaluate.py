@@ -26,7 +26,7 @@ from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EvaluationResult:
     """What an evaluation measured.
 
@@ -49,6 +49,15 @@ class EvaluationResult:
     output_dir: Path | None = None
     success_at_end: float = float("nan")
     axes: Mapping[str, EvaluationResult] = field(default_factory=dict[str, "EvaluationResult"])
+
+    def __repr__(self) -> str:
+        """Return one line; the records of the episodes would be hundreds."""
+        low, high = self.interval
+        lost = f", {self.lost_episodes} lost" if self.lost_episodes else ""
+        return (
+            f"EvaluationResult(success_rate={self.success_rate:.3f}, interval=({low:.3f}, {high:.3f}),"
+            f" {len(self.episodes)} episodes{lost}, output_dir={str(self.output_dir)!r})"
+        )
 
     @property
     def exit_code(self) -> int:

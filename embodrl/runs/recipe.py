@@ -21,7 +21,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from embodrl.config.compose import assignment, compose, is_choice, parse_arguments
+from embodrl.config.compose import Composition, assignment, compose, is_choice, parse_arguments
 from embodrl.config.explain import flow
 from embodrl.config.isolated import interpreter_of
 from embodrl.config.load import refuse_foreign_code
@@ -202,7 +202,7 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
     """
     composition = compose(overrides, config_file)
     refuse_foreign_code(composition, trust)
-    settings = _recipe_settings(composition.tree, overrides, config_file, trust)
+    settings = _recipe_settings(composition, overrides, config_file, trust)
     if composition.untrusted and not trust:
         _refuse_foreign_arguments(settings)
     directory = _directory(composition.tree, composition.choices.get("experiment"))
@@ -237,13 +237,17 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
     return recipe
 
 
-def _recipe_settings(tree: Node, overrides: list[str], config_file: Path | None, trust: bool) -> RecipeConfig:
-    node = lookup(tree, OF_RECIPES)
+def _recipe_settings(
+    composition: Composition, overrides: list[str], config_file: Path | None, trust: bool
+) -> RecipeConfig:
+    node = lookup(composition.tree, OF_RECIPES)
     try:
         settings = RecipeConfig.model_validate_json(json.dumps({} if node is None else node.plain()))
     except ValidationError:
         load_config(overrides, config_file, "eval", trust)  # reports it, and nothing about training
         raise
+    if not settings.stages and composition.problems:  # such as a misspelt experiment
+        raise ConfigError(composition.problems)
     if not settings.stages:
         raise UsageError(
             "these settings are no recipe: recipe.stages is empty",

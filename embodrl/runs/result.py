@@ -46,6 +46,12 @@ class TrainResult:
         return read_metrics(self.run_dir / METRICS_FILE)
 
     @property
+    def success_rate(self) -> float | None:
+        """Of the last evaluation, which acts greedily, a fraction; None without one."""
+        rates = [row["eval/success_rate"] for row in self.metrics if row.get("eval/success_rate") is not None]
+        return float(rates[-1]) if rates else None
+
+    @property
     def videos(self) -> list[Path]:
         """Videos of evaluation episodes, oldest first."""
         return sorted(self.run_dir.glob("videos/*/[!.]*.mp4"))

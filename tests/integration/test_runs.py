@@ -457,7 +457,7 @@ def test_what_can_not_work_is_refused_before_anything_starts(
     assert "can't be written" in outcome.stderr and "hint" in outcome.stderr
 
     outcome = embodrl("resume", tmp_path)
-    assert outcome.code == 1 and "code: not-a-run" in outcome.stderr
+    assert outcome.code == 2 and "code: not-a-run" in outcome.stderr
     import torch
 
     if not torch.cuda.is_available():

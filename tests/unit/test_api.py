@@ -1,6 +1,7 @@
 """The public API: names, laziness, configurations, and errors."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,23 @@ def test_the_text_of_a_result_leaves_out_the_layers_of_its_policy(tmp_path: Path
     policy = torch.nn.Linear(2, 2)
     text = repr(TrainResult(tmp_path, 0, policy))  # type: ignore[arg-type]
     assert "Linear" not in text and str(tmp_path) in text
+
+
+def test_settings_as_keywords_are_answered_with_the_list() -> None:
+    for verb in (embodrl.train, embodrl.load_config, embodrl.collect, embodrl.sft, embodrl.evaluate):
+        with raises_code("settings-as-keywords") as caught:
+            verb(env="toy")  # type: ignore[call-arg]
+        assert f'embodrl.{verb.__name__}(["env=toy"])' in str(caught.value)
+
+
+def test_results_are_short_and_have_the_success_rate(tmp_path: Path) -> None:
+    from embodrl.runs.evaluate import EvaluationResult
+    from embodrl.runs.train import TrainResult
+
+    result = EvaluationResult(0.5, (0.4, 0.6), {}, [object()] * 500, 0)  # type: ignore[list-item]
+    assert len(repr(result)) < 120 and "500 episodes" in repr(result)
+    trained = TrainResult(tmp_path, 0, None)
+    assert trained.success_rate is None
+    rows = [{"iteration": 0, "eval/success_rate": 0.25}, {"iteration": 1}, {"iteration": 2, "eval/success_rate": 0.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert trained.success_rate == 0.75

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
@@ -55,6 +55,7 @@ class Context:
         resuming: a checkpoint has the weights.
         verb: what the configuration is for; None if that is open.
         made_before: paths that earlier stages of a recipe will have made.
+        choices: preset group -> preset, as far as the user chose.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class Context:
     resuming: bool = False
     verb: str | None = None
     made_before: tuple[str, ...] = ()
+    choices: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def collecting(self) -> bool:

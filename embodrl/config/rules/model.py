@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from embodrl.config.foreign import advice
 from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences, policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.hub import parse
@@ -23,6 +24,7 @@ def model_is_registered(context: Context) -> Iterator[Finding]:
     if name not in MODELS:
         near = nearest(name, MODELS.names())
         hint = f"write model.model_type={near}" if near else "choose a known one, or name the module that registers it"
+        near, hint = advice("model.model_type", name) or (near, hint)
         yield Finding("model.model_type", f"there is no model '{name}'", hint, ", ".join(MODELS), near)
 
 

@@ -43,6 +43,15 @@ def workflows_play_single_episodes(context: Context) -> Iterator[Finding]:
         yield Finding("rollout.pipeline_stages", message, hint, "1", others=(KEY, "runner.max_staleness"))
 
 
+@note("env.eval")
+def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
+    """An evaluation plays all environments in step, whatever workflow the training has."""
+    path = context.config.rollout.workflow
+    if context.verb == "eval" and path is not None and context.origin(KEY).kind != "argument":  # noted for itself
+        message = f"{KEY}={path} is not played: evaluations observe, act and execute chunks in all environments at once"
+        yield Finding("env.eval", message, "compare it with evaluations alone, not with the training's own success")
+
+
 @note(KEY, "rollout.episode_timeout_s")
 def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that only matter with a workflow."""

@@ -23,6 +23,10 @@ def name_is_one_directory(context: Context) -> Iterator[Finding]:
         yield Finding("runner.name", message, hint, "letters, digits and _ . + @ = -, at most 200 of them")
 
 
+KERNEL_DIRS = ("/proc", "/sys")
+"""No files can be made there, whatever the permissions say."""
+
+
 @rule("runner.output_dir", "collect.output_dir", "sft.output_dir")
 def outputs_can_be_written(context: Context) -> Iterator[Finding]:
     """Output goes to a directory that exists or can be made."""
@@ -40,6 +44,9 @@ def outputs_can_be_written(context: Context) -> Iterator[Finding]:
             yield Finding(key, "the path is empty or holds a zero byte", "give a directory", "a directory")
             continue
         path = Path(text).absolute()
+        if any(map(path.resolve().is_relative_to, KERNEL_DIRS)):
+            yield Finding(key, f"'{path}' can't be written to: the kernel's files are there", "give another directory")
+            continue
         present = next(p for p in (path, *path.parents) if path_kind(str(p)))
         if path_kind(str(present)) == "file":
             yield Finding(
@@ -120,6 +127,16 @@ def shifts_stay_in_the_picture(context: Context) -> Iterator[Finding]:
         message = f"shifts of up to {shift} pixels move most of a picture of {side} pixels out of sight"
         hint = f"set it to {max(1, side // 16)}"
         yield Finding("sft.random_shift_px", message, hint, f"0 to {side // 2}", others=("env.cameras",))
+
+
+@note("model.warm_start")
+def recipes_begin_with_other_stages(context: Context) -> Iterator[Finding]:
+    """Training alone leaves out the stages of a recipe that come before."""
+    stages, name = context.config.recipe.stages, context.choices.get("experiment")
+    given = ("model.warm_start", "model.model_path", "algorithm.off_policy.demos")
+    if context.verb == "train" and name and stages[:1] not in ((), ("rl",)) and not any(map(context.by_user, given)):
+        message = f"{name} is a recipe: training alone leaves out {', '.join(s for s in stages if s != 'rl')}"
+        yield Finding("experiment", message, f"all stages: `embodrl run experiment={name}`")
 
 
 @note("runner.name", "runner.output_dir")

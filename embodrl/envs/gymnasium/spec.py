@@ -61,5 +61,7 @@ SPEC = SimulatorSpec(
     actions="a Box, mapped from -1 to 1; no discrete actions",
     camera_list="one: what render_mode=rgb_array draws, brought to the camera's size",
     expert_tasks=(),
+    own_settings="for an argument of the environment's constructor, register an id with it, and name that in env.id:"
+    " gymnasium.register(id=..., entry_point=..., kwargs={{'{name}': VALUE}})",
     verified="Reacher-v5, Hopper-v5 and Pendulum-v1 on a CPU",
 )

@@ -229,6 +229,7 @@ def flow_family(
     suffix: str = "",
     has_recording: bool = True,
     missing_config: str = "",
+    public_preset: str = "",
 ) -> ModelSpec:
     """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``.
 
@@ -244,6 +245,7 @@ def flow_family(
         recognizes=recognizes,
         kind="flow",
         public_layout=True,
+        public_preset=public_preset,
         value_inputs=("prefix", "suffix"),
         trainable=("all", "lora", "action_expert", "head"),
         uses_state=uses_state,

@@ -249,10 +249,12 @@ class Gr00tConfig:
         siglip = arch.siglip
         return Gr00tConfig(
             SiglipSpec(arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim),
-            tiny_qwen(arch, vocab_size),
+            tiny_qwen(arch, max(vocab_size, arch.vocab_size or 0)),
             tiny_head(arch, num_future_tokens=arch.num_future_tokens),
             system_prompt="",
             embodiment_ids={NEW_EMBODIMENT: arch.num_embodiments - 1},
+            lm_head=arch.unused_layers,
+            pooling_head=arch.unused_layers,
             metadata=stats_sets(fields_of(metadata, "built-in statistics")),
         )
 

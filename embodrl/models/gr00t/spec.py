@@ -60,6 +60,12 @@ class Gr00tArchitectureConfig(Gr00tFeatureBlocks, Gr00tSizes):
     """Dimensions of a GR00T N1.5 built without a checkpoint, and parts of a checkpoint's robot."""
 
     siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
+    vocab_size: PositiveInt | None = Field(
+        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+    )
+    unused_layers: bool = Field(
+        default=False, description="have the published weights' layers that nothing reads: output and pooling"
+    )
     num_future_tokens: PositiveInt = Field(default=4, description="learned tokens before the actions")
     crop_side: Fraction = Field(
         default=0.95,
@@ -208,6 +214,7 @@ SPEC = flow_family(
     lambda raw: raw.get("model_type") == "gr00t_n1_5",
     interface=interface,
     sizes="2.1 M (tiny), about 2.7 B",
+    public_preset="gr00t_n1_5_3b",
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.5-3B and fine-tunes of it",
 )

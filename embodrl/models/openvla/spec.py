@@ -166,6 +166,7 @@ SPEC = ModelSpec(
     rules=(DIMENSIONS, SHIPPED, MEGATRON, PUBLISHED),
     kind="tokens",
     public_layout=True,
+    public_preset="openvla_7b",
     value_inputs=VALUE_INPUTS,
     trainable=TRAINABLE,
     uses_state=False,

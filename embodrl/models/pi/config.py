@@ -188,7 +188,7 @@ class PiConfig:
             SiglipSpec(arch.image_size, arch.patch_size, siglip.width, siglip.depth, siglip.num_heads, siglip.mlp_dim),
             GemmaSpec(arch.vlm_width, arch.depth, arch.vlm_mlp_dim, *heads),
             GemmaSpec(arch.expert_width, arch.depth, arch.expert_mlp_dim, *heads),
-            vocab_size,
+            max(vocab_size, arch.vocab_size or 0),
             arch.max_action_dim,
             arch.action_horizon,
             arch.num_images,

@@ -35,6 +35,9 @@ class PiArchitectureConfig(Section):
     vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
     expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
     expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
+    vocab_size: PositiveInt | None = Field(
+        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+    )
     max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
     num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
@@ -123,6 +126,7 @@ PI0 = flow_family(
     (RULES, WHOLE_PICTURES, OF_PI0),
     lambda raw: variant_of(raw) in ("pi0", "either"),
     sizes="1.5 M (tiny), about 3.3 B",
+    public_preset="pi0_3b",
     missing_config=MISSING_CONFIG,
     checkpoint=CHECKPOINT.format("pi0"),
 )
@@ -135,6 +139,7 @@ PI05 = flow_family(
     lambda raw: variant_of(raw) in ("pi05", "either"),
     uses_state="model.pi.discrete_state",
     sizes="1.7 M (tiny), about 3.3 B",
+    public_preset="pi05_3b",
     missing_config=MISSING_CONFIG,
     checkpoint=CHECKPOINT.format("pi05"),
 )

@@ -104,7 +104,7 @@ class SmolVlaConfig:
             GemmaSpec(shape.vlm_width, shape.depth, shape.vlm_mlp_dim, *heads),
             GemmaSpec(shape.expert_width, shape.depth, shape.expert_mlp_dim, *heads),
             shape.scale_factor,
-            vocab_size,
+            max(vocab_size, shape.vocab_size or 0),
             max_state_dim=shape.max_action_dim,
             max_action_dim=shape.max_action_dim,
             action_horizon=shape.action_horizon,

@@ -34,6 +34,9 @@ class SmolVlaArchitectureConfig(Section):
     vlm_mlp_dim: PositiveInt = Field(default=384, description="language model MLP size")
     expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
     expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
+    vocab_size: PositiveInt | None = Field(
+        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+    )
     max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
     action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
     max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
@@ -71,5 +74,6 @@ SPEC = flow_family(
     lambda raw: raw.get("type") == "smolvla",
     max_cameras=4,
     sizes="1.9 M (tiny), about 450 M",
+    public_preset="smolvla_450m",
     checkpoint="lerobot's smolvla layout",
 )

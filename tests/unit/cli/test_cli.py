@@ -144,7 +144,7 @@ def test_resume_names_the_run_of_a_checkpoint(tmp_path: Path) -> None:
     for verb in (["resume"], ["export"]):
         place = tmp_path / "run" / "policy" if verb == ["export"] else tmp_path / "run" / "checkpoints" / "step_2"
         result = run(*verb, str(place), *([str(tmp_path / "out")] if verb == ["export"] else []))
-        assert result.exit_code == 1 and "code: not-a-run" in result.stderr
+        assert result.exit_code == 2 and "code: not-a-run" in result.stderr
         assert f"embodrl resume {tmp_path}/run" in result.stderr
 
 
@@ -225,3 +225,30 @@ def test_errors_send_no_escape_sequences_to_the_terminal(capsys: pytest.CaptureF
     with pytest.raises(typer.Exit):
         execute(Mock(side_effect=EmbodrlError("a simulator said \x1b[2J")))
     assert "said \\x1b[2J" in capsys.readouterr().err
+
+
+def test_a_missing_run_has_one_exit_code(tmp_path: Path) -> None:
+    for verb in ("resume", "eval"):
+        assert run(verb, str(tmp_path / "nothing")).exit_code == 2
+
+
+def test_an_option_of_another_system_is_answered_with_the_setting() -> None:
+    result = run("train", "--lr", "3e-4")
+    assert result.exit_code == 2
+    assert "code: argument-option" in result.stderr and "actor.optim.lr=VALUE" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"),
+    [("cluster.device=cuda", "placement"), ("runner.output_dir=/proc/foo", "outputs-can-be-written")],
+)
+def test_validate_finds_what_this_machine_lacks(setting: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = run("config", "validate", "env=toy", "model.warm_start=null", setting)
+    assert result.exit_code == 2 and f"code:     {code}" in result.stderr
+
+
+def test_validate_finds_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodrl.preflight.simulators.missing_packages", lambda *_: ["absent"])
+    result = run("config", "validate", "env=toy", "model.warm_start=null")
+    assert result.exit_code == 2 and "code:     missing-dependency" in result.stderr and "absent" in result.stderr

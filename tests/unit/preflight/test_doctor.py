@@ -16,7 +16,7 @@ from embodrl.models.openvla.spec import num_parameters
 from embodrl.preflight import doctor, simulators, vulkan
 from embodrl.preflight.findings import Finding, as_json, can_train, show
 from embodrl.preflight.libraries import missing_libraries
-from embodrl.preflight.presets import Machine, lacks, preset_lacks
+from embodrl.preflight.presets import Machine, judge, lacks, preset_lacks
 
 GIB = 1 << 30
 
@@ -149,7 +149,7 @@ def test_a_driver_that_crashes_or_hangs_is_named_with_what_may_help(
 
     monkeypatch.setattr(simulators.EnvManager, "start", die)
     found = simulators.draw_frame("ManiSkill", "toy", {}, hint="try another driver")
-    assert (found.status, found.detail) == ("error", "env manager 'doctor': killed by SIGSEGV")
+    assert (found.status, found.detail) == ("error", "the simulator's process: killed by SIGSEGV")
     assert found.hint == "try another driver"
 
 
@@ -213,6 +213,16 @@ def test_every_preset_is_judged() -> None:
     judged = preset_lacks(machine(simulator="no driver", memory_gib=1000))
     assert judged["env=maniskill"] == "no driver"
     assert {"model=openvla", "model=openvla_7b"} <= set(judged)
+
+
+def test_presets_are_judged_beside_what_their_pages_name() -> None:
+    large = machine(memory_gib=1000)
+    judged = dict([judge("env", "robot_sim", large), judge("model", "pi05_libero", large)])
+    assert list(judged.values()) == ["", ""]
+    robot, libero = judged
+    assert robot.startswith("env=robot_sim model=mlp") and libero.endswith(" env=libero_spatial")
+    (lack,) = dict([judge("model", "remote", machine())]).values()
+    assert lack.startswith("needs settings:") and "model.url" in lack
 
 
 def test_doctor_checks_environments_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,20 @@
 import functools
 import json
+import shlex
 
 import numpy as np
 import pytest
 import torch
+from documented import ROOT
 from runs import script
 from typer.testing import CliRunner
 
-from embodrl.cli.main import app
+from embodrl.cli.main import about, app
+from embodrl.cli.plan import changed
 from embodrl.config import load_config
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import recorded_bytes
+from embodrl.preflight.fit import find_fit
 from embodrl.preflight.plan import make_plan, per_device
 from embodrl.preflight.plan_memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
 from embodrl.types import Observation, SamplingParams
@@ -159,6 +163,7 @@ def test_no_simulator_is_imported(tmp_path):
 import sys
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 from embodrl.config import load_config
+from embodrl.preflight.fit import find_fit
 from embodrl.preflight.plan import make_plan
 make_plan(load_config(["cluster=8xh100"], verb="plan"))
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
@@ -232,3 +237,82 @@ def test_on_a_cpu_only_simulators_leave_memory():
     assert host.in_phase("training") == host.total - host.needed["simulator"]
     kept = plan_of("cluster=laptop", "env.enable_offload=true", "env.offload_level=simulator")
     assert memory_of(kept, HOST).in_phase("training") == memory_of(kept, HOST).total
+
+
+SMALL = ("model=openvla", "cluster.hardware.name=small")
+
+
+def fitted(*arguments):
+    return find_fit(lambda added: load_config(changed(arguments, added), verb="plan"))
+
+
+def plan_json(*arguments):
+    result = CLI.invoke(app, ["plan", "train", *arguments, "--json"])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def test_a_tiny_architecture_is_named_with_the_preset_of_its_public_size():
+    for model, public in (("pi05", "model=pi05_3b"), ("pi0", "model=pi0_3b"), ("smolvla", "model=smolvla_450m")):
+        memory = plan_of(f"model={model}", "cluster=8xh100").memory
+        assert memory.tiny and memory.public_size == public
+    assert plan_of("model=pi0_fast", "cluster=8xh100").memory.tiny
+    assert not plan_of(*SEVEN_B).memory.tiny and not plan_of("model=mlp", "cluster=8xh100").memory.tiny
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("pi0_3b", 3_238_048_528),
+        ("pi05_3b", 3_353_433_872),
+        ("smolvla_450m", 402_737_376),
+        ("gr00t_n1_5_3b", 2_724_163_520),
+    ],
+)
+def test_presets_of_public_size_have_the_parameters_of_the_checkpoints(model, parameters):
+    policy, _ = build_policy(load_config([f"model={model}"]).config.model, device="meta", dtype=torch.bfloat16, seed=0)
+    assert sum(p.numel() for p in policy.model.parameters()) == pytest.approx(parameters, rel=6e-4)
+
+
+def test_a_plan_of_an_unknown_model_does_not_pass():
+    code, plan = plan_json("model=pi05", "model.model_path=owner/name", "cluster=8xh100")
+    assert code == 1 and not plan["fits"] and plan["memory_not_estimated"]
+    assert any("model=pi05_3b" in hint for hint in plan["hints"])
+
+
+def test_idle_gpus_come_first_in_the_hints():
+    hint = plan_of("model=openvla_7b", "cluster=8xh100").memory.hints[0]
+    assert hint.startswith("actor=fsdp cluster.placement=auto env.num_processes=8 actor.micro_batch_size=20")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "gib", "among", "adapters"),
+    [
+        ("8xh100", 10.0, (), False),
+        ("8xh100", 0.03, ("actor=fsdp", "cluster.placement=auto", "env.num_processes=8"), False),
+        ("1xh200", 0.03, ("model.trainable=lora",), True),
+    ],
+)
+def test_fit_finds_settings_that_fit_when_they_are_planned(cluster, gib, among, adapters):
+    arguments = (*SMALL, f"cluster={cluster}", f"cluster.hardware.gpu_memory_gib={gib}")
+    found = fitted(*arguments)
+    assert set(among) <= set(found.overrides) and found.adapters == adapters
+    assert plan_of(*changed(arguments, found.overrides)).fits
+    assert len({text.partition("=")[0] for text in found.overrides}) == len(found.overrides)
+
+
+def test_fit_says_when_nothing_fits():
+    arguments = (*SMALL, "cluster=8xh100", "cluster.hardware.gpu_memory_gib=0.001")
+    assert fitted(*arguments) is None
+    code, plan = plan_json(*arguments, "--fit")
+    assert code == 1 and "fit" not in plan
+
+
+def test_the_plan_of_the_readme_and_of_the_help_fits():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("embodrl plan train")]
+    arguments = shlex.split(line, comments=True)[2:]
+    (example,) = [line for line in about.__doc__.splitlines() if "embodrl plan" in line]
+    assert sorted(shlex.split(example)[2:]) == sorted(arguments)
+    code, plan = plan_json(*arguments[1:])
+    assert code == 0 and plan["fits"] and plan["num_parameters"] > 7e9
+    assert "fit_trains_adapters" in plan and not plan["fit_trains_adapters"]

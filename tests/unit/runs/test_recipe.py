@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable
@@ -10,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from documented import ROOT
 
+from embodrl.config import load_config
 from embodrl.config.presets import presets
 from embodrl.errors import ConfigError, EmbodrlError, MissingDependencyError, OutputError, UsageError
 from embodrl.runs import recipe as module
@@ -272,3 +276,24 @@ def test_videos_that_cannot_be_written_are_refused_before_the_first_stage(
     with pytest.raises(MissingDependencyError):
         module.run_recipe(plan("env.video.enabled=true"), print)
     assert not verbs.started
+
+
+def test_a_misspelt_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        module.plan_recipe(["experiment=pickcube"])
+    assert [(p.code, p.nearest) for p in caught.value.problems] == [("preset-unknown", "pick_cube")]
+
+
+def test_the_example_of_the_page_is_valid(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"`('recipe\.rl=[^`]*)`", page)
+    arguments = ["experiment=pick_cube", *shlex.split(example), f"runner.output_dir='{tmp_path / 'run'}'"]
+    assert "env.train.total_num_envs=16" in module.plan_recipe(arguments).stages[-1].arguments
+
+
+def test_training_a_recipe_alone_is_noted() -> None:
+    note = "recipes-begin-with-other-stages"
+    (found,) = [each for each in load_config(["experiment=pick_cube"], verb="train").notes if each.code == note]
+    assert "embodrl run experiment=pick_cube" in found.hint
+    for settings in (["experiment=push_and_pull"], ["env=toy", "model=mlp"]):
+        assert note not in [each.code for each in load_config(settings, verb="train").notes]
