@@ -88,38 +88,38 @@ def test_frames_that_do_not_come_or_are_not_taken_time_out():
     ours, theirs = socket_pair()
     with ours, theirs:
         connection = Connection(ours)
-        start = time.monotonic()
         with pytest.raises(TimeoutError):
-            connection.receive(start + 0.05)
+            connection.receive(time.monotonic() + 0.05)
         with pytest.raises(TimeoutError):
             while True:  # until the kernel's queue is full
                 connection.send(Frame(Kind.STEP), time.monotonic() + 0.05)
-        assert time.monotonic() - start < 2
         assert receive_now(theirs).kind == Kind.STEP  # frames are whole, whatever timed out
 
 
 def test_a_death_is_noticed_though_a_grandchild_holds_the_socket_and_last_words_arrive():
     ours, theirs = socket_pair()
+    end, alive = os.pipe()
     child = os.fork()
     if child == 0:
-        if os.fork() == 0:  # inherits the socket, and outlives the child
-            time.sleep(5)
+        os.close(alive)
+        if os.fork() == 0:  # inherits the socket, and lives until the test closes the pipe
+            os.read(end, 1)
             os._exit(0)
         Connection(theirs).send(Frame(Kind.OK, value="last words"))
         os.kill(os.getpid(), signal.SIGKILL)
     theirs.close()
     pidfd = os.pidfd_open(child)
     connection = Connection(ours, peer_pidfd=pidfd)
-    start = time.monotonic()
-    assert connection.receive(start + 4).value == "last words"
+    never = time.monotonic() + 250
+    assert connection.receive(never).value == "last words"
     with pytest.raises(PeerGoneError):
-        connection.receive(start + 4)
+        connection.receive(never)
     with pytest.raises(PeerGoneError):
         while True:
-            connection.send(Frame(Kind.STEP), start + 4)
-    assert time.monotonic() - start < 2
+            connection.send(Frame(Kind.STEP), never)
     os.waitpid(child, 0)
-    os.close(pidfd)
+    for descriptor in (pidfd, end, alive):
+        os.close(descriptor)
     connection.close()
 
 
