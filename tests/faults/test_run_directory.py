@@ -130,7 +130,7 @@ def test_a_damaged_result_of_a_finished_run_is_written_again(resumed: Path, tmp_
     assert rows(run_dir) == rows(resumed)
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "_exit"])
+@pytest.mark.parametrize("how", ["raise", "_exit", pytest.param("exit", marks=pytest.mark.long)])
 def test_a_reward_function_that_fails_loses_no_finished_iteration(
     how: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +156,10 @@ def test_a_reward_function_that_fails_loses_no_finished_iteration(
         assert rows(run_dir) == rows(left)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGUSR1, *(pytest.param(other, marks=pytest.mark.long) for other in (signal.SIGXCPU, signal.SIGQUIT))],
+)
 def test_a_preempted_run_is_saved(number: signal.Signals, config: Path, tmp_path: Path, resumed: Path) -> None:
     run_dir = tmp_path / "run"
     outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", stop_at=f"act:6:{number.name}")

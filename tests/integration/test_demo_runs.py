@@ -64,7 +64,9 @@ def test_a_stopped_collection_is_a_whole_lerobot_data_set(config: Path, tmp_path
     assert outcome.code == 1 and "code: dataset-exists" in outcome.stderr
 
 
-@pytest.mark.parametrize(("kind", "point"), [("raw", "add_episode"), ("lerobot", "add_lerobot_episode")])
+@pytest.mark.parametrize(
+    ("kind", "point"), [pytest.param("raw", "add_episode", marks=pytest.mark.long), ("lerobot", "add_lerobot_episode")]
+)
 def test_a_killed_collection_continues_from_its_last_commit(
     config: Path, tmp_path: Path, kind: str, point: str
 ) -> None:

@@ -55,9 +55,9 @@ def assert_same_training(group: WorkerGroup, family: str, config: Config) -> Non
         ("openvla_oft", None),
         pytest.param("pi0", "flow_sde", marks=pytest.mark.long),  # but for its state token as pi0.5
         ("pi05", "flow_noise"),
-        ("pi0_fast", None),
+        pytest.param("pi0_fast", None, marks=pytest.mark.long),
         ("gr00t", "flow_sde"),
-        ("smolvla", "flow_sde"),
+        pytest.param("smolvla", "flow_sde", marks=pytest.mark.long),
         ("gaussian", None),  # convolutions: their gradients are laid out otherwise than their weights
     ],
 )
@@ -69,7 +69,7 @@ def test_every_family_trains_in_two_processes_as_in_one(two: WorkerGroup, family
     ("family", "method"),
     [
         ("openvla", None),
-        ("pi0", "flow_sde"),
+        pytest.param("pi0", "flow_sde", marks=pytest.mark.long),
         pytest.param("gr00t", "flow_sde", marks=pytest.mark.long),
         pytest.param("pi0_fast", None, marks=pytest.mark.long),
     ],

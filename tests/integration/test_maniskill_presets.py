@@ -46,11 +46,8 @@ AHEAD = ("runner.max_staleness=1", "algorithm.decoupled.enabled=true")
 RUNS_AHEAD = {"ppo": AHEAD, "gspo": (*AHEAD, "rollout.pipeline_stages=2")}
 
 
-# The others differ from these in their losses alone, which are compared on the toy environment.
-IN_SHORT = ("ppo",)
-
-
-@pytest.mark.parametrize("preset", [p if p in IN_SHORT else pytest.param(p, marks=pytest.mark.long) for p in PRESETS])
+@pytest.mark.long  # test_debug_runs.py has PPO; the others differ in their losses, which the toy environment has too
+@pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_trains_on_maniskill(preset: str, tmp_path: Path) -> None:
     config, run_dir = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(CONFIG)

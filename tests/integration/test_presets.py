@@ -85,7 +85,7 @@ def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
     assert preset == "dapo" or any(row["train/num_updates"] for row in rows)
 
 
-@pytest.mark.parametrize("preset", ["srpo", "dapo"])
+@pytest.mark.parametrize("preset", ["srpo", pytest.param("dapo", marks=pytest.mark.long)])
 def test_memory_and_reference_survive_a_stop(preset: str, tmp_path: Path) -> None:
     kl = ("algorithm.kl.coef=0.1", "env.max_episode_steps=12", "env.train.max_steps_per_rollout_epoch=12")
     for name in ("whole", "halves"):

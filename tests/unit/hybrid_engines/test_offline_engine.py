@@ -158,7 +158,7 @@ def test_critics_have_the_optimizer_of_the_settings() -> None:
 
 def test_a_positive_temperature_prefers_better_actions() -> None:
     """With critics that know which of two actions is better, the policy learns that one."""
-    config = config_of(updates=150, temperature=20.0, value_lr=3e-3)
+    config = config_of(updates=80, temperature=20.0, value_lr=1e-2)
     data = data_of(2)
     good = torch.arange(len(data.demos.actions)) % 12 < 6
     data.demos.actions[:] = np.where(good.numpy()[:, None], 0.5, -0.5)
