@@ -48,18 +48,14 @@ def is_run(directory: Path) -> bool:
     return (directory / CONFIG_FILE).is_file() or bool(CheckpointManager(directory, 1).steps())
 
 
-class NotARunError(CheckpointError):
-    """A directory without a run's configuration."""
-
-    exit_code = 2
-
-
-def not_a_run(directory: Path) -> NotARunError:
+def not_a_run(directory: Path) -> CheckpointError:
     """Return the error for a directory without a run's configuration; names the run that it is part of."""
     run = next((parent for parent in directory.absolute().parents[:2] if (parent / CONFIG_FILE).is_file()), None)
     hint = f"{run} is the run: embodrl resume {run}" if run is not None else "look in outputs/"
     what = f"{directory} is not a run: it has no {CONFIG_FILE}" if directory.exists() else f"{directory} does not exist"
-    return NotARunError(what, hint, code="not-a-run")
+    error = CheckpointError(what, hint, code="not-a-run")
+    error.exit_code = 2  # as for any argument that names nothing
+    return error
 
 
 def write_settings(run_dir: Path, config_yaml: str, changes: list[str]) -> str:

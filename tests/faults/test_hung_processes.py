@@ -53,6 +53,7 @@ def gone(pidfd: int) -> bool:
     return bool(poller.poll(SOON_S * 1000))
 
 
+@pytest.mark.long
 def test_a_worker_outlives_signals_that_ask_a_run_to_stop(group: WorkerGroup) -> None:
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
     pids = group.pid().result(SOON_S)
@@ -86,6 +87,7 @@ def test_a_worker_that_lives_and_makes_no_progress_is_named_with_its_stack(group
     assert caught.value.code == "worker-hung" and "wait_for_ever" in caught.value.log_tail
 
 
+@pytest.mark.long
 def test_a_long_call_that_computes_is_let_be(group: WorkerGroup) -> None:
     assert max(group.compute(0, IMPATIENT.stall_s + 1).result(SOON_S)) > 0
 
@@ -167,6 +169,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_a_run_restarts_a_rollout_process_that_was_stopped(config: Path, tmp_path: Path) -> None:
     run_dir, children = tmp_path / "run", tmp_path / "children"
     done = embodrl(

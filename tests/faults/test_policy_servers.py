@@ -14,7 +14,7 @@ sys.path.insert(0, HELPERS)
 from served import TOKEN, MeanPolicy, raw, websocket
 from embodrl.processes.ending import own_process
 from embodrl.runs.load import load_config
-from embodrl.runs.serve import serve
+from embodrl.runs import serve as verb
 
 class Hangs(MeanPolicy):
     def predict_action_batch(self, observation, *arguments, **settings):
@@ -39,7 +39,8 @@ def say(line):
 own_process()
 cameras = "env.cameras=[{name:base_camera,height:4,width:4}]"
 settings = ["env=toy", cameras, "serve.port=0", f"serve.token={TOKEN}", *SETTINGS]
-sys.exit(serve(load_config(settings, verb="serve"), lambda config: Hangs(), say=say))
+verb.build_policy = lambda config: Hangs()
+sys.exit(verb.serve(load_config(settings, verb="serve"), say=say))
 """
 
 
@@ -53,6 +54,7 @@ def hung(tmp_path: Path, hang: str, *settings: str, stop: bool = True) -> runs.O
     return runs.script(path, check=False, timeout_s=120)
 
 
+@pytest.mark.long
 def test_sigterm_ends_a_server_whose_model_hangs(tmp_path):
     done = hung(tmp_path, "time.sleep(1000)", "serve.drain_timeout_s=0.1")
     assert done.code == 1 and "stopping" in done.stdout

@@ -51,6 +51,7 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.long
 def test_two_processes_that_train_and_two_that_play_have_the_losses_of_one(whole: Path, native: list) -> None:
     rows = metrics(whole)
     for mine, theirs in list(zip(rows, native, strict=True))[1:3]:  # later ones may draw another action

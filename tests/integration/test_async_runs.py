@@ -91,6 +91,7 @@ def test_a_signal_saves_the_rollouts_that_wait(config: Path, tmp_path: Path) -> 
     check_ledger(run_dir)
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_is_resumed_as_one(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     arguments = ("train", "--config", config, f"runner.output_dir={run_dir}", *ASYNC, "runner.max_staleness=1")

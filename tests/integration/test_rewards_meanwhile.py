@@ -26,6 +26,7 @@ def rows_of(config: Path, run_dir: Path, *overrides: str, **more: object) -> lis
     return metrics(run_dir)
 
 
+@pytest.mark.long
 def test_two_rollout_processes_are_paid_as_one_is(config: Path, tmp_path: Path) -> None:
     one = rows_of(config, tmp_path / "one", JUDGED, "cluster.num_threads=2")
     two = rows_of(config, tmp_path / "two", JUDGED, TWO)

@@ -116,6 +116,7 @@ def test_simulators_of_rollout_processes_are_restarted(config: Path, tmp_path: P
     assert [row.get(NEW) for row in rows][1:] == [0, 0, 0, 0]
 
 
+@pytest.mark.long
 def test_ahead_of_training(config: Path, tmp_path: Path) -> None:
     """Chunks are never older than the bound, and each shard is trained on once, whoever dies."""
     run_dir, children = tmp_path / "run", tmp_path / "children"

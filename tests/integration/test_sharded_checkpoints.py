@@ -43,6 +43,7 @@ def test_shards_of_four_processes_are_read_by_others_bit_exactly(tmp_path: Path)
             assert found["native"] == found["fsdp"] == found["fsdp continued"] == 0
 
 
+@pytest.mark.long
 def test_a_full_disk_of_one_process_and_another_policy_are_reported_by_all(two: WorkerGroup, tmp_path: Path) -> None:
     for full, other in two.fail(config_of(), str(tmp_path)).result(CALL_S):
         assert full.startswith("OSError") and "No space left" in full

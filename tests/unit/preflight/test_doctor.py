@@ -164,6 +164,7 @@ def test_run_doctor_as_json(
     drawn: list[str] = []
     monkeypatch.setattr(simulators, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
     monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
+    monkeypatch.setattr(doctor, "preset_lacks", lambda found: dict([judge("env", "maniskill", found)]))
     out = io.StringIO()
     told: list[str] = []
     code = doctor.run_doctor(
