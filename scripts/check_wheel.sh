@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the wheel, installs it into a fresh virtual environment and trains from it, outside the checkout.
+# Builds the wheel, installs it into a fresh virtual environment and trains from it, outside the checkout; a wheel that
+# passes is left in dist/.
 #
 #   PYTHON=/path/to/python3.11   the interpreter (otherwise the first 3.11 or 3.12 on the PATH)
 #   EMBODRL_TORCH=cpu|cuda       the kind of torch (otherwise cuda where an NVIDIA GPU answers)
@@ -8,7 +9,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
 
 root=$PWD
-torch_version=$(sed -n 's/^torch==//p' constraints.txt)
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 
@@ -16,7 +16,15 @@ python=$(find_python)
 "$python" -m venv "$place/venv"
 "install_$(torch_kind)_torch" "$place/venv"
 "$python" -m pip wheel -q --no-deps --wheel-dir "$place/dist" .
-"$place/venv/bin/python" -m pip install -q -c constraints.txt "$place"/dist/embodrl-*.whl
+wheel=$(echo "$place"/dist/embodrl-*.whl)
+"$python" -m zipfile -l "$wheel" | cut -d' ' -f1 >"$place/names"
+for file in configs/train.yaml configs/experiment/pick_cube.yaml assets/openvla_tiny/model.safetensors serving/openapi.json; do
+    grep -qx "embodrl/$file" "$place/names" || die "the wheel lacks embodrl/$file"
+done
+if grep -vE '^(File|embodrl/|embodrl-[^/]+\.dist-info/)' "$place/names" || grep -E '(^|/)tests?/|\.pyc$' "$place/names"; then
+    die "the wheel has files that don't belong into it, see above"
+fi
+"$place/venv/bin/python" -m pip install -q -c constraints.txt "$wheel"
 
 cd "$place" # outside the checkout: presets and data files must come from the wheel
 unset PYTHONPATH
@@ -28,4 +36,6 @@ small=(env.train.total_num_envs=8 env.train.max_steps_per_rollout_epoch=20 env.e
 "$bin" train env=toy runner=debug model.warm_start=null "${small[@]}" actor.global_batch_size=8 actor.micro_batch_size=8 \
     runner.output_dir="$place/run"
 "$bin" eval "$place/run" --output "$place/eval"
-say "the wheel of $root installs and trains"
+mkdir -p "$root/dist"
+cp "$wheel" "$root/dist/"
+say "dist/$(basename "$wheel") installs and trains with $("$place/venv/bin/python" --version)"

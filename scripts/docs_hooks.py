@@ -1,6 +1,6 @@
 """Hooks of the documentation site (mkdocs.yml): pages from outside docs/, and the page of the Python API.
 
-- README.md, CONTRIBUTING.md, RELEASING.md and CHANGELOG.md become pages, so that none of them exists twice.
+- README.md, CONTRIBUTING.md, RELEASING.md, SECURITY.md and CHANGELOG.md become pages: each exists once.
 - A file or folder outside docs/ that a page links to, such as ``../examples/new_env``, gets a page that shows it.
 - docs/api.md gets one entry for each public name of ``embodrl``, in the order of ``SECTIONS``.
 """
@@ -20,6 +20,7 @@ ROOT_PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "RELEASING.md": "releasing.md",
+    "SECURITY.md": "vulnerabilities.md",
     "CHANGELOG.md": "changelog.md",
 }
 SOURCES = "source"

@@ -75,3 +75,12 @@ install_cpu_torch() {
     die "there is no CPU build of torch $torch_version available for $($venv_python --version)" \
         "let this machine reach PyTorch's CPU package index, or put the wheel into a directory and set PIP_FIND_LINKS to it; EMBODRL_TORCH=cuda takes the much larger CUDA build instead"
 }
+
+# Install the CUDA build of torch into the virtual environment $1, in the version that constraints.txt names.
+install_cuda_torch() {
+    local torch_version
+    torch_version=$(sed -n 's/^torch==//p' constraints.txt)
+    # Three equal signs: the version as it is written, so that a CPU build (2.x.y+cpu) at hand is not taken.
+    "$1/bin/python" -m pip install "torch===$torch_version" ||
+        die "torch $torch_version could not be installed" "look at pip's message above; EMBODRL_TORCH=cpu takes the CPU build"
+}

@@ -21,12 +21,6 @@ venv_is_usable() {
         $venv_python -c 'import pip' 2>/dev/null && grep -qF "$PWD/.venv" .venv/bin/activate
 }
 
-install_cuda_torch() {
-    # Three equal signs: the version as it is written, so that a CPU build (2.x.y+cpu) at hand is not taken.
-    $venv_python -m pip install "torch===$torch_version" ||
-        die "torch $torch_version could not be installed" "look at pip's message above; EMBODRL_TORCH=cpu takes the CPU build"
-}
-
 main() {
     local python kind key
     python=$(find_python)

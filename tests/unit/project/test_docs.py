@@ -14,7 +14,7 @@ from embodrl.config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "CHANGELOG.md")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md", "CHANGELOG.md")
 PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.glob("*.md"))
 FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|mailto:)(?P<path>[^)\s#]*)(?:#(?P<anchor>[^)\s]*))?\)")
@@ -49,7 +49,7 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     listed = set(re.findall(r": (\w+\.md)$", menu, re.MULTILINE))
-    generated = {"index.md", "contributing.md", "releasing.md", "changelog.md"}
+    generated = {"index.md", "contributing.md", "releasing.md", "vulnerabilities.md", "changelog.md"}
     assert listed == {page.name for page in DOCS.glob("*.md")} | generated
 
 
@@ -109,3 +109,10 @@ def test_the_api_page_has_a_section_for_every_public_name() -> None:
     listed = {name for section in hooks.SECTIONS.values() for name in section}
     assert set(hooks.public_names(ROOT / "embodrl" / "__init__.py")) | {"__version__"} == set(embodrl.__all__)
     assert set(embodrl.__all__) - {"__version__"} <= listed
+
+
+def test_files_to_read_and_to_change_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:embodrl|tests|configs|scripts|docs)/[\w/.*]+)`", text))
+    assert len(named) > 30
+    assert not [path for path in named if not list(ROOT.glob(path)) and not re.search("NAME|PACKAGE", path)]

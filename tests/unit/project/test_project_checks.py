@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import embodrl
+
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
@@ -47,3 +49,8 @@ def test_text_tied_to_a_machine_and_odd_wording_are_refused(line: str, refused: 
     problems = load("check_text.py")["problems_of"]("a.md", "first\n" + line)
     assert len(problems) == (1 if refused else 0)
     assert all(problem.startswith("a.md:2: ") for problem in problems)
+
+
+def test_version_to_cite_is_that_of_the_package() -> None:
+    citation = (SCRIPTS.parent / "CITATION.cff").read_text(encoding="utf-8").splitlines()
+    assert f"version: {embodrl.__version__}" in citation
