@@ -75,14 +75,16 @@ def load_weights(model: nn.Module, family: str, new: bool, level: str = "") -> O
         new: draw them.
         level: what the stored names begin with and those of ``model`` do not.
     """
+    parameters = dict(model.named_parameters())  # each that is tied to another once
     if new:
         torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
     else:
         stored = load_file(RECORDINGS / family / "model.safetensors")
-        model.load_state_dict({name.removeprefix(level): tensor for name, tensor in stored.items()})
-    return {level + name: tensor for name, tensor in model.state_dict().items()}
+        found = model.load_state_dict({name.removeprefix(level): t for name, t in stored.items()}, strict=False)
+        assert not found.unexpected_keys and not parameters.keys() & set(found.missing_keys), found
+    return {level + name: parameter.detach() for name, parameter in parameters.items()}
 
 
 def inputs_of(family: str) -> Outputs:
@@ -120,4 +122,5 @@ def main(family: str, make: Callable[[Path, bool], tuple[Outputs, Outputs]], des
         return
     arguments.output.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, arguments.output / "model.safetensors")
-    save_file({**recorded, **outputs}, arguments.output / "io.safetensors")
+    io = {**recorded, **outputs}
+    save_file({name: value.contiguous() for name, value in io.items()}, arguments.output / "io.safetensors")
