@@ -115,10 +115,9 @@ def main(family: str, make: Callable[[Path, bool], tuple[Outputs, Outputs]], des
     if arguments.check:
         print(f"torch {torch.__version__}, {sys.modules['transformers'].__version__} of transformers")
         for name, value in outputs.items():
-            difference = (value.double() - recorded[name].double()).abs().max()
-            print(
-                f"{name}: largest difference {difference:.1e}, largest value {recorded[name].double().abs().max():.1e}"
-            )
+            wanted = recorded[name].double()
+            difference = (value.double() - wanted).abs().max()
+            print(f"{name}: largest difference {difference:.1e}, largest value {wanted.abs().max():.1e}")
         return
     arguments.output.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, arguments.output / "model.safetensors")
