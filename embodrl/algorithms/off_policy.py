@@ -69,8 +69,19 @@ def n_step_return(rewards: Tensor, lengths: Tensor, terminated: Tensor, acted: T
     return NStep(returns, gamma ** ends[:, -1] * ~over, alive.sum(1))
 
 
+def over_critics(q: Tensor, minimum: bool) -> Tensor:
+    """Return the least of the critics, or their mean, ``float32[N]``; ``q float32[E,N]``."""
+    return q.min(0).values if minimum else q.mean(0)
+
+
 def soft_target(
-    returns: Tensor, discount: Tensor, next_q: Tensor, next_logprobs: Tensor, alpha: float, backup_entropy: bool
+    returns: Tensor,
+    discount: Tensor,
+    next_q: Tensor,
+    next_logprobs: Tensor,
+    alpha: float,
+    backup_entropy: bool,
+    minimum: bool = True,
 ) -> Tensor:
     """Return ``y = R + discount (min_j Q'_j(s', a') - alpha log pi(a'|s'))``, ``float32[N]``.
 
@@ -84,8 +95,9 @@ def soft_target(
         next_logprobs: ``float32[N]``, of ``a'``.
         alpha: temperature.
         backup_entropy: with the entropy.
+        minimum: over the critics, as above; else their mean, as in DSRL.
     """
-    value = next_q.min(0).values
+    value = over_critics(next_q, minimum)
     value = value - alpha * next_logprobs if backup_entropy else value
     # What follows a termination is of another episode, or nothing: even NaN must not count there.
     return returns + torch.where(discount > 0, discount * value, 0.0)
@@ -105,7 +117,7 @@ def sac(logprobs: Tensor, q: Tensor, alpha: float, minimum: bool) -> Tensor:
         alpha: temperature.
         minimum: Q is the minimum over the critics, as in SAC; else the mean, as in RLPD.
     """
-    return alpha * logprobs - (q.min(0).values if minimum else q.mean(0))
+    return alpha * logprobs - over_critics(q, minimum)
 
 
 def rlt(q: Tensor, imitation: Tensor, q_weight: float, bc_weight: float, minimum: bool) -> Tensor:
@@ -120,7 +132,7 @@ def rlt(q: Tensor, imitation: Tensor, q_weight: float, bc_weight: float, minimum
         bc_weight: of the distance.
         minimum: Q is the minimum over the critics; else the mean.
     """
-    return bc_weight * imitation - q_weight * (q.min(0).values if minimum else q.mean(0))
+    return bc_weight * imitation - q_weight * over_critics(q, minimum)
 
 
 def ramp(first: float, last: float, update: int, num_updates: int) -> float:

@@ -99,7 +99,9 @@ def label(
             print(f"values and returns of {which} episodes: rank correlation {result.spearman:.2f}")
         shares = (("successes", result.positive_in_successes), ("failures", result.positive_in_failures))
         parts = ", ".join(f"{share:.0%} in {name}" for name, share in shares if share is not None)
-        print(f"positive from {result.threshold:.4f} on: {result.positive_rate:.0%} of the frames ({parts})")
+        for task, threshold in result.thresholds.items():
+            print(f"{task}: positive from {threshold:.4f} on")
+        print(f"positive: {result.positive_rate:.0%} of the frames ({parts})")
         for path in result.paths:
             print(f"wrote {path}")
         if json is not None:

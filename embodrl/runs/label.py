@@ -24,6 +24,7 @@ from embodrl.algorithms.offline import (
 from embodrl.data.advantages import Column, check_labelled_format, frame_numbers, sidecar, write_sidecar
 from embodrl.data.demos import Demos
 from embodrl.data.load import load_demos
+from embodrl.data.replay import POLICY
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.reporting.progress import Progress
@@ -61,7 +62,7 @@ class LabelResult:
         paths: written.
         episodes, frames: of the dataset.
         success_rate: of its episodes.
-        threshold: advantages from it on are positive.
+        thresholds: of each task, advantages from which on are positive.
         positive_rate: share of positive frames.
         positive_in_successes, positive_in_failures: the same in episodes of each outcome; None without such.
         spearman: rank correlation of values and returns in episodes that were held out; in all with a given model.
@@ -71,7 +72,7 @@ class LabelResult:
     episodes: int
     frames: int
     success_rate: float
-    threshold: float
+    thresholds: dict[str, float]
     positive_rate: float
     positive_in_successes: float | None
     positive_in_failures: float | None
@@ -110,7 +111,7 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
             correlation = spearman(values.numpy(), returns.numpy())
     parts = zip(rewards, values.split(lengths.tolist()), strict=True)
     advantages = torch.cat([n_step_advantages(r / scale, v, settings.lookahead) for r, v in parts])
-    positive = advantage_indicator(advantages, settings.positive)
+    positive, thresholds = positive_frames(demos, advantages, settings.positive)
     paths = _write(directory, settings, demos, rewards, returns, scale, values, advantages, positive)
     made = {**asdict(settings), "reward_model": settings.reward_model and str(settings.reward_model)}
     if progress_model is not None:  # it was trained by its own
@@ -124,12 +125,33 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
         len(success),
         len(values),
         float(success.mean()),
-        float(advantages[positive].min()) if bool(positive.any()) else float("nan"),
+        thresholds,
         float(flags.mean()),
         float(flags[won].mean()) if bool(won.any()) else None,
         float(flags[~won].mean()) if bool((~won).any()) else None,
         correlation,
     )
+
+
+def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[Tensor, dict[str, float]]:
+    """Return the frames ``bool[N]`` that count as positive, and from which advantage on those of each task do.
+
+    They are the best ``fraction`` of each task, and all on which an expert or a person acted in place of the policy.
+
+    Args:
+        demos: with N frames.
+        advantages: ``float32[N]``.
+        fraction: above 0, below 1.
+    """
+    positive, thresholds = torch.zeros(len(advantages), dtype=torch.bool), {}
+    tasks = np.asarray(demos.tasks)[demos.episode]
+    for task in sorted(set(demos.tasks)):
+        frames = torch.from_numpy(np.flatnonzero(tasks == task))
+        best = frames[advantage_indicator(advantages[frames], fraction)]
+        positive[best], thresholds[task] = True, float(advantages[best].min())
+    if demos.acted_by is not None:
+        positive |= torch.from_numpy(demos.acted_by != POLICY)
+    return positive, thresholds
 
 
 def _units_of(model: ObservationModel, settings: LabelSettings) -> tuple[float, float]:

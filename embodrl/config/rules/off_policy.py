@@ -275,5 +275,10 @@ def imitation_keys_without_effect(context: Context) -> Iterator[Finding]:
 def off_policy_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings of the temperature that it does not read."""
     settings = context.config.algorithm.off_policy
-    if settings.alpha_lr is None and context.by_user(f"{SECTION}.target_entropy"):
-        yield Finding(f"{SECTION}.target_entropy", f"has no effect: {SECTION}.alpha_lr is null", "leave it out")
+    fixed = settings.alpha_lr is None
+    idle = [("target_entropy", "alpha_lr is null")] * fixed
+    if fixed or settings.target_entropy is not None:
+        idle.append(("target_entropy_per_number", "alpha_lr is null" if fixed else "target_entropy is set"))
+    for name, why in idle:
+        if context.by_user(f"{SECTION}.{name}"):
+            yield Finding(f"{SECTION}.{name}", f"has no effect: {SECTION}.{why}", "leave it out")

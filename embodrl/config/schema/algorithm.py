@@ -106,7 +106,8 @@ class OffPolicyConfig(Section):
     """SAC and RLPD: critics, replay buffer, and how much is learned from it."""
 
     num_q: PositiveInt = Field(default=2, le=100, description="critics")
-    subset: PositiveInt = Field(default=2, description="critics, drawn for each update, whose minimum is the target")
+    subset: PositiveInt = Field(default=2, description="critics, drawn for each update, that give the target")
+    target_q: Literal["min", "mean"] = Field(default="min", description="what of these critics is the target")
     actor_q: Literal["min", "mean"] = Field(default="min", description="what of all critics the actor climbs")
     critic_hidden_sizes: tuple[PositiveInt, ...] = Field(default=(256, 256), description="hidden units of a critic")
     layer_norm: bool = Field(default=True, description="LayerNorm before each ReLU of the critics")
@@ -117,7 +118,10 @@ class OffPolicyConfig(Section):
         default=3e-4, description="learning rate of the temperature, towards target_entropy; null: it stays"
     )
     target_entropy: float | None = Field(
-        default=None, description="of a chunk, in nats; null: minus the numbers of a chunk"
+        default=None, description="of a chunk, in nats; null: target_entropy_per_number times the numbers of a chunk"
+    )
+    target_entropy_per_number: float = Field(
+        default=-1.0, description="of each number that the actor chooses, in nats, where target_entropy is null"
     )
     utd: PositiveFloat = Field(default=1.0, le=1000, description="updates of the critics per chunk that was stored")
     policy_delay: PositiveInt = Field(default=1, description="updates of the critics per update of the actor")

@@ -84,7 +84,8 @@ class OffPolicyEngine(NativeTrainEngine):
         self.critic.to(self.device)
         self.target = copy.deepcopy(self.critic).requires_grad_(False)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(settings.alpha), device=self.device))
-        self.target_entropy = -float(chunk) if settings.target_entropy is None else settings.target_entropy
+        per_chunk = settings.target_entropy_per_number * chunk
+        self.target_entropy = per_chunk if settings.target_entropy is None else settings.target_entropy
         self.num_updates = 0
         self.nonfinite = {"critics": 0, "actor": 0}
         encoder = {id(p) for p in policy.encoder_parameters()}
@@ -133,7 +134,7 @@ class OffPolicyEngine(NativeTrainEngine):
             group["lr"] = rate
 
     def _update_critic(self, batch: Transitions, generator: torch.Generator) -> dict[str, float]:
-        settings = self.settings
+        settings, minimum = self.settings, self.settings.target_q == "min"
         chosen = torch.randperm(settings.num_q, generator=generator)[: settings.subset].to(self.device)
         noise = self._noise(len(batch), generator)
         alpha, total = float(self.log_alpha.detach().exp()), len(batch)
@@ -144,7 +145,8 @@ class OffPolicyEngine(NativeTrainEngine):
                 seen = self.actor.features(part.next_inputs)
                 actions, logprobs = self.actor.sample_chunk(seen, noise[rows].to(self.device))
                 next_q = self.target(seen, actions, chosen)
-                target = soft_target(part.returns, part.discount, next_q, logprobs, alpha, settings.backup_entropy)
+                backup = (next_q, logprobs, alpha, settings.backup_entropy, minimum)
+                target = soft_target(part.returns, part.discount, *backup)
             q = self.critic(self.actor.features(part.inputs), part.actions)
             loss = critic_loss(q, target).sum() / total
             return loss, {"q_mean": q.detach().mean(0).sum() / total, "target_mean": target.sum() / total}

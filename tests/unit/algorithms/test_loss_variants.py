@@ -14,6 +14,7 @@ from torch import Tensor
 
 from embodrl.algorithms.kl import kl_per_token, policy_drift
 from embodrl.algorithms.losses import actor_critic_loss, actor_loss, count_elements, value_loss
+from embodrl.config import load_config
 
 LEVELS = ["token_level", "action_level", "chunk_level"]
 CLIP = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
@@ -131,6 +132,19 @@ def test_gspo_and_cpgd_equal_the_published_formulas(seed: int) -> None:
     assert float(gspo.loss.detach()) == pytest.approx(published_gspo(inputs, 0.03, 0.04), abs=1e-5)
     cpgd = actor_loss(**inputs, logprob_type="token_level", **CLIP, surrogate="log_ratio", drift_coef=0.3)
     assert float(cpgd.loss.detach()) == pytest.approx(published_cpgd(inputs, 0.2, 0.28, 0.3), abs=1e-5)
+
+
+def test_the_preset_of_fpo_has_the_ratio_of_its_authors() -> None:
+    """``exp(mean(old) - mean(new))`` over samples and dimensions, clipped to 0.05 (akanazawa/fpo, playground)."""
+    algorithm = load_config(["env=toy", "model=pi0", "algorithm=fpo"]).config.algorithm
+    inputs = random_inputs(0, spread=0.1) | {"valid": torch.ones(6, 3, dtype=torch.bool), "weights": None}
+    given = {name: inputs[name] for name in ("logprobs", "old_logprobs", "advantages", "valid")}
+    names = ("logprob_type", "clip_ratio_low", "clip_ratio_high", "length_normalized_ratio")
+    found = actor_loss(**given, **{name: getattr(algorithm, name) for name in names})
+    ratio = (inputs["logprobs"].mean((1, 2)) - inputs["old_logprobs"].mean((1, 2))).exp()
+    advantages = inputs["advantages"][:, 0]
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.95, 1.05) * advantages)
+    torch.testing.assert_close(found.loss, -surrogate.mean())
 
 
 def test_a_token_has_nothing_to_be_averaged_with() -> None:

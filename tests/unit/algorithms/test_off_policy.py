@@ -52,6 +52,7 @@ def test_the_target_is_the_least_of_the_subset_less_the_entropy_term() -> None:
     next_q, logprobs = torch.tensor([[3.0, 5.0], [2.0, 7.0]]), torch.tensor([-1.0, 4.0])
     close(soft_target(returns, discount, next_q, logprobs, 0.5, True), [1 + 0.9 * (2 + 0.5), 2.0])
     close(soft_target(returns, discount, next_q, logprobs, 0.5, False), [1 + 0.9 * 2, 2.0])
+    close(soft_target(returns, discount, next_q, logprobs, 0.5, False, minimum=False), [1 + 0.9 * 2.5, 2.0])
 
 
 def test_losses() -> None:

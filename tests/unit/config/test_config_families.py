@@ -13,6 +13,10 @@ def noted(*arguments: str) -> set[str]:
     return {problem.key for problem in load_config(list(arguments)).notes}
 
 
+SAC = ("model=mlp", "env=toy", "algorithm=sac")
+PER_NUMBER = "algorithm.off_policy.target_entropy_per_number"
+
+
 @pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t"])
 def test_presets_give_no_notes(model: str) -> None:
     assert not noted(f"model={model}", "env=maniskill")
@@ -32,6 +36,10 @@ def test_presets_give_no_notes(model: str) -> None:
             for name in ("pi0", "pi05", "pi0_fast", "smolvla")
         ),
         (("model=pi0_fast", "sft.label_smoothing_bins=2"), "sft.label_smoothing_bins"),
+        *(
+            ((*SAC, f"algorithm.off_policy={{{other}, target_entropy_per_number: -0.5}}"), PER_NUMBER)
+            for other in ("alpha_lr: null", "target_entropy: -3")
+        ),
         (("model=pi0", "model.flow.method=flow_noise", "model.flow.noise_level=0.3"), "model.flow.noise_level"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from expect import raises_code
 from tiny_families import build
 from tiny_training import training_config
 
+from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.data.replay import ReplayBuffer, ReplayStores
 from embodrl.errors import CheckpointError
@@ -182,6 +184,36 @@ def test_the_temperature_is_learned_if_it_has_a_rate(alpha_lr: float | None) -> 
     engine = engine_of(config)
     metrics = engine.learn(ReplayStores(buffer_of(60)), config.algorithm, generator())
     assert (metrics["train/alpha"] < 0.49) if alpha_lr else metrics["train/alpha"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model", "per_number"), [("sac", "mlp", -1.0), ("rlpd", "mlp", -0.5), ("dsrl", "pi0", -0.5)]
+)
+def test_presets_aim_at_the_entropy_of_their_papers(algorithm: str, model: str, per_number: float, tmp_path: Path):
+    """Nats per number of a chunk: SAC's -1, -1/2 in the code of RLPD and DSRL."""
+    (tmp_path / "config.json").write_text("{}")
+    given = [f"algorithm.off_policy.demos={tmp_path}"] if algorithm == "rlpd" else []
+    given += [f"model.warm_start={tmp_path}"] if algorithm == "dsrl" else []
+    settings = load_config(["env=toy", f"model={model}", f"algorithm={algorithm}", *given]).config.algorithm.off_policy
+    changes = settings.model_dump(include={"target_entropy", "target_entropy_per_number"})
+    engine = engine_of(config_of(**changes))
+    assert engine.target_entropy == per_number * 2 * 7
+
+
+def test_a_target_entropy_of_a_chunk_takes_the_place_of_that_per_number() -> None:
+    assert engine_of(config_of(target_entropy=-3.0, target_entropy_per_number=-0.5)).target_entropy == -3.0
+
+
+@pytest.mark.parametrize("target_q", ["min", "mean"])
+def test_the_target_is_of_the_least_critic_or_of_the_mean(target_q: str) -> None:
+    config = config_of(subset=3, target_q=target_q, backup_entropy=False)
+    engine = engine_of(config)
+    batch = sample_transitions(ReplayStores(buffer_of(60)), 8, config.algorithm, generator())
+    three = torch.tensor([[1.0], [2.0], [6.0]])
+    engine.target.forward = lambda seen, *_: three.expand(3, len(seen))  # type: ignore[method-assign]
+    found = engine._update_critic(batch, generator())["target_mean"]
+    next_q = 1.0 if target_q == "min" else 3.0
+    assert found == pytest.approx(float((batch.returns + batch.discount * next_q).mean()), abs=1e-5)
 
 
 def test_a_restored_engine_continues_bit_exactly() -> None:

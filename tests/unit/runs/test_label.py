@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from expect import raises_code
 from test_replay_demos import episode, write
 from tiny_families import build
@@ -16,9 +18,10 @@ from typer.testing import CliRunner
 from embodrl.cli.main import app
 from embodrl.data.advantages import frame_numbers, read_indicator, sidecar, write_sidecar
 from embodrl.data.load import load_demos
+from embodrl.data.replay import EXPERT
 from embodrl.errors import ConfigError, EmbodrlError, FileDamagedError
 from embodrl.models.common.observation_model import ObservationModel
-from embodrl.runs.label import LabelSettings, label
+from embodrl.runs.label import LabelSettings, label, positive_frames
 from embodrl.runs.load import load_config
 from embodrl.runs.observe import Fitting, held_out_episodes, spearman
 from embodrl.runs.offline import load_offline
@@ -57,6 +60,22 @@ def test_what_is_written(data: Path) -> None:
     assert result.spearman is not None and result.spearman > 0.3
     assert ObservationModel.load(data / "meta" / "value_recap").kind == "value"
     assert (read_indicator(data, "recap", load_demos(data)) == positive).all()
+
+
+def test_every_task_has_its_best_share_and_corrections_are_positive(data: Path) -> None:
+    """The advantages of one task are all above those of the other."""
+    demos = load_demos(data)
+    second = demos.episode >= 5
+    acted_by = np.zeros(len(second), np.int64)
+    acted_by[:3] = EXPERT
+    two = replace(demos, tasks=["b"] * 5 + ["a"] * 5, acted_by=acted_by)
+    advantages = torch.arange(len(second)).float()
+    positive, thresholds = positive_frames(two, advantages, 0.25)
+    best = np.concatenate(
+        [part >= np.percentile(part, 75) for part in np.split(advantages.numpy(), [int((~second).sum())])]
+    )
+    assert (positive.numpy() == (best | (acted_by == EXPERT))).all() and best[~second].any()
+    assert thresholds == {"a": advantages[second][best[second]].min(), "b": advantages[~second][best[~second]].min()}
 
 
 def test_a_run_reads_the_indicator(data: Path) -> None:
