@@ -15,7 +15,7 @@ from embodrl.config import load_config
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "CHANGELOG.md")
-PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.glob("*.md"))
+PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|mailto:)(?P<path>[^)\s#]*)(?:#(?P<anchor>[^)\s]*))?\)")
 
@@ -48,9 +48,9 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    listed = set(re.findall(r": (\w+\.md)$", menu, re.MULTILINE))
+    listed = set(re.findall(r": ([\w/]+\.md)$", menu, re.MULTILINE))
     generated = {"index.md", "contributing.md", "releasing.md", "changelog.md"}
-    assert listed == {page.name for page in DOCS.glob("*.md")} | generated
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | generated
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "settings.md"], ids=lambda page: page.name)
