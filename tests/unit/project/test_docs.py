@@ -72,6 +72,23 @@ def test_the_tutorial_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert loaded.config.env.env_type == "dock" and not loaded.notes
 
 
+@pytest.mark.parametrize(
+    ("page", "link", "shown"),
+    [
+        ("models.md", "../examples/new_model", "source/examples/new_model.md"),
+        ("dev/faults.md", "../../README.md#results", "../index.md#results"),
+        ("dev/faults.md", "../../benchmarks/results/ratios.jsonl", "../source/benchmarks/results/ratios.jsonl.md"),
+        ("dev/faults.md", "../models.md#memory", "../models.md#memory"),
+        ("models.md", "dev/faults.md", "dev/faults.md"),
+        ("models.md", "../nowhere.py", "../nowhere.py"),
+    ],
+)
+def test_links_out_of_the_pages_lead_to_pages_of_the_site(page: str, link: str, shown: str) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    hooks = load_hooks()
+    assert hooks.LINK.sub(lambda match: hooks._rewrite(match, page), f"[a]({link})") == f"[a]({shown})"
+
+
 def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     hooks = load_hooks()
