@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import posixpath
 import re
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in ROOT_PAGES.items():
         if files.get_file_from_path(page) is None and (ROOT / source).is_file():
             files.append(File.generated(config, page, content=_root_page(source)))
-    linked = {target for file in files.documentation_pages() for target in _linked_outside(file.content_string)}
+    linked = {target for file in files.documentation_pages() for target in _linked_outside(file)}
     for target in sorted(linked):
         files.append(_source_file(config, target))
     return files
@@ -75,7 +76,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     if API_MARK in markdown:
         markdown = markdown.replace(API_MARK, api_directives(ROOT / "embodrl" / "__init__.py"))
-    return LINK.sub(_rewrite, markdown)
+    return LINK.sub(lambda match: _rewrite(match, page.file.src_uri), markdown)
 
 
 def api_directives(init: Path) -> str:
@@ -145,22 +146,25 @@ def _root_page(source: str) -> str:
     return LINK.sub(move, (ROOT / source).read_text(encoding="utf-8"))
 
 
-def _linked_outside(markdown: str) -> set[str]:
+def _linked_outside(file: File) -> set[str]:
     """Return the paths below the root that a page of docs/ links to outside docs/, if they exist."""
-    paths = {match["path"] for match in LINK.finditer(markdown) if match["path"].startswith("../")}
-    targets = {path.removeprefix("../").rstrip("/") for path in paths}
-    return {target for target in targets if target not in ROOT_PAGES and (ROOT / target).exists()}
+    targets = {_outside(file.src_uri, match["path"]) for match in LINK.finditer(file.content_string)}
+    return {target for target in targets if target and target not in ROOT_PAGES and (ROOT / target).exists()}
 
 
-def _rewrite(match: re.Match[str]) -> str:
+def _outside(page: str, path: str) -> str | None:
+    """Return the path below the root of a link in a page of docs/, None where it stays within docs/."""
+    target = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), path))
+    return None if target == "docs" or target.startswith(("docs/", "../")) else target
+
+
+def _rewrite(match: re.Match[str], page: str) -> str:
     """Return the link as the site has it; one that leads nowhere stays, and fails the build."""
-    path, anchor = match["path"], match["anchor"] or ""
-    target = path.removeprefix("../").rstrip("/")
-    if not path.startswith("../"):
+    target = _outside(page, match["path"])
+    if target is None or not (ROOT / target).exists():
         return match[0]
-    if target in ROOT_PAGES:
-        return ROOT_PAGES[target] + anchor
-    return _page_of(target) + anchor if (ROOT / target).exists() else match[0]
+    shown = ROOT_PAGES.get(target) or _page_of(target)
+    return posixpath.relpath(shown, posixpath.dirname(page) or ".") + (match["anchor"] or "")
 
 
 def _page_of(target: str) -> str:

@@ -1,4 +1,4 @@
-"""How `embodrl serve` ends when its model hangs; see docs/faults.md."""
+"""How `embodrl serve` ends when its model hangs; see docs/dev/faults.md."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from embodrl.config import load_config
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md", "CHANGELOG.md")
-PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.glob("*.md"))
+PAGES = [ROOT / name for name in ROOT_PAGES] + sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|mailto:)(?P<path>[^)\s#]*)(?:#(?P<anchor>[^)\s]*))?\)")
 
@@ -48,9 +48,9 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
 
 def test_every_page_is_in_the_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    listed = set(re.findall(r": (\w+\.md)$", menu, re.MULTILINE))
+    listed = set(re.findall(r": ([\w/]+\.md)$", menu, re.MULTILINE))
     generated = {"index.md", "contributing.md", "releasing.md", "vulnerabilities.md", "changelog.md"}
-    assert listed == {page.name for page in DOCS.glob("*.md")} | generated
+    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | generated
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "settings.md"], ids=lambda page: page.name)
@@ -70,6 +70,23 @@ def test_the_tutorial_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     parts += ["algorithm.adv_type=parts:reward_to_go", "pipeline.fn=parts:shaped"]
     loaded = load_config(parts, tmp_path / "config.yaml")
     assert loaded.config.env.env_type == "dock" and not loaded.notes
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "shown"),
+    [
+        ("models.md", "../examples/new_model", "source/examples/new_model.md"),
+        ("dev/faults.md", "../../README.md#results", "../index.md#results"),
+        ("dev/faults.md", "../../benchmarks/results/ratios.jsonl", "../source/benchmarks/results/ratios.jsonl.md"),
+        ("dev/faults.md", "../models.md#memory", "../models.md#memory"),
+        ("models.md", "dev/faults.md", "dev/faults.md"),
+        ("models.md", "../nowhere.py", "../nowhere.py"),
+    ],
+)
+def test_links_out_of_the_pages_lead_to_pages_of_the_site(page: str, link: str, shown: str) -> None:
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    hooks = load_hooks()
+    assert hooks.LINK.sub(lambda match: hooks._rewrite(match, page), f"[a]({link})") == f"[a]({shown})"
 
 
 def test_the_api_page_lists_the_public_names(tmp_path: Path) -> None:

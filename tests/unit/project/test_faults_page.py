@@ -1,4 +1,4 @@
-"""docs/faults.md: every finding has a row, every row has what was, what is, and tests that exist."""
+"""docs/dev/faults.md: every finding has a row, every row has what was, what is, and tests that exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def incomplete(table: list[list[str]], tests: set[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def table() -> list[list[str]]:
-    return rows((ROOT / "docs" / "faults.md").read_text(encoding="utf-8"))
+    return rows((ROOT / "docs" / "dev" / "faults.md").read_text(encoding="utf-8"))
 
 
 def test_every_finding_has_a_row(table: list[list[str]]) -> None:
