@@ -26,7 +26,7 @@ def run(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = F
 
         recipe = plan_recipe(overrides or [], config, trust)
         if recipe.expected:
-            print(f"expected: {recipe.expected}", flush=True)
+            print(recipe.expected, flush=True)
         code = run_recipe(recipe, lambda line: print(line, flush=True))
         if code == 0:
             last = recipe.stages[-1]

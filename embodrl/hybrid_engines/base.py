@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +64,19 @@ class TrainEngine(ABC):
     Attributes:
         version: completed updates; also the version of the weights.
         sections: parts of the state that there always are; ``reference`` may come with them.
+        on_step: called with how many optimizer steps of an update are done, and how many there are.
     """
 
     version: int
     sections: tuple[str, ...] = ("policy", "optimizer")
+    on_step: Callable[[int, int], None] | None = None
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Count the optimizer steps of an update from 0, and report each when it is done."""
+        for index in range(total):
+            yield index
+            if self.on_step is not None:
+                self.on_step(index + 1, total)
 
     @abstractmethod
     def update(

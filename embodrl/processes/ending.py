@@ -10,12 +10,34 @@ import io
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from embodrl.processes.liveness import hurry
 
 HANDLERS_S = 1.0
 """What exit handlers may take."""
+REPEAT_S = 1.0
+"""A signal sooner after the first is the same wish: GNU timeout and schedulers signal a group and its members."""
+
+
+class SecondSignal:
+    """Tells a second wish to stop from the first, which may come as several signals.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first_at: float | None = None
+
+    def is_now(self) -> bool:
+        """Return whether a signal that comes now is a second one; the first call notes the time of the first."""
+        if self._first_at is None:
+            self._first_at = self._clock()
+        return self._clock() - self._first_at >= REPEAT_S
 
 
 class _Process:

@@ -80,7 +80,7 @@ class Console:
         self._speed: deque[float] = deque(maxlen=10)
         self._messages: deque[str] = deque(maxlen=6)
         self._phase = "starting"
-        self._chunks_done, self._chunks = 0, 0
+        self._done, self._total, self._unit = 0, 0, ""
         self._start_s = self._phase_start_s = self._printed_s = time.monotonic()
         self._earlier_s = 0.0
         self._last_steps = 0.0
@@ -124,13 +124,21 @@ class Console:
             text: name of the phase.
             chunks: calls of ``advance`` until its end, at most; 0 if unknown.
         """
-        self._phase, self._chunks_done, self._chunks = text, 0, chunks
+        self._phase, self._done, self._total, self._unit = text, 0, chunks, "chunks"
         self._phase_start_s = time.monotonic()
         self._refresh()
 
     def advance(self) -> None:
-        """Count a step of the present phase."""
-        self._chunks_done += 1
+        """Count a chunk of the present phase."""
+        self._done += 1
+        self._print_phase()
+
+    def step(self, done: int, total: int) -> None:
+        """Show how many optimizer steps of the update are done."""
+        self._done, self._total, self._unit = done, total, "updates"
+        self._print_phase()
+
+    def _print_phase(self) -> None:
         if self.mode == "plain" and time.monotonic() - max(self._printed_s, self._phase_start_s) >= PLAIN_INTERVAL_S:
             done = self._number("iteration")
             self._print(f"iter {done:.0f}/{self.total_iterations} done, now {self._phase_text()}")
@@ -173,8 +181,7 @@ class Console:
         self._last_steps = max(self._last_steps, steps)
 
     def _note_success(self, row: Mapping[str, MetricValue]) -> None:
-        for name, history in (("rollout/success_rate", self._train), ("eval/success_rate", self._eval)):
-            value = row.get(name)
+        for value, history in ((_started(row), self._train), (row.get("eval/success_rate"), self._eval)):
             if is_number(value):
                 history.append(float(value))
         if found := eval_interval(row):
@@ -186,17 +193,10 @@ class Console:
     def _has(self, name: str) -> bool:
         return is_number(self._row.get(name))
 
-    def _started(self, style: str, factor: int) -> str:
-        """Return the success rate per started episode, where episodes were cut off by the end of the rollout."""
-        name = "rollout/success_rate_started"
-        if not self._has(name) or not self._number("rollout/cut_episodes"):
-            return ""
-        return f" ({format(factor * self._number(name), style)} of started episodes)"
-
     def _phase_text(self) -> str:
         seconds = _duration(time.monotonic() - self._phase_start_s)
         # An evaluation ends before its last possible chunk when its episodes do.
-        share = f" {min(self._chunks_done, self._chunks)}/{self._chunks} chunks" if self._chunks else ""
+        share = f" {min(self._done, self._total)}/{self._total} {self._unit}" if self._total else ""
         return f"{self._phase}{share}, {seconds}"
 
     def _eta_s(self) -> float | None:
@@ -211,8 +211,8 @@ class Console:
         width = len(str(self.total_iterations))
         parts = [f"iter {self._number('iteration'):{width}.0f}/{self.total_iterations}"]
         parts.append(f"env_steps {self._number('env_steps'):.0f}")
-        if self._has("rollout/success_rate"):
-            parts.append(f"success {self._number('rollout/success_rate'):.3f}{self._started('.3f', 1)}")
+        if is_number(success := _started(self._row)):
+            parts.append(f"success {success:.3f}")
         if self._has("eval/success_rate"):
             found = eval_interval(self._row)
             interval = f" [{found[0]:.2f}, {found[1]:.2f}]" if found else ""
@@ -247,7 +247,7 @@ class Console:
         success = Table.grid(padding=(0, 2))
         for label, history, style in (("success", self._train, "yellow"), ("eval", self._eval, "bold yellow")):
             if history:
-                more = self._started(".1f", 100) if label == "success" else self._eval_interval
+                more = "" if label == "success" else self._eval_interval
                 success.add_row(label, Text(sparkline(history), style=style), f"{100 * history[-1]:.1f} %{more}")
 
         split = Table.grid(padding=(0, 2))
@@ -274,6 +274,11 @@ class Console:
 
     def _elapsed(self) -> float:
         return self._earlier_s + time.monotonic() - self._start_s
+
+
+def _started(row: Mapping[str, MetricValue]) -> MetricValue:
+    """Return the success rate per started episode; that of the episodes which ended leaves out many failures."""
+    return row.get("rollout/success_rate_started", row.get("rollout/success_rate"))
 
 
 def _bar(part: float) -> str:

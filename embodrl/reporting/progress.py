@@ -23,10 +23,11 @@ class Progress:
         total: how many units there are.
         unit: their name.
         mode: auto, rich, plain or off; auto is rich on a terminal.
+        is_even: units take about the same time, so that a rate and the time that is left can be shown.
     """
 
-    def __init__(self, title: str, total: int, unit: str, mode: str = "auto") -> None:
-        self.title, self.total, self.unit = title, total, unit
+    def __init__(self, title: str, total: int, unit: str, mode: str = "auto", is_even: bool = True) -> None:
+        self.title, self.total, self.unit, self.is_even = title, total, unit, is_even
         self._out = safe_console()
         self.mode = ("rich" if self._out.is_terminal else "plain") if mode == "auto" else mode
         self._start_s = self._last_s = time.monotonic()
@@ -48,7 +49,7 @@ class Progress:
                 MofNCompleteColumn(),
                 TextColumn(f"{self.unit}  {{task.fields[note]}}"),
                 TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                *([TimeRemainingColumn()] if self.is_even else []),
                 console=self._out,
             )
             self._bar.start()
@@ -65,7 +66,8 @@ class Progress:
                 return
             rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
             eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
-            self._print(f"{self.title}: {done}/{self.total} {self.unit}, {rate:.1f}/s, ETA {eta}  {note}")
+            speed = f", {rate:.1f}/s, ETA {eta}" if self.is_even else ""
+            self._print(f"{self.title}: {done}/{self.total} {self.unit}{speed}  {note}")
             self._last_s = now_s if done < self.total else float("inf")
 
     @contextmanager

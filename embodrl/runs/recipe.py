@@ -48,6 +48,8 @@ DEMOS = "algorithm.off_policy.demos"
 SEEDS_APART = 2_000_000
 """Between the first seeds of demonstrations for runner.seed and runner.seed + 1: neither they nor evaluations meet."""
 NUM_SEEDS = 1000
+_OF_ANY_RESULT = {"experiment", "presets.dirs", OUTPUT_DIR, "runner.seed", "runner.name"}
+"""Settings with which the results of a recipe are those that are known of it."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -100,7 +102,7 @@ class Recipe:
         directory: of all stages.
         stages: in their order.
         options: of every command: --config, --trust.
-        expected: what is known about its result.
+        expected: what is known about its result, as a line; "" if nothing is.
         video_python: interpreter of the simulators that write videos, None for this one; "" without videos.
         begun: stage -> the settings that it was begun with, as kept in recipe.json.
         ended: stages that have ended with their results.
@@ -231,10 +233,20 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         count = len(settings.stages)
         raise ConfigError([_of_stages(problem, names, count) for problem, names in problems.items()])
     options = [*(() if config_file is None else ("--config", str(config_file.absolute()))), *["--trust"] * trust]
-    recipe = Recipe(directory, tuple(stages), tuple(options), settings.expected, video_python)
+    expected = _expectation(settings.expected, overrides, config_file)
+    recipe = Recipe(directory, tuple(stages), tuple(options), expected, video_python)
     recipe.read()
     recipe.refuse_other()
     return recipe
+
+
+def _expectation(known: str, overrides: list[str], config_file: Path | None) -> str:
+    """Return a line about the result to expect, which holds for the recipe without settings of the user's."""
+    if not known:
+        return ""
+    keys = {argument.key for argument in parse_arguments(overrides)[0] if not argument.key.startswith("runner.logger")}
+    is_changed = config_file is not None or not keys <= _OF_ANY_RESULT
+    return f"expected of the recipe without your settings: {known}" if is_changed else f"expected: {known}"
 
 
 def _recipe_settings(

@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from embodrl.errors import EmbodrlError, user_location
-from embodrl.processes.ending import owns_process
+from embodrl.processes.ending import REPEAT_S, SecondSignal, owns_process
 from embodrl.processes.guard import CALM, PAUSE, end_family, family, keep_time, release_signals, watch_signals
 from embodrl.processes.liveness import Activity, completed_work, hurry
 
 TIMEOUT_S = 10.0
-REPEAT_S = 1.0
-"""A signal sooner after the first is the same wish: GNU timeout and schedulers signal a group and its members."""
 _AT_ONCE_S = 2.0
 _RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
@@ -60,8 +58,7 @@ class StopSignal:
     def __init__(self, timeout_s: float = TIMEOUT_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.number = 0
         self.late = 0
-        self._clock = clock
-        self._first_at: float | None = None
+        self._second = SecondSignal(clock)
         self._hint: str | None = None
         self._owns_process = owns_process()
         self._timeout_s = timeout_s
@@ -120,7 +117,7 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.number = not self.number, self.number or number
-        is_repeated, name = self._is_repeated(), signal.Signals(number).name
+        is_repeated, name = self._second.is_now(), signal.Signals(number).name
         if is_first and self._hint is not None:
             _say(f"{name}: saves, then stops; a signal {REPEAT_S:g} s later ends it without saving")
             return
@@ -131,12 +128,6 @@ class StopSignal:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
-
-    def _is_repeated(self) -> bool:
-        """Return whether a signal that comes now is a second one; the first call notes the time of the first."""
-        if self._first_at is None:
-            self._first_at = self._clock()
-        return self._clock() - self._first_at >= REPEAT_S
 
     def __bool__(self) -> bool:
         return self.number != 0
@@ -173,7 +164,7 @@ class StopSignal:
             self._keep_time(CALM)  # the pipe gets every signal that Python handles
         if first == _END:
             return
-        self._is_repeated()  # its time begins here where native code keeps the handler waiting
+        self._second.is_now()  # its time begins here where native code keeps the handler waiting
         hurry.set()  # processes that hang are given up sooner
         activity, asked_again = Activity(os.getpid()), False
         left_s, before, work = self._timeout_s * _END_AFTER, time.monotonic(), completed_work()
@@ -184,7 +175,7 @@ class StopSignal:
                 if got == _END:
                     return
                 is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the one below
-                if is_users and self._is_repeated():
+                if is_users and self._second.is_now():
                     left_s = min(left_s, _AT_ONCE_S)
                     raise_s = 0.0
             self._keep_time(left_s + 1.0)

@@ -23,7 +23,7 @@ from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError
 from embodrl.fields import read_fields
 from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.comparison import RunView, comparison_page, read_runs
-from embodrl.reporting.metrics_file import METRICS_FILE
+from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.progress import Progress
 from embodrl.runs.afterwards import afterwards
 from embodrl.runs.files import POLICY_DIR, REPORT_FILE
@@ -249,8 +249,7 @@ def run_sweep(sweep: Sweep) -> int:
     slots = make_slots(sweep.jobs)
     with run_lock(sweep.directory), StopSignal(STOP_S) as stop:
         stop.can_save(f"`embodrl resume {sweep.directory}` continues the sweep")
-        with Progress("sweep", sum(sweep.max_iterations), "iterations") as progress:
-            progress.start_at(_iterations_done(sweep))
+        with Progress("sweep", sum(sweep.max_iterations), "iterations", is_even=False) as progress:
             failed = _Queue(sweep, slots, stop, progress).work()
         _compare(sweep)
         return stop.exit_code or (1 if failed else 0)
@@ -328,9 +327,16 @@ class _Queue:
             self._progress.message(f"{run.name}: failed with exit code {code}, see {_log_of(self._sweep, index)}")
 
     def _report(self) -> None:
-        total = len(self._sweep.runs)
-        note = f"{len(self._running)} running, {total - len(self._waiting) - len(self._running)} of {total} runs done"
-        self._progress.update(_iterations_done(self._sweep), note)
+        self._progress.update(*self._progress_of_runs())
+
+    def _progress_of_runs(self) -> tuple[int, str]:
+        """Return how many iterations of all runs are done, and a line about those that are running."""
+        sweep, total = self._sweep, len(self._sweep.runs)
+        done = [_iterations_done(sweep, index) for index in range(total)]
+        indices = [index for index, _ in self._running.values()]
+        running = [f"{sweep.runs[index].name} {done[index]}/{sweep.max_iterations[index]}" for index in indices]
+        ended = total - len(self._waiting) - len(running)
+        return sum(done), "; ".join([f"{ended} of {total} runs done", *running])
 
     def _end(self) -> None:
         """Ask the runs to save and stop."""
@@ -346,8 +352,9 @@ def _log_of(sweep: Sweep, index: int) -> Path:
     return sweep.directory / LOGS / f"{sweep.runs[index].name}.log"
 
 
-def _iterations_done(sweep: Sweep) -> int:
-    return sum(view.rows[-1]["iteration"] for view in sweep.views() if view.rows)
+def _iterations_done(sweep: Sweep, index: int) -> int:
+    rows = read_metrics(sweep.path(index) / METRICS_FILE)
+    return rows[-1]["iteration"] if rows else 0
 
 
 def _compare(sweep: Sweep) -> None:

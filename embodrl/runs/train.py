@@ -184,6 +184,7 @@ def _execute(
                 console.phase("starting simulators")
                 weights_from = config if checkpoint is None else drop_missing_warm_start(config)
                 parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
+                parts.engine.on_step = console.step
                 stop.arm()
                 saved = None if checkpoint is None else saved_metrics(checkpoint)
                 late = None if checkpoint is None else finished_since(run_dir, checkpoint)

@@ -16,7 +16,7 @@ from embodrl.config.schema import Config, ServeConfig
 from embodrl.errors import ServingError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.names import import_object
-from embodrl.processes.ending import owns_process
+from embodrl.processes.ending import SecondSignal, owns_process
 from embodrl.processes.guard import keep_time, release_signals, watch_signals
 from embodrl.serving.core import ModelCore
 from embodrl.serving.listener import Listener, Service
@@ -61,6 +61,7 @@ class PolicyServer:
         ]
         self._follower = None if weights_dir is None else WeightFollower(self.service.source, weights_dir)
         self._stop = asyncio.Event()
+        self._second = SecondSignal()
         self.signal = 0
 
     async def run(self, on_ready: Callable[[dict[str, str]], None] | None = None) -> int:
@@ -104,8 +105,13 @@ class PolicyServer:
             on_ready(urls)
 
     def stop(self, number: int = 0) -> None:
-        """Begin to stop; a second signal does not wait for requests."""
-        if self._stop.is_set():
+        """Begin to stop; a second signal, ``REPEAT_S`` or more after the first, does not wait for requests.
+
+        Args:
+            number: of the signal; 0 stops without one, and a second time gives requests up.
+        """
+        is_second = self._second.is_now() if number else self._stop.is_set()
+        if is_second:
             self.core.abandon()
         self.signal = self.signal or number
         self._stop.set()

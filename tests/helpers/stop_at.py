@@ -120,7 +120,7 @@ def install(point, wanted, number, whom):
                         member.send_signal(number)
             else:
                 if whom == "later":
-                    sys.modules["embodrl.runs.stop"].REPEAT_S = 0.0
+                    sys.modules["embodrl.processes.ending"].REPEAT_S = 0.0
                 os.kill(os.getppid() if whom.startswith("parent") else os.getpid(), number)
         return original(*args, **kwargs)
 

@@ -51,7 +51,7 @@ class ImitationEngine(NativeTrainEngine):
         self._set_learning_rates(rates, train_policy=True)
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
-        for _ in range(due if len(stores.online) else 0):
+        for _ in self.steps(due if len(stores.online) else 0):
             batch = self._draw(stores.online, generator)
             for name, value in self.imitation_step(batch, self.label_smoothing_bins).items():
                 totals[name] += value

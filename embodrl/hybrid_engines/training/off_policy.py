@@ -107,7 +107,7 @@ class OffPolicyEngine(NativeTrainEngine):
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
-        for _ in range(due if len(stores.online) else 0):
+        for _ in self.steps(due if len(stores.online) else 0):
             batch = sample_transitions(stores, self.config.global_batch_size, algorithm, generator)
             metrics = self._update_critic(batch, generator)
             self.num_updates += 1

@@ -206,7 +206,7 @@ class OfflineEngine(NativeTrainEngine):
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
         self._set_learning_rates(rates, train_policy=True)
         totals: dict[str, float] = defaultdict(float)
-        for _ in range(settings.updates):
+        for _ in self.steps(settings.updates):
             frames = data.draw(self.config.global_batch_size, generator)
             weights, metrics = torch.ones(len(frames)), dict[str, float]()
             if self.critics is not None:

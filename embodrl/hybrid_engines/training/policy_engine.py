@@ -1,7 +1,4 @@
-"""What every training backend with AdamW shares: the update, its loss, log-probs and the saved state.
-
-A backend says how weights are held and how gradients come about.
-"""
+"""What training backends with AdamW share; each says how weights are held and how gradients come about."""
 
 from __future__ import annotations
 
@@ -213,7 +210,9 @@ class PolicyTrainEngine(TrainEngine):
         num_updates, num_nonfinite, stopped = 0, 0, False
         first_kl: Tensor | float | None = None
         mismatch: dict[str, float] | None = None
-        for minibatch in chunks.minibatches(self.config.global_batch_size, algorithm.update_epoch, generator):
+        epochs, size = algorithm.update_epoch, self.config.global_batch_size
+        minibatches = chunks.minibatches(size, epochs, generator)
+        for _, minibatch in zip(self.steps(epochs * -(-len(chunks) // size)), minibatches, strict=True):
             counts = counts_of(minibatch, algorithm, self.device)
             with span("forward and backward"):
                 loss, metrics = self.forward_backward(minibatch, lambda micro, counts=counts: loss_fn(micro, counts))

@@ -119,6 +119,15 @@ def test_critics_fit_the_rewards_of_a_bandit() -> None:
     assert last["train/critic_loss"] < 0.15 < 1 / 3  # the variance of what is to be fitted
 
 
+def test_steps_of_an_update_are_reported_as_they_are_done() -> None:
+    config = config_of()
+    engine, reported = engine_of(config), list[tuple[int, int, int]]()
+    engine.on_step = lambda done, total: reported.append((done, total, engine.num_updates))
+    engine.learn(ReplayStores(buffer_of(60)), config.algorithm, generator())
+    total = engine.num_updates
+    assert total > 1 and reported == [(done, total, done) for done in range(1, total + 1)]
+
+
 def test_demonstrations_are_a_share_of_every_batch() -> None:
     algorithm = config_of(demo_fraction=0.25).algorithm
     stores = ReplayStores(buffer_of(60), buffer_of(30, seed=1))

@@ -241,6 +241,15 @@ def test_a_long_phase_prints_how_far_it_is_and_the_panel_ticks(monkeypatch: pyte
             "iter 3/12 done, now rollout 4/20 chunks, 0:10",
             "iter 3/12 done, now rollout 8/20 chunks, 0:20",
         ]
+        stream.truncate(stream.seek(0))
+        console.phase("train")
+        for done in range(1, 9):
+            now += 2.5
+            console.step(done, 100)
+        assert stream.getvalue().splitlines() == [
+            "iter 3/12 done, now train 4/100 updates, 0:10",
+            "iter 3/12 done, now train 8/100 updates, 0:20",
+        ]
     # The panel counts from the start of the process, after the time of the process before.
     stream = io.StringIO()
     with Console("rich", 12, "run", terminal(stream, True)) as console:
@@ -249,12 +258,12 @@ def test_a_long_phase_prints_how_far_it_is_and_the_panel_ticks(monkeypatch: pyte
     assert "1:07 elapsed" in stream.getvalue()
 
 
-def test_success_is_labelled_and_an_evaluation_has_its_interval() -> None:
+def test_success_is_that_of_started_episodes_and_an_evaluation_has_its_interval() -> None:
     stream = io.StringIO()
     with Console("plain", 12, "run", terminal(stream, False)) as console:
         cut = {"rollout/success_rate_started": 0.08, "rollout/cut_episodes": 5.0}
         console.update(row(1, **cut, **{"eval/success_rate": 0.5, "eval/episodes": 16.0}))
-    assert "success 0.100 (0.080 of started episodes)  eval 0.500 [0.28, 0.72]" in stream.getvalue()
+    assert "success 0.080  eval 0.500 [0.28, 0.72]" in stream.getvalue()
 
 
 def test_off_prints_nothing() -> None:

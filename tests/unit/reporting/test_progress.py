@@ -48,6 +48,13 @@ def test_what_interrupts_it_has_lines_of_its_own_and_is_not_in_the_rate(clock, c
     ]
 
 
+def test_units_of_uneven_length_have_no_rate(clock, capsys):
+    with Progress("sweep", 12, "iterations", "plain", is_even=False) as shown:
+        clock[0] = 110.0
+        shown.update(2, "seed-1 2/6")
+    assert capsys.readouterr().out == "sweep: 2/12 iterations  seed-1 2/6\n"
+
+
 def test_off_says_nothing(clock, capsys):
     with Progress("collect", 2, "episodes", "off") as shown:
         shown.update(2)

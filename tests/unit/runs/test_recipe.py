@@ -269,6 +269,14 @@ def test_recipes_that_ship_are_valid_and_say_what_is_known_of_them(name: str, tm
         assert "not measured" in recipe.expected and "not measured" in describe("experiment", name)
 
 
+def test_the_expectation_is_that_of_the_recipe_without_the_users_settings(tmp_path: Path) -> None:
+    given = ["experiment=pick_cube", f"runner.output_dir={tmp_path}", "runner.seed=1", "runner.logger.console=plain"]
+    known = str(module.compose(given, None).tree.plain()["recipe"]["expected"])
+    plain, changed = (plan_recipe([*given, *more]).expected for more in ([], ["collect.num_episodes=5"]))
+    assert plain == f"expected: {known}"
+    assert changed.endswith(known) and changed != plain
+
+
 def test_videos_that_cannot_be_written_are_refused_before_the_first_stage(
     plan: Callable[..., Recipe], verbs: Verbs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

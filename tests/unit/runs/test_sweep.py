@@ -106,6 +106,24 @@ def test_a_failed_run_does_not_stop_the_others_and_is_done_again(
     assert again.unfinished() == []
 
 
+def test_progress_names_the_runs_and_counts_their_own_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[int, str]] = []
+
+    def update(_: object, done: int, note: str) -> None:
+        shown.append((done, note))
+        if done == 3:  # it waits until it was seen
+            (tmp_path / "go").touch()
+
+    monkeypatch.setattr(sweeps.Progress, "update", update)
+    monkeypatch.setattr(sweeps, "POLL_S", 0.02)
+    waits = f"mkdir -p {{run}}; echo '{ROW}' > {{run}}/metrics.jsonl; until [ -e {{run}}/../go ]; do sleep 0.02; done; "
+    assert run_sweep(stand_in(monkeypatch, tmp_path, [waits + DONE])) == 0
+    assert (3, "0 of 1 runs done; seed-0 3/3") in shown
+    assert shown[-1] == (3, "1 of 1 runs done")
+
+
 def test_runs_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeps.os, "sched_getaffinity", lambda pid: set(range(5)))
     bound: list[tuple[int, ...]] = []

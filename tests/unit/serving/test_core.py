@@ -1,6 +1,7 @@
 """What all protocols share: batches, versions, pauses, and the end."""
 
 import asyncio
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,10 @@ from expect import raises_code
 from served import MeanPolicy, config_of, engine_of, wanted
 
 from embodrl.errors import ServingError
+from embodrl.processes.ending import REPEAT_S, SecondSignal
 from embodrl.serving import core as core_module
 from embodrl.serving.core import ModelCore, explain
+from embodrl.serving.server import PolicyServer
 from embodrl.serving.stall import BatchWatch
 from embodrl.types import Observation
 
@@ -250,3 +253,13 @@ def test_the_oldest_requests_come_first(most):
         assert done == sorted(done)
 
     with_core(test, max_batch_size=most)
+
+
+def test_signals_within_a_second_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    server = PolicyServer(engine_of(MeanPolicy()), config_of("openpi"), None, print)
+    server._second, abandoned = SecondSignal(lambda: now[0]), list[float]()
+    monkeypatch.setattr(server.core, "abandon", lambda: abandoned.append(now[0]))
+    for now[0] in (100.0, 100.0 + 0.9 * REPEAT_S, 100.0 + REPEAT_S):
+        server.stop(signal.SIGTERM)
+    assert abandoned == [100.0 + REPEAT_S] and server.signal == signal.SIGTERM
