@@ -46,15 +46,29 @@ def as_json(findings: list[Finding], presets: dict[str, str]) -> str:
     return json.dumps(report, indent=2)
 
 
+def _by_group(presets: list[str], with_partners: bool) -> list[str]:
+    """Return ``env: toy, ...`` and ``model: mlp, ...`` of ``env=toy`` or, with a partner, ``env=toy model=mlp``."""
+    groups: dict[str, list[str]] = {}
+    for preset in presets:
+        chosen, _, partners = preset.partition(" ")
+        group, _, name = chosen.partition("=")
+        groups.setdefault(group, []).append(f"{name} (with {partners})" if partners and with_partners else name)
+    return [f"{group}: {', '.join(names)}" for group, names in groups.items()]
+
+
 def _show_presets(presets: dict[str, str], console: Console) -> None:
-    """Write the presets that run on one line, and the others by what they lack."""
+    """Write the presets that run, then the others by what they lack, each by group."""
     by_lack: dict[str, list[str]] = {}
     for preset, lack in presets.items():
         by_lack.setdefault(lack, []).append(preset)
     if running := by_lack.pop("", []):
-        console.print(Text("presets that run on this machine:", "green"), Text(", ".join(running)))
+        console.print(Text("presets that run on this machine:", "green"))
+        for line in _by_group(running, with_partners=True):
+            console.print(Text(f"  {line}"))
+    if by_lack:
+        console.print(Text("presets that don't:", "yellow"))
     for lack, names in by_lack.items():
-        console.print(Text(f"no: {lack}:", "yellow"), Text(", ".join(names)))
+        console.print(Text(f"  {'; '.join(_by_group(names, with_partners=False))}: {lack}"))
 
 
 def show(findings: list[Finding], presets: dict[str, str], console: Console) -> None:

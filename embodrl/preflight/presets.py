@@ -81,5 +81,5 @@ def judge(group: str, name: str, machine: Machine) -> tuple[str, str]:
             return " ".join(choices), lacks(load_config(choices).config, machine)
         except ConfigError as error:
             problems = min(filter(None, (problems, error.problems)), key=len)
-    wanted = [f"{problem.key} ({problem.message})" for problem in problems]
-    return f"{group}={name}", f"needs settings: {', '.join(dict.fromkeys(wanted))}"
+    keys = ", ".join(dict.fromkeys(problem.key for problem in problems))
+    return f"{group}={name}", f"needs settings: {keys}, see `embodrl config validate {group}={name}`"

@@ -32,6 +32,8 @@ from embodrl.preflight.libraries import missing_libraries
 from embodrl.specs import ENVS, SimulatorSpec
 
 RENDER_TIMEOUT_S = 120.0
+# How an error names what doctor has started.
+MANAGER = re.compile(r"env manager 'doctor'( \([^)]*\))?")
 FRAME_TIMEOUTS = EnvTimeouts(300.0, 300.0, 300.0)
 # What draws -> the checks of it.
 DRAWING = {"vulkan": ("system libraries", "Vulkan"), "mujoco": ("MuJoCo rendering",)}
@@ -215,13 +217,13 @@ def draw_frame(
         ) as manager:
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
     except (EnvWorkerDied, EnvTimeout) as error:  # what follows is the tail of a log, and the limits are doctor's own
-        what = error.message.partition("\n")[0].replace("env manager 'doctor'", "the simulator's process")
+        what = MANAGER.sub("the simulator's process", error.message.partition("\n")[0])
         return Finding(name, "error", what, hint or error.hint)
     except EnvError as error:
         lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
         # What a simulator raises ends with its hint.
         what = next((line for line in reversed(lines) if not line.startswith("hint:")), lines[-1])
-        what = re.sub(r"^(\w+\.)+\w+: ", "", what)  # the class of an error says nothing to a user
+        what = re.sub(rf"^((\w+\.)+\w+|{MANAGER.pattern}): ", "", what)  # a class says nothing to a user
         # A bare exception has only a hint for those who write simulators.
         raised_by_simulator = error.code == EnvRaised.code and hint
         return Finding(name, "error", what, hint if raised_by_simulator else error.hint or hint)

@@ -153,6 +153,14 @@ def test_a_driver_that_crashes_or_hangs_is_named_with_what_may_help(
     assert found.hint == "try another driver"
 
 
+def test_what_a_simulator_lacks_is_said_without_the_names_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks_package(manager: simulators.EnvManager) -> None:
+        raise EnvError(f"{manager}: Reacher-v5 needs a package")
+
+    monkeypatch.setattr(simulators.EnvManager, "start", lacks_package)
+    assert simulators.draw_frame("gymnasium", "toy", {}).detail == "Reacher-v5 needs a package"
+
+
 @pytest.mark.parametrize(("vulkan_status", "exit_code"), [(vulkan.USABLE, 0), (vulkan.NO_DEVICE, 1)])
 def test_run_doctor_as_json(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vulkan_status: int, exit_code: int
@@ -180,11 +188,17 @@ def test_run_doctor_as_json(
 def test_table_shows_remedies_and_the_verdict() -> None:
     out = io.StringIO()
     findings = [Finding("Vulkan", "error", "no driver", "install 'mesa[vulkan]'")]
-    presets = {"env=maniskill": "no driver", "model=openvla": "", "env=toy": "pip install 'embodrl[toy]'"}
+    lacking = dict.fromkeys(("env=maniskill", "env=maniskill_pick model=mlp", "experiment=reach"), "no driver")
+    presets = {"env=robot_sim model=mlp": "", "model=openvla": "", **lacking, "env=toy": "pip install 'embodrl[toy]'"}
     show(findings, presets, Console(file=out, width=100))
     text = out.getvalue()
-    assert "install 'mesa[vulkan]'" in text and "no: pip install 'embodrl[toy]'" in text
-    assert "training can't run" in text and "no: no driver" in text
+    assert "install 'mesa[vulkan]'" in text and "training can't run" in text
+    shown = text.partition("presets that run")[2].splitlines()[1:]
+    assert shown[:2] == ["  env: robot_sim (with model=mlp)", "  model: openvla"]
+    assert shown[3:5] == [
+        "  env: maniskill, maniskill_pick; experiment: reach: no driver",
+        "  env: toy: pip install 'embodrl[toy]'",
+    ]
 
 
 def test_warnings_do_not_stop_training() -> None:
