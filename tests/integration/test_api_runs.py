@@ -1,8 +1,10 @@
 """The public API in whole runs: the verbs as functions, the quick start and the examples that need no simulator."""
 
+import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,3 +150,11 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     lines = outcome.stdout.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["0", "1", "2", "3"], outcome.stdout
     assert "actions: (3, 7)" in outcome.stdout
+    notebook = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    sizes[-1] = f"runner.output_dir={tmp_path / 'notebook'}"
+    code = "\n".join(cells).replace("settings = [", f"settings = [*{sizes!r}, ", 1)
+    variables: dict[str, Any] = {}
+    exec(code.replace("max_iterations=3", "max_iterations=1"), variables)  # noqa: S102 - a file of the repository
+    assert variables["actions"].shape == (3, 7) and len(variables["trained"].metrics) == 2
