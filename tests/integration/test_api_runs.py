@@ -156,5 +156,5 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     sizes[-1] = f"runner.output_dir={tmp_path / 'notebook'}"
     code = "\n".join(cells).replace("settings = [", f"settings = [*{sizes!r}, ", 1)
     variables: dict[str, Any] = {}
-    exec(code.replace("max_iterations=3", "max_iterations=1"), variables)  # noqa: S102 - a file of the repository
+    exec(code.replace("max_iterations=3", "max_iterations=1"), variables)
     assert variables["actions"].shape == (3, 7) and len(variables["trained"].metrics) == 2
