@@ -63,7 +63,13 @@ figure.success video { border-color: var(--good); } figure.failure video { borde
 figcaption { font-size: .82rem; color: var(--soft); padding-top: .2rem; }
 .success b { color: var(--good); } .failure b { color: var(--bad); }
 details summary { cursor: pointer; color: var(--soft); margin: .8rem 0 .2rem; }
-@media (max-width: 560px) { td, th { padding-right: .6rem; } .figures { grid-template-columns: 1fr 1fr; }
+@media (max-width: 560px) { td, th { padding-right: .6rem; }
+  .headed tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .headed tr:first-child { display: none; }
+  .headed td { display: flex; justify-content: space-between; gap: 1rem; border: 0; padding: .1rem 0; }
+  .headed td::before { content: attr(data-title); color: var(--soft); overflow-wrap: anywhere; }
+  .headed td:first-child::before { content: none; }
+  .figures { grid-template-columns: 1fr 1fr; }
   .figures b { font-size: 1.1rem; } .chart svg.wide { display: none; } .chart svg.narrow { display: block; } }
 """
 
@@ -85,22 +91,23 @@ def figures(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], value_columns: Sequence[int] = ()) -> str:
-    """Return a table of text that scrolls within a narrow page.
+    """Return a table of text; on a narrow page each row of one with a head is a list of titles and cells.
 
     Args:
         head: titles of the columns; empty for none.
         rows: cells as text or ``Html``.
         value_columns: columns in a monospaced font.
     """
-    titles = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-    lines = [f"<tr>{titles}</tr>"] if head else []
+    names = [html.escape(name) for name in head]
+    lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"] if head else []
+    titles = [f' data-title="{name}"' for name in names]
     for row in rows:
         cells = (
-            f"<td{' class=value' if column in value_columns else ' class=number'}>{_cell(cell)}</td>"
-            for column, cell in enumerate(row)
+            f"<td class={'value' if column in value_columns else 'number'}{title}>{_cell(cell)}</td>"
+            for column, (cell, title) in enumerate(zip(row, titles or [""] * len(row), strict=True))
         )
         lines.append(f"<tr>{''.join(cells)}</tr>")
-    kind = "scroll" if head else "scroll facts"
+    kind = "scroll headed" if head else "scroll facts"
     return f'<div class="{kind}"><table>{"".join(lines)}</table></div>'
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from embodrl.cli.main import app
 from embodrl.errors import OutputError
 from embodrl.reporting.comparison import ABSENT, comparison_page, differing_settings, figures_of, find_runs, read_runs
+from embodrl.reporting.page import table
 from embodrl.runs.lock import run_lock
 
 
@@ -111,3 +113,9 @@ def test_the_table_keeps_keys_whole_and_says_what_it_leaves_out(tmp_path: Path) 
     shown = CliRunner().invoke(app, ["compare", str(tmp_path)], env={"COLUMNS": "80"}).output
     assert "env.max_episode_steps" in shown and "env.s38" in shown and "env.s39" not in shown
     assert "a_setting" not in shown and f"{6 + 51 + 4} more settings" in shown
+
+
+def test_cells_carry_the_titles_that_a_narrow_page_shows() -> None:
+    shown = table(("run", "95 %"), [("a<b", "1 to 2")])
+    assert re.findall(r'<td [^>]*data-title="([^"]*)">([^<]*)<', shown) == [("run", "a&lt;b"), ("95 %", "1 to 2")]
+    assert "data-title" not in table((), [("seed", "1")])
