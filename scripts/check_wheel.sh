@@ -32,10 +32,10 @@ bin=$place/venv/bin/embodrl
 [[ $("$place/venv/bin/python" -c 'import embodrl; print(embodrl.__file__)') == "$place"/venv/* ]]
 "$bin" --version
 "$bin" list presets >/dev/null
-small=(env.train.total_num_envs=8 env.train.max_steps_per_rollout_epoch=20 env.eval.total_num_envs=8 env.eval.num_episodes=8)
+small=(env.train.total_num_envs=8 env.train.max_steps_per_rollout_epoch=20 env.eval.num_episodes=8)
 "$bin" train env=toy runner=debug model.warm_start=null "${small[@]}" actor.global_batch_size=8 actor.micro_batch_size=8 \
     runner.output_dir="$place/run"
-"$bin" eval "$place/run" --output "$place/eval"
+"$bin" eval "$place/run" env.eval.total_num_envs=8 --output "$place/eval"
 mkdir -p "$root/dist"
 cp "$wheel" "$root/dist/"
 say "dist/$(basename "$wheel") installs and trains with $("$place/venv/bin/python" --version)"
