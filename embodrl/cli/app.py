@@ -46,7 +46,9 @@ class Command(TyperCommand):
             option = getattr(error, "option_name", "")
             key = MEANT.get(option.lstrip("-").replace("-", "_"))
             if key is not None and type(error).__name__ == "NoSuchOption":
-                ctx.fail(f"{option} is not an option of this command\n  hint: write {key}=VALUE\n  code: argument-option")
+                ctx.fail(
+                    f"{option} is not an option of this command\n  hint: write {key}=VALUE\n  code: argument-option"
+                )
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
