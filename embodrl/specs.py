@@ -485,12 +485,12 @@ PIPELINES = Registry(
             "srpo",
             "dapo",
             "cpgd",
-            "gspo",
             "sac",
             "iql",
             "recap",
             "dagger",
             "ppo",
+            "gspo",  # after PPO: FPO normalises its ratios, too
             "grpo",
             "rloo",
             "reinforce_pp",
