@@ -308,7 +308,8 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
     if config.normalization_scope == "group":
         return replace(estimate, advantages=normalize_by_group(batch, estimate, config.min_group_std))
     weights = None
-    if estimate.advantages.shape[-1] == 1 and config.logprob_type != "chunk_level":
+    by_action = config.loss_agg == "token_mean" and config.logprob_type != "chunk_level"
+    if by_action and estimate.advantages.shape[-1] == 1:
         weights = batch.valid.sum(-1, keepdim=True)
     return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid, weights))
 

@@ -286,18 +286,25 @@ def test_compute_advantages_reads_the_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logprob_type", "expected"),
+    ("logprob_type", "loss_agg", "expected"),
     # Advantages 3, 3 and -2, of 1, 1 and 2 valid actions: mean 4/3 over chunks and 1/2 over actions.
-    [("chunk_level", [0.7071, 0.7071, -1.4142]), ("action_level", [1.0, 1.0, -1.0]), ("token_level", [1.0, 1.0, -1.0])],
+    [
+        ("chunk_level", "token_mean", [0.7071, 0.7071, -1.4142]),
+        ("action_level", "token_mean", [1.0, 1.0, -1.0]),
+        ("token_level", "token_mean", [1.0, 1.0, -1.0]),
+        ("token_level", "episode_mean", [0.7071, 0.7071, -1.4142]),
+    ],
 )
-def test_advantages_are_normalised_as_the_loss_averages_them(logprob_type: Any, expected: list[float]) -> None:
+def test_advantages_are_normalised_as_the_loss_averages_them(
+    logprob_type: Any, loss_agg: Any, expected: list[float]
+) -> None:
     rollout = random_rollout(0, 1, 3, 2, 1)
     rollout.values[:] = 0.0
     rollout.valid[:] = torch.tensor([[[True, False], [True, False], [True, True]]])
     rollout.terminated[:] = rollout.truncated[:] = False
     rollout.terminated[:, :, 0] = True
     rollout.rewards[:] = torch.tensor([[[3.0, 0.0], [3.0, 0.0], [-1.0, -1.0]]])
-    config = AlgorithmConfig(logprob_type=logprob_type, gamma=1.0)
+    config = AlgorithmConfig(logprob_type=logprob_type, loss_agg=loss_agg, gamma=1.0)
     found = compute_advantages(batch_of(rollout), config).advantages
     torch.testing.assert_close(found.flatten(), torch.tensor(expected), rtol=0, atol=1e-4)
 
