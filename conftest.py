@@ -13,20 +13,20 @@ fork_server.install()
 LONG_WITH_MANISKILL = (
     "test_a_damaged_mesh_cache_is_made_again",
     "test_a_full_dev_shm_is_of_no_account",
+    "test_a_number_that_cannot_be_true",
     "test_a_simulator_that_fails_in_a_reset",
     "test_a_simulator_that_fails_in_a_step",  # the limit of restarts has it crash
     "test_killed_",  # test_env_contract.py continues in another process what one has left
     "test_the_limit_of_restarts",
+    "test_the_rate_of_control_is_reported",
     "test_stopped",
     "test_a_start_that_takes_too_long_after_a_death",
     "test_what_terminates_an_episode",  # test_maniskill.py has the success that ends one
 )
-LONG_BUT_FOR_TOY = "test_faults_in_both_processes_at_once_neither_hang_nor_break_anything"
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        with_maniskill = item.name.startswith(LONG_WITH_MANISKILL) and "[maniskill" in item.name
-        if with_maniskill or (item.name.startswith(LONG_BUT_FOR_TOY) and "[toy" not in item.name):
+        if item.name.startswith(LONG_WITH_MANISKILL) and "[maniskill" in item.name:
             item.add_marker("long")

@@ -43,7 +43,9 @@ def test_a_power_cut_costs_nothing_that_was_saved(harness: Harness, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize(
+    "name", [n if n in ("interrupted run", "policy") else pytest.param(n, marks=pytest.mark.long) for n in DAMAGED]
+)
 def test_damage_is_without_effect_or_named(harness: Harness, name: str) -> None:
     harness.sample = DAMAGES
     assert not failures([harness.damages(name)])

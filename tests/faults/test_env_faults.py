@@ -227,7 +227,7 @@ def test_death_between_steps_is_survived(tmp_path):
         assert pool.step(actions).valid.all()
 
 
-@pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("death", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_a_request_between_episodes_survives_a_process_that_is_lost(death, tmp_path):
     options = {"extensions": ["faulty_envs"], "timeouts": EnvTimeouts(reset_s=5.0)}
     with EnvPool.create("faulty", {"fault": "none"}, total_num_envs=4, num_processes=2, **options) as pool:

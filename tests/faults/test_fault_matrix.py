@@ -286,6 +286,7 @@ def set_up(pool: EnvPool, rank: int, fault: str, folder: Path) -> list[bool]:
     return hit
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_faults_in_both_processes_at_once_neither_hang_nor_break_anything(
     case: Case, shared: EnvPool, folder: Path

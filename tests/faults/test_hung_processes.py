@@ -197,6 +197,7 @@ def test_a_run_blames_the_trainer_rank_that_was_stopped(config: Path, tmp_path: 
     assert "actor[1] is stopped by a signal (state T)" in done.stderr and "worker-hung" in done.stderr
 
 
+@pytest.mark.long
 def test_a_signal_ends_a_run_that_waits_for_a_stopped_process(config: Path, tmp_path: Path) -> None:
     children = tmp_path / "children"
     done = embodrl(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from embodrl.config.schema import ModelConfig, model_settings
@@ -113,6 +114,9 @@ TINY["gr00t_n1_6"] = {name: size for name, size in TINY["gr00t_n1_7"].items() if
 
 POLICIES = [name for name in MODELS if MODELS.entry(name).kind]  # not lerobot, which has no network here
 FAMILIES = [name for name in POLICIES if MODELS.entry(name).kind != "gaussian"]  # those that read an instruction
+SAME_NETWORK = ("openvla_oft", "pi0", "gr00t", "gr00t_n1_6")  # as another family, but for sizes
+# For what depends on the network alone; the others with `make test-long`.
+NETWORKS = [pytest.param(name, marks=pytest.mark.long) if name in SAME_NETWORK else name for name in FAMILIES]
 TOKEN_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "tokens"]
 FLOW_FAMILIES = [name for name in FAMILIES if MODELS.entry(name).kind == "flow"]
 # A family and, of flow families, each way to make it a distribution.

@@ -117,6 +117,7 @@ def test_fine_tuning_that_was_stopped_resumes_bit_exactly(
     assert rows[0][-1]["loss"] == rows[1][-1]["loss"] and rows[0][-1]["step"] == 30
 
 
+@pytest.mark.long
 def test_killed_fine_tuning_resumes_from_its_last_checkpoint(
     stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path
 ) -> None:

@@ -52,7 +52,7 @@ def assert_same_training(group: WorkerGroup, family: str, config: Config) -> Non
     ("family", "method"),
     [
         pytest.param("openvla", None, marks=pytest.mark.long),  # as in test_settings_do_not_change_the_training
-        ("openvla_oft", None),
+        pytest.param("openvla_oft", None, marks=pytest.mark.long),
         pytest.param("pi0", "flow_sde", marks=pytest.mark.long),  # but for its state token as pi0.5
         ("pi05", "flow_noise"),
         pytest.param("pi0_fast", None, marks=pytest.mark.long),
@@ -82,15 +82,16 @@ def test_layers_that_two_processes_share_train_as_whole_ones(two: WorkerGroup, f
 @pytest.mark.parametrize(
     ("actor", "model"),
     [
-        (
+        pytest.param(
             {
                 "gradient_checkpointing": True,
                 "fsdp": {"reduce_every_micro_batch": True, "reshard_after_forward": False},
             },
             {},
+            marks=pytest.mark.long,
         ),
         ({}, {"trainable": "lora", "lora": {"rank": 4}}),
-        ({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}),
+        pytest.param({"param_dtype": "fp32", "micro_batch_size": 3}, {"freeze_vision": True}, marks=pytest.mark.long),
     ],
     ids=["checkpointing, reduce every micro-batch", "lora", "frozen vision and uneven shares"],
 )
@@ -98,11 +99,13 @@ def test_settings_do_not_change_the_training(two: WorkerGroup, actor: dict[str, 
     assert_same_training(two, "openvla", fsdp_config(actor=actor, model=model))
 
 
+@pytest.mark.long
 def test_a_loss_without_values_leaves_the_head_alone(two: WorkerGroup) -> None:
     config = fsdp_config(algorithm=ALGORITHM | {"update_epoch": 2, "adv_type": "reinforce_pp", "loss_type": "actor"})
     assert_same_training(two, "openvla", config)
 
 
+@pytest.mark.long
 def test_gathering_in_bf16_rounds_and_no_more(two: WorkerGroup) -> None:
     config = fsdp_config(actor={"fsdp": {"gather_dtype": "bf16"}})
     for found in two.compare("openvla", config).result(CALL_S):

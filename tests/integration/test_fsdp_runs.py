@@ -39,6 +39,7 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.long
 def test_the_first_iterations_have_the_losses_of_one_process(config: Path, whole: Path, tmp_path: Path) -> None:
     outcome = train(config, tmp_path / "native", "actor.training_backend=native")
     assert outcome.code == 0, outcome.stderr

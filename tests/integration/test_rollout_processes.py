@@ -44,6 +44,7 @@ def test_actor_and_rollout_apart(config: Path, plain: list, tmp_path: Path) -> N
     assert metrics(run_dir) == plain
 
 
+@pytest.mark.long
 def test_a_rollout_process_that_is_killed_plays_again(config: Path, plain: list, tmp_path: Path) -> None:
     """In the second rollout of four; what was played is as if nothing had been."""
     run_dir, children = tmp_path / "run", tmp_path / "children"

@@ -94,7 +94,7 @@ def test_another_run_with_the_same_seed_is_the_same(whole: tuple[Path, Outcome],
         "write_file:4:SIGKILL",  # within the first checkpoint: its third file (the first file is the preflight's)
         _long("act:11:SIGKILL"),  # in the rollout of iteration 3
         _long("optimizer_step:14:SIGKILL"),  # in the update of iteration 4
-        "log:5:SIGKILL",  # the last iteration is done, not yet logged
+        _long("log:5:SIGKILL"),  # the last iteration is done, not yet logged
     ],
 )
 def test_a_killed_run_is_resumed_bit_exactly(

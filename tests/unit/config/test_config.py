@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -75,7 +76,17 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
     assert (CONFIGS / group / f"{name}.yaml").read_text().startswith("# ")
 
 
-@pytest.mark.parametrize(("group", "name"), PRESETS, ids=lambda part: part)
+def defaults_of(part: tuple[str, str]) -> str:
+    """Return what decides how a preset is merged."""
+    text = (CONFIGS / part[0] / f"{part[1]}.yaml").read_text()
+    return "".join(re.findall(r"^(?:# @package.*|defaults:|  - .*|  last:)$", text, re.MULTILINE))
+
+
+FIRST = {defaults_of(part): part for part in reversed(PRESETS)}.values()
+MERGED = [pytest.param(*part, marks=() if part in FIRST else pytest.mark.long) for part in PRESETS]
+
+
+@pytest.mark.parametrize(("group", "name"), MERGED, ids=lambda part: part)
 def test_presets_merge_as_hydra_would(group: str, name: str) -> None:
     from hydra import compose, initialize_config_dir
     from omegaconf import OmegaConf

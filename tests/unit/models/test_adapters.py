@@ -11,7 +11,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import load_file, save_file
-from tiny_families import FAMILIES, STATE_DIM, build, generator, observation, tiny_config
+from tiny_families import FAMILIES, NETWORKS, STATE_DIM, build, generator, observation, tiny_config
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError
@@ -71,7 +71,7 @@ def load(
     return build_policy(config, device="cpu", dtype=dtype, seed=4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_merged_as_peft_merges(family: str, bases: dict[str, Path], tmp_path: Path):
     adapted = write_adapters(family, bases[family], tmp_path)
     policy, report = load(family, bases[family], tmp_path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import load_file, save_file
-from tiny_families import FAMILIES, FLOW_FAMILIES, SIGLIP, TINY, tiny_config
+from tiny_families import FLOW_FAMILIES, NETWORKS, SIGLIP, TINY, tiny_config
 from torch import Tensor, nn
 
 from embodrl.config import load_config
@@ -28,7 +28,7 @@ def build(family: str, method: str | None = None, **changes: object) -> tuple[ob
     return build_policy(tiny_config(family, method, **changes), device="cpu", dtype=torch.float32, seed=0)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=NETWORKS)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
     policy, _ = build(request.param)
     policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]
@@ -129,7 +129,7 @@ def test_a_bidirectional_policy_is_not_run_causally(source: str, tmp_path: Path)
         build("openvla", **{source: str(tmp_path / "saved")})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
     """As training builds the policy; the layers of transformers recompute only in training mode."""
     arguments = [f"model={family}", "model.warm_start=null", "actor.gradient_checkpointing=true", "cluster.device=cpu"]
@@ -161,7 +161,7 @@ def test_gradient_checkpointing_runs_every_layer_again(family: str) -> None:
     assert language and set(language.values()) <= {2}, calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_a_warm_start_of_another_size_is_refused_by_dimension(family: str, tmp_path: Path) -> None:
     policy, _ = build(family)
     policy.save_pretrained(tmp_path / "saved")  # type: ignore[attr-defined]

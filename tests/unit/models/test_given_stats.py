@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
-from tiny_families import FAMILIES, FLOW_FAMILIES, STATE_DIM, TOKEN_FAMILIES, build, observation
+from tiny_families import FLOW_FAMILIES, NETWORKS, STATE_DIM, TOKEN_FAMILIES, build, observation
 
 from embodrl.data.statistics import RobotStatistics, dimension_stats
 from embodrl.errors import StatisticsMissingError
@@ -63,7 +63,7 @@ def test_token_families_bin_between_the_quantiles(family: str, path: Path):
     np.testing.assert_allclose(said, np.clip(normalised(family, ACTIONS)[:6], -1, 1), atol=2 / 255)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_they_travel_with_the_policy(family: str, path: Path, tmp_path: Path):
     policy = given(family, path)
     seen = observation(family)
@@ -77,7 +77,7 @@ def test_they_travel_with_the_policy(family: str, path: Path, tmp_path: Path):
     assert ((expected > low) & (expected < high)).all()  # in the robot's units
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_only_data_of_other_units_are_out_of_range(family: str, path: Path):
     plain, policy = build(family, action_dim=4), given(family, path)
     assert (plain.out_of_range(ACTIONS, STATE).mean(0) > 0.5).tolist() == [True, False, True, family in TOKEN_FAMILIES]
@@ -119,7 +119,7 @@ def test_the_state_token_of_oft_is_normalised(path: Path, tmp_path: Path):
     np.testing.assert_allclose(again.preprocess(seen)["proprio"], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_a_checkpoint_without_this_robot_says_so(family: str, path: Path, tmp_path: Path):
     given(family, path).save_pretrained(tmp_path / "policy")
     where = {"action_dim": 4, "model_path": str(tmp_path / "policy"), "unnorm_key": "my_robot"}

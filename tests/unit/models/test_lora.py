@@ -9,7 +9,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import load_file
-from tiny_families import FAMILIES, STATE_DIM, TOKEN_FAMILIES, build, generator, observation, tiny_config
+from tiny_families import NETWORKS, STATE_DIM, TOKEN_FAMILIES, build, generator, observation, tiny_config
 
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.models.base import VLAPolicy
@@ -62,7 +62,7 @@ def test_scale(rank, alpha, scale):
     assert policy.model.projector.fc3.scaling["default"] == scale
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_new_adapters_change_nothing(family):
     plain, policy = build(family), adapted(family, stirred=False)
     # Plain layers that read the same share one product, adapted ones do not: rounding differs.
@@ -76,7 +76,7 @@ def test_new_adapters_change_nothing(family):
     assert all(float(weights[name].std()) == pytest.approx(0.5, rel=0.6) for name in drawn)  # 1 / rank
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_training_reproduces_the_rollout(family):
     policy = adapted(family)
     assert (actions(policy, family) - actions(build(family), family)).abs().max() > 1e-4
@@ -86,7 +86,7 @@ def test_training_reproduces_the_rollout(family):
     torch.testing.assert_close(again.values, output.values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_every_adapter_takes_effect(family):
     """Each one gets a gradient, so none is on a layer that is passed over."""
     changes = {"use_proprio": True} if family == "openvla_oft" else {}
@@ -114,7 +114,7 @@ def test_decoding_token_by_token(monkeypatch, fuse_below, autocast):
     assert (again.logprobs - output.logprobs).abs().max() < (0.1 if autocast else 1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_saving_merges_and_leaves_the_policy_alone(family, tmp_path):
     policy = adapted(family)
     before = {name: value.clone() for name, value in policy.state_dict().items()}
@@ -147,7 +147,7 @@ def test_merged_weights_are_the_sum(tmp_path):
     torch.testing.assert_close(merged["language_model.model.layers.1.self_attn.q_proj.weight"], want.detach())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_weights_are_merged_one_by_one_when_written(family, tmp_path):
     """All at once, in float32, they take twice the memory of a bf16 network."""
     policy = adapted(family)

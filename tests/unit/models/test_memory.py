@@ -9,7 +9,7 @@ import pytest
 import torch
 from expect import raises_code
 from safetensors.torch import load_file, save_file
-from tiny_families import FAMILIES, FLOW_FAMILIES, observation, tiny_config
+from tiny_families import FLOW_FAMILIES, NETWORKS, observation, tiny_config
 from torch import Tensor, nn
 from toy_policy import ToyPolicy
 
@@ -84,7 +84,7 @@ def kept_bytes(policy: VLAPolicy, family: str, batch: int) -> int:
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_the_tiny_presets(family: str) -> None:
     """Counted: exactly. Activations: at most twice what torch keeps, since prompts count at their greatest length."""
     config = model_settings(family)(model_type=family, warm_start=None)
@@ -111,13 +111,7 @@ def parsed(options: dict[str, Any]) -> ModelConfig:
     return model_settings(options["model_type"]).model_validate(options)
 
 
-SAME_NETWORK = ("openvla_oft", "pi0", "gr00t", "gr00t_n1_6")  # as another family, but for sizes
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.long) if name in SAME_NETWORK else name for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     options = {"model_type": family, "warm_start": None, **FULL[family]}
     sizes = {"micro_batch_size": 1, "param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
@@ -155,7 +149,7 @@ def test_flow_noise_keeps_every_denoising_step(family: str) -> None:
     assert found["language", "flow_noise"] == found["language", "flow_sde"] >= 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_of_a_checkpoint_names_and_shapes_are_enough(family: str, tmp_path: Path) -> None:
     policy, _ = build_policy(tiny_config(family), device="cpu", dtype=torch.float32, seed=0)
     policy.save_pretrained(tmp_path)

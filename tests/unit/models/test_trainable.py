@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expect import raises_code
-from tiny_families import FAMILIES, FLOW_FAMILIES, TOKEN_FAMILIES, build
+from tiny_families import FLOW_FAMILIES, NETWORKS, TOKEN_FAMILIES, build
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.base import VLAPolicy
@@ -26,14 +26,14 @@ def own(policy: VLAPolicy) -> set[str]:
     return {name for name, _ in policy.named_parameters() if name.startswith(OWN)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_all(family):
     policy = build(family)
     every, unused = {name for name, _ in policy.named_parameters()}, names_of(policy, policy.unused_parameters())
     assert training(policy) == every - unused and own(policy) <= training(policy)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_head(family):
     policy = build(family, trainable="head")
     head = names_of(policy, policy.head_parameters())
@@ -56,7 +56,7 @@ def test_a_part_that_is_not_there(family):
 
 
 @pytest.mark.parametrize("option", ["all", "lora"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_frozen_vision(family, option):
     if option == "lora":
         pytest.importorskip("peft")
@@ -68,7 +68,7 @@ def test_frozen_vision(family, option):
     assert not any(".lora_" in name for name in vision)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NETWORKS)
 def test_lora(family):
     pytest.importorskip("peft")
     policy = build(family, trainable="lora", lora={"rank": 2})
