@@ -25,6 +25,7 @@ from embodrl.reporting.comparison import (
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
 from embodrl.reporting.run_files import own_files
+from embodrl.wire.door import Door
 
 try:
     from aiohttp import web
@@ -62,7 +63,12 @@ class Watch:
     Args:
         directories: of runs, or above runs; searched again at every request.
         token: that the URL must have; None for none.
+
+    Attributes:
+        door: learns which connections may stay; None: nothing bounds them.
     """
+
+    door: Door | None = None
 
     def __init__(self, directories: Sequence[Path], token: str | None) -> None:
         self._directories, self._token = directories, token
@@ -87,7 +93,11 @@ class Watch:
         given = request.query.get("token") or request.cookies.get(COOKIE) or ""
         if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
             text = "This page needs the token: open the whole URL that `embodrl watch` has printed.\n"
-            return web.Response(status=HTTPStatus.UNAUTHORIZED, text=text)
+            refused = web.Response(status=HTTPStatus.UNAUTHORIZED, text=text)
+            refused.force_close()
+            return refused
+        if self.door is not None:
+            self.door.admit(request.protocol)
         if "token" in request.query:  # not in the address bar, history or links
             others = "&".join(f"{quote(k)}={quote(v)}" for k, v in request.query.items() if k != "token")
             location = f"{request.path}?{others}" if others else request.path
@@ -210,15 +220,16 @@ async def serve(watch: Watch, host: str, port: int, on_ready: Callable[[str], No
     loop, stopped = asyncio.get_running_loop(), asyncio.Future[int]()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda n=number: stopped.done() or stopped.set_result(n))
+    assert runner.server is not None
+    watch.door = door = Door(runner.server, None)
     try:
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            bound = await door.open(host, port)
         except OSError as error:
             hint = "choose another --host or --port; --port 0 takes a free one"
             raise OutputError(f"can't listen at {host}:{port}: {error.strerror}", hint, code="watch-address") from error
-        bound = runner.addresses[0][1]
         on_ready(f"http://{host}:{bound}/")
         return 128 + await stopped
     finally:
+        await door.close()
         await runner.cleanup()

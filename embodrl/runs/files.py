@@ -216,7 +216,7 @@ def unsaved_run_message(run_dir: Path, iteration: int) -> str:
     """Say where a run continues whose last save, after ``iteration``, failed."""
     checkpoint, _ = CheckpointManager(run_dir, 1).latest_good()
     where = "start over (no checkpoint was saved yet)" if checkpoint is None else f"continue from {checkpoint.path}"
-    return f"could not save iteration {iteration}, the last; `embodrl resume {run_dir}` will {where}"
+    return f"could not save iteration {iteration}, the last; `embodrl resume {shlex.quote(str(run_dir))}` will {where}"
 
 
 def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:

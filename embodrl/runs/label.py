@@ -142,11 +142,20 @@ def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[
         demos: with N frames.
         advantages: ``float32[N]``.
         fraction: above 0, below 1.
+
+    Raises:
+        EmbodrlError: advantages of a task are not finite, so that none is the best.
     """
     positive, thresholds = torch.zeros(len(advantages), dtype=torch.bool), {}
     tasks = np.asarray(demos.tasks)[demos.episode]
     for task in sorted(set(demos.tasks)):
         frames = torch.from_numpy(np.flatnonzero(tasks == task))
+        if not bool(advantages[frames].isfinite().all()):
+            raise EmbodrlError(
+                f"the advantages of task {task!r} are not finite",
+                "train the value function or reward model again, with a smaller learning rate, and check the dataset",
+                code="label-advantages",
+            )
         best = frames[advantage_indicator(advantages[frames], fraction)]
         positive[best], thresholds[task] = True, float(advantages[best].min())
     if demos.acted_by is not None:

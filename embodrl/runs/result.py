@@ -94,8 +94,7 @@ def conclude(
         logger.error("%s", unsaved_run_message(run_dir, iteration))
     rows: list[Row] = []
     quoted = shlex.quote(str(run_dir))
-    report_again = f"embodrl resume {quoted}" if finished else f"embodrl compare {quoted} --html FILE"
-    with afterwards(REPORT_FILE, report_again):
+    with afterwards(REPORT_FILE, f"embodrl resume {quoted}"):
         rows = read_metrics(run_dir / METRICS_FILE)
         if rows:
             console.message(f"report: {write_report(run_dir)}")
@@ -105,4 +104,4 @@ def conclude(
             for line in summary_lines(run_dir, rows):
                 console.message(line)
     if saved and not finished:
-        console.message(f"stopped by a signal; `embodrl resume {run_dir}` continues")
+        console.message(f"stopped by a signal; `embodrl resume {quoted}` continues")

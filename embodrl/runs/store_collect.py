@@ -296,7 +296,7 @@ class Uploads:
         Raises:
             StoreError: see ``is_over``; or the store can't be reached.
         """
-        self._lease.keep()
+        self._lease.check()
         self._shards.upload()
 
     def close(self) -> None:
@@ -346,6 +346,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
 
         lease = Lease(store, settings.collector, spool_id(spool))
         lease.take(say)  # first, since ShardWriter continues after what the store has
+        closing.callback(lease.stop)
+        lease.keep()
         sizes = (settings.episodes_per_shard, settings.shard_s)
         meta = {REWARDS: reward_settings(config)}
         shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes, meta)

@@ -353,7 +353,10 @@ def _log_of(sweep: Sweep, index: int) -> Path:
 
 
 def _iterations_done(sweep: Sweep, index: int) -> int:
-    rows = read_metrics(sweep.path(index) / METRICS_FILE)
+    try:
+        rows = read_metrics(sweep.path(index) / METRICS_FILE)
+    except OutputError:  # the run itself reports it; the other runs continue
+        return 0
     return rows[-1]["iteration"] if rows else 0
 
 

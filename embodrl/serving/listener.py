@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import ServingError, WireError
 from embodrl.serving.core import ModelCore
-from embodrl.serving.door import Door
 from embodrl.serving.weights import WeightSource
 from embodrl.types import Observation
 from embodrl.wire.codec import need
+from embodrl.wire.door import Door
 from embodrl.wire.keys import WireMap, vector_of
 
 if TYPE_CHECKING:
@@ -259,11 +259,11 @@ class HttpListener(Listener):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
                 return _last(web.json_response({"error": text, "code": "server-token"}, status=401))
-            assert self._door is not None
-            self._door.admit(request.protocol)
             if self._connections >= self.service.settings.max_connections:
                 text = f"the server has {self._connections} clients (serve.max_connections)"
-                return web.json_response({"error": text, "code": "server-full"}, status=503)
+                return _last(web.json_response({"error": text, "code": "server-full"}, status=503))
+            assert self._door is not None
+            self._door.admit(request.protocol)
             self._connections += 1
             self.core.metrics.count("connections", self.name)
             try:
@@ -305,7 +305,7 @@ class HttpListener(Listener):
 
 
 def _last(response: StreamResponse) -> StreamResponse:
-    """Let a connection end after this answer, which was given without a token."""
+    """Let a connection that is not admitted end after this answer."""
     response.force_close()
     return response
 

@@ -1,30 +1,37 @@
 """A name in a store that one process has at a time.
 
-Stores have no locks, and clocks of machines differ. The owner counts up in the store while it lives; who finds another
-owner there watches whether it still counts.
+Stores have no locks, and clocks of machines differ. The owner counts up in the store while it lives, in a thread, since
+a robot or a long copy may hold the others up; who finds another owner there watches whether it still counts.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
 
 from embodrl.errors import StoreError
-from embodrl.storage.store import Store
+from embodrl.storage.store import Retry, Store
+
+logger = logging.getLogger(__name__)
 
 LEASES = "leases"
 BEAT_S, STALE_S = 10.0, 40.0
-_LOOK_S = 1.0
+_LOOK_S, _LOOKS = 1.0, 3
+_UNREADABLE = ("", 0)
+"""Somebody is just writing it, or was killed then."""
 
 
 class Lease:
-    """A name that its owner keeps. Of two that begin at once, the first one loses it at its next ``keep``.
+    """A name that its owner keeps. Of two that begin at once, the first one loses it.
 
     Args:
         store: where the name is.
         name: what processes must not share.
         owner: the same whenever this one starts again, and no other's.
         clock, sleep: in seconds.
+        stopped: set when this process leaves the name.
     """
 
     def __init__(
@@ -34,10 +41,15 @@ class Lease:
         owner: str,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
+        stopped: threading.Event | None = None,
     ) -> None:
         self._store, self._name, self._owner, self._clock, self._sleep = store, name, owner, clock, sleep
         self._place = f"{LEASES}/{name}"
-        self._beats, self._beaten = 0, 0.0
+        self._beats = 0
+        self._stopped = stopped or threading.Event()
+        self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
+        self._access = threading.Lock()
+        self._problem: StoreError | None = None
 
     def take(self, say: Callable[[str], object]) -> None:
         """Take the name; from another owner only if it has not counted for ``STALE_S``.
@@ -61,35 +73,72 @@ class Lease:
         self._beat()
 
     def keep(self) -> None:
-        """Show that this process lives, if it is time.
+        """Show every ``BEAT_S`` that this process lives, in a thread, until ``stop``."""
+        self._thread.start()
+
+    def check(self) -> None:
+        """Refuse to continue without the name.
 
         Raises:
             StoreError: another process has taken the name, or the store can't be reached.
         """
-        found = self._read()
-        if found is not None and found[0] != self._owner:
-            raise self._taken()
-        if found is None or self._clock() - self._beaten >= BEAT_S:
-            self._beat()
+        if self._problem is not None:
+            raise self._problem
+        self._must_own()
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
 
     def release(self) -> None:
-        """Leave the name to others.
+        """Stop, and leave the name to others.
 
         Raises:
             StoreError: the store can't be reached.
         """
+        self.stop()
         found = self._read()
         if found is not None and found[0] == self._owner:
             self._store.remove(self._place)
 
+    def _live(self) -> None:
+        retry = Retry(logger.warning)
+        while not self._stopped.wait(BEAT_S):
+            try:
+                retry(self._count)
+            except StoreError as error:  # raised by the next ``check``
+                self._problem = error
+                return
+
+    def _count(self) -> None:
+        self._must_own()
+        self._beat()
+
+    def _must_own(self) -> None:
+        found = self._read()
+        if found is not None and found not in (_UNREADABLE, (self._owner, found[1])):
+            raise self._taken()
+
     def _read(self) -> tuple[str, int] | None:
-        mark = self._store.mark(self._place)
-        return None if mark is None else (mark.text("owner"), mark.integer("beats"))
+        """Return owner and beats; None only if there is no owner."""
+        for _ in range(_LOOKS):
+            try:
+                with self._access:
+                    note = self._store.note(self._place)
+            except StoreError as error:
+                if error.code != "store-unreadable":
+                    raise
+                self._sleep(_LOOK_S)
+            else:
+                return None if note is None else (note.text("owner"), note.integer("beats"))
+        return _UNREADABLE
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.put_note(self._place, {"owner": self._owner, "beats": self._beats})
-        self._beaten = self._clock()
+        with self._access:
+            self._store.put_note(self._place, {"owner": self._owner, "beats": self._beats})
 
     def _taken(self) -> StoreError:
         return StoreError(

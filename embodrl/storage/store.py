@@ -2,13 +2,15 @@
 
 A directory consists of its files and, written last, ``STABLE``: a JSON object with size and SHA-256 of each file, and
 what its writer says about it. Without that mark it does not exist for readers; it never changes once it has it. The
-store needs no locks and no renames, which object stores lack: each name has one writer (see lease.py).
+store needs no locks, and no renames but of that mark in a local directory, since object stores lack both: each name has
+one writer (see lease.py).
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -16,7 +18,7 @@ from typing import Any
 
 from embodrl.errors import EmbodrlError, StoreError
 from embodrl.fields import MAX_JSON_BYTES, Fields, parse_fields
-from embodrl.storage.atomic import atomic_directory, sync_tree
+from embodrl.storage.atomic import atomic_directory, sync_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
 
 STABLE, SIGN = "STABLE", "embodrl-store"
@@ -128,16 +130,31 @@ class Store:
         Raises:
             StoreError: the store can't be reached.
         """
+        try:
+            return self.note(name)
+        except StoreError as error:
+            if error.code != "store-unreadable":
+                raise
+            return None  # cut off while it is written: the directory is not complete yet
+
+    def note(self, name: str) -> Fields | None:
+        """Return what ``put_note`` has written last; None if there is nothing.
+
+        Raises:
+            StoreError: it is cut off, as while it is written (``store-unreadable``), or the store can't be reached.
+        """
+        path = self._path(name, STABLE)
         with self._reported("reading from"):
             try:
-                content = self._fs.cat_file(self._path(name, STABLE), end=MAX_JSON_BYTES)
+                content = self._fs.cat_file(path, end=MAX_JSON_BYTES)
             except FileNotFoundError:
                 self._must_exist()
                 return None
-            try:
-                return parse_fields(content, f"{self.url}/{name}/{STABLE}", StoreError, _HINT)
-            except StoreError:
-                return None  # cut off while it is written: the directory is not complete yet
+        try:
+            return parse_fields(content, f"{self.url}/{name}/{STABLE}", StoreError, _HINT)
+        except StoreError as error:
+            text = f"what {self.url} says about {name} is cut off, or damaged"
+            raise StoreError(text, _HINT, code="store-unreadable") from error
 
     def put(self, directory: Path, name: str, facts: Mapping[str, object] | None = None) -> None:
         """Copy a directory into the store; nothing happens if it is there already, so that a writer may try again.
@@ -177,9 +194,13 @@ class Store:
         self._must_exist()
         with self._reported("writing to"):
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(path, json.dumps({"files": {}, **content}).encode())
+            # Object stores show an object complete or not at all; in a directory a rename does that.
+            written = f"{path}.{secrets.token_hex(4)}" if self._is_local else path
+            self._fs.pipe_file(written, json.dumps({"files": {}, **content}).encode())
             if self._is_local:
                 sync_tree(Path(path).parent)
+                Path(written).replace(path)
+                sync_directory(Path(path).parent)
 
     def get(self, name: str, directory: Path) -> Fields:
         """Copy a directory of the store to this machine, where it appears complete; return its mark.

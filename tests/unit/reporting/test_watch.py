@@ -18,7 +18,8 @@ pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from embodrl.reporting.watch import Watch
+from embodrl.reporting.watch import Watch, serve
+from embodrl.wire import door
 
 Client = TestClient  # type: ignore[type-arg]
 TOKEN = "secret"
@@ -93,6 +94,33 @@ def test_nothing_is_shown_without_the_token(tmp_path: Path) -> None:
         assert (await client.get("/")).status == 200  # the cookie
 
     visit(tmp_path, visitor, TOKEN)
+
+
+def test_strangers_keep_nobody_out_and_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MAX_STRANGERS", 4)
+
+    async def run() -> None:
+        ready = asyncio.Future[str]()
+        serving = asyncio.create_task(serve(Watch([tmp_path], TOKEN), "127.0.0.1", 0, ready.set_result))
+        port = int((await ready).rpartition(":")[2].strip("/"))
+        half_open = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
+        for _, writer in half_open:
+            writer.write(b"GET /he")
+        assert [await reader.read() for reader, _ in half_open[:8]] == [b""] * 8
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"GET /?token={TOKEN} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert (await reader.readline()).split()[1] == b"303"
+        half_open += [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert [await reader.read() for reader, _ in half_open[8:12]] == [b""] * 4
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")  # who was admitted stays; without its cookie it has to go
+        assert b"401" in await reader.read()
+        for _, each in [*half_open, (reader, writer)]:
+            each.close()
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_pages_run_no_script_but_their_own(tmp_path: Path) -> None:

@@ -31,18 +31,18 @@ def write_metrics(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("finished", "last_words", "repeated_by"),
-    [(True, "next: embodrl eval", "embodrl resume"), (False, "stopped by a signal", "embodrl compare")],
+    ("finished", "last_words"),
+    [(True, "next: embodrl eval"), (False, "stopped by a signal; `embodrl resume '")],
 )
 def test_a_training_ends_without_its_report(
     finished: bool,
     last_words: str,
-    repeated_by: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    write_metrics(tmp_path)
+    run_dir = tmp_path / "a run"
+    write_metrics(run_dir)
     exported: list[Path] = []
 
     def export(policy: Any, path: Path, *_: Any, **facts: Any) -> None:
@@ -54,9 +54,9 @@ def test_a_training_ends_without_its_report(
     policy: Any = None
     with Console("plain", 1, "run", RichConsole(file=shown, width=200)) as console:
         config = load_config(["env=toy", "model.warm_start=null"]).config
-        result.conclude(config, tmp_path, policy, console, 1, finished=finished, saved=True)
+        result.conclude(config, run_dir, policy, console, 1, finished=finished, saved=True)
     (warning,) = (each for each in caplog.records if each.levelname == "WARNING")
-    assert CODE in warning.getMessage() and f"`{repeated_by} {tmp_path}" in warning.getMessage()
+    assert CODE in warning.getMessage() and f"`embodrl resume '{run_dir}'`" in warning.getMessage()
     assert last_words in shown.getvalue() and bool(exported) == finished
 
 

@@ -78,6 +78,13 @@ def test_every_task_has_its_best_share_and_corrections_are_positive(data: Path) 
     assert thresholds == {"a": advantages[second][best[second]].min(), "b": advantages[~second][best[~second]].min()}
 
 
+def test_advantages_that_are_not_finite_are_refused(data: Path) -> None:
+    advantages = torch.arange(50).float()
+    advantages[7] = float("nan")
+    with raises_code("label-advantages", EmbodrlError):
+        positive_frames(load_demos(data), advantages, 0.25)
+
+
 def test_a_run_reads_the_indicator(data: Path) -> None:
     label(data, LabelSettings(tag="other", fitting=QUICK))
     base = ["env=toy", "model=mlp", "algorithm=recap", "env.state=full", "env.cameras=[{height: 16, width: 16}]"]

@@ -9,17 +9,20 @@ import pytest
 import torch
 from expect import raises_code
 
+from embodrl.config import load_config
 from embodrl.config.schema import CollectConfig, Config
 from embodrl.data.demos import POLICY_VERSION
 from embodrl.data.replay import HUMAN, POLICY
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import StoreError
 from embodrl.fields import Fields
+from embodrl.runs import store_collect
 from embodrl.runs.store_collect import PolicyCollector, Uploads, spool_id
+from embodrl.storage import lease
 from embodrl.types import PolicyOutput
 
 CHUNK, ENVS = 3, 4
-KEPT = SimpleNamespace(keep=lambda: None)
+KEPT = SimpleNamespace(check=lambda: None)
 
 
 class Pool:
@@ -135,10 +138,10 @@ def test_a_collection_ends_with_what_was_asked_for_and_a_longer_one_runs_the_res
 
 
 def test_a_collector_that_has_lost_its_name_copies_nothing_and_ends():
-    def keep():
+    def check():
         raise StoreError("another process is this one", code="store-name-taken")
 
-    uploads = Uploads(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(keep=keep), interval_s=0.0)
+    uploads = Uploads(SimpleNamespace(), SimpleNamespace(), SimpleNamespace(check=check), interval_s=0.0)
     with raises_code("store-name-taken"):
         while True:
             assert not uploads.is_over()
@@ -187,3 +190,38 @@ def test_what_the_store_refuses_ends_the_collector():
     with raises_code("store-name-taken"):
         while True:
             assert not uploads.is_over()
+
+
+class Ended(Exception):
+    """Ends a collector where its policy would be loaded."""
+
+
+def test_a_second_collector_of_a_name_is_refused_until_the_first_ends(tmp_path, monkeypatch):
+    pool = SimpleNamespace(start=lambda: None, close=lambda: None, spec=SimpleNamespace(control_hz=10.0))
+    monkeypatch.setattr(store_collect, "make_pool", lambda *_, **__: pool)
+    monkeypatch.setattr(store_collect, "configure_torch", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(store_collect, "check_memory", lambda *_, **__: None)
+    monkeypatch.setattr(store_collect, "build_policy", lambda _: None)
+    monkeypatch.setattr(store_collect, "frame_rate", lambda *_: 10.0)
+    for name in ("BEAT_S", "_LOOK_S"):
+        monkeypatch.setattr(lease, name, 0.001)
+    waited = []
+
+    def run(spool, during):
+        def engine(*_):
+            during()
+            raise Ended
+
+        monkeypatch.setattr(store_collect, "make_rollout_engine", engine)
+        settings = [f"store.url={tmp_path / 'store'}", f"store.spool_dir={tmp_path / spool}"]
+        with pytest.raises(Ended):
+            store_collect.collect(load_config(["env=toy", *settings]), waited.append)
+
+    def second():
+        with raises_code("store-name-taken"):
+            run("b", lambda: None)
+
+    run("a", second)
+    assert len(waited) == 1
+    run("b", lambda: None)  # at once
+    assert len(waited) == 1

@@ -5,11 +5,11 @@ import logging
 
 import aiohttp
 import pytest
-from served import TOKEN, served
+from served import TOKEN, served, websocket
 from test_http import picture
 
-from embodrl.serving import door
 from embodrl.serving.listener import HttpListener
+from embodrl.wire import door
 
 HALF = b"GET /he"
 PUSH = {"images.base_camera": picture(9), "instruction": "push"}
@@ -66,6 +66,18 @@ def test_a_stranger_is_closed_after_its_time_and_who_was_admitted_stays(monkeypa
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_a_client_too_many_gets_an_answer_and_its_connection_ends():
+    async def run():
+        async with served("openpi", max_connections=1) as server, websocket(server.urls["openpi"]) as first:
+            await first.receive_bytes(timeout=10)
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port("openpi"))
+            writer.write(f"GET /?token={TOKEN} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert (await reader.read()).split()[1] == b"503"
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_answers_without_a_token_end_their_connection():
     async def run():
         async with served("http") as server:
@@ -101,4 +113,4 @@ def test_too_many_open_files_end_the_oldest_strangers_and_are_reported_once(monk
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(run(), 30))
-    assert [record.name for record in caplog.records].count("embodrl.serving.door") == 1
+    assert [record.name for record in caplog.records].count("embodrl.wire.door") == 1

@@ -1,10 +1,14 @@
 """A name in a store has one owner at a time."""
 
+import threading
+
 import pytest
 from expect import raises_code
 
-from embodrl.storage.lease import BEAT_S, STALE_S, Lease
+from embodrl.storage.lease import STALE_S, Lease
 from embodrl.storage.store import Store
+
+WAIT_S = 30
 
 
 class Time:
@@ -22,6 +26,29 @@ class Time:
         self.during()
 
 
+class Beats(threading.Event):
+    """What an owner's thread waits for: it counts when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn, self._waiting = threading.Semaphore(0), threading.Semaphore(0)
+
+    def wait(self, timeout=None) -> bool:
+        self._waiting.release()
+        self._turn.acquire()
+        return self.is_set()
+
+    def set(self) -> None:
+        super().set()
+        self._turn.release()
+
+    def beat(self) -> None:
+        assert self._waiting.acquire(timeout=WAIT_S)
+        self._turn.release()
+        assert self._waiting.acquire(timeout=WAIT_S)
+        self._waiting.release()
+
+
 @pytest.fixture(params=["directory", "memory://lease"])
 def store(request, tmp_path):
     found = Store(str(tmp_path) if request.param == "directory" else f"{request.param}/{tmp_path.name}")
@@ -34,18 +61,67 @@ def time() -> Time:
     return Time()
 
 
-def lease(store, owner: str, time: Time) -> Lease:
-    return Lease(store, "desk", owner, time, time.sleep)
+@pytest.fixture
+def beats():
+    made = Beats()
+    yield made
+    made.set()
 
 
-def test_a_second_owner_is_refused_while_the_first_lives(store, time):
-    first, said = lease(store, "a", time), []
+def lease(store, owner: str, time: Time, beats: Beats | None = None) -> Lease:
+    return Lease(store, "desk", owner, time, time.sleep, beats)
+
+
+def cut_off(store) -> None:
+    store._fs.pipe_file(store._path("leases/desk", "STABLE"), b'{"owner": "a')
+
+
+def test_a_second_owner_is_refused_while_the_first_lives_whatever_it_does(store, time, beats):
+    first, said = lease(store, "a", time, beats), []
     first.take(said.append)
+    first.keep()  # and copies nothing
     assert not said
-    time.during = first.keep
+    time.during = beats.beat
     with raises_code("store-name-taken"):
         lease(store, "b", time).take(said.append)
-    assert len(said) == 1 and time.now <= 2 * BEAT_S
+    assert len(said) == 1 and time.now == 1
+    first.check()
+    first.release()
+    assert store.note("leases/desk") is None
+
+
+def test_an_outage_does_not_end_the_count(store, time, beats, monkeypatch):
+    first = lease(store, "a", time, beats)
+    first.take(print)
+    first.keep()
+
+    def fail(*_):
+        raise OSError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._fs, "pipe_file", fail)
+        beats.beat()
+    before = store.note("leases/desk").integer("beats")
+    beats.beat()
+    assert store.note("leases/desk").integer("beats") > before
+    first.check()
+
+
+def test_a_name_that_is_just_being_written_is_not_free(store, time):
+    lease(store, "a", time).take(print)
+    cut_off(store)
+    time.during = lambda: store.put_note("leases/desk", {"owner": "a", "beats": int(time.now)})
+    with raises_code("store-name-taken"):
+        lease(store, "b", time).take(print)
+
+
+def test_a_name_whose_writer_was_killed_becomes_free(store, time):
+    lease(store, "a", time).take(print)
+    cut_off(store)
+    second = lease(store, "b", time)
+    second.take(print)
+    assert time.now >= STALE_S
+    second.check()
 
 
 def test_the_same_owner_continues_after_a_kill_at_once(store, time):
@@ -60,10 +136,10 @@ def test_a_name_that_nobody_keeps_is_taken_over_and_its_owner_ends(store, time):
     second.take(print)
     assert time.now >= STALE_S
     with raises_code("store-name-taken"):
-        first.keep()
-    second.keep()
+        first.check()
+    second.check()
     first.release()  # not its own any more
-    second.keep()
+    second.check()
 
 
 def test_a_released_name_is_free_at_once(store, time):

@@ -176,3 +176,20 @@ def test_what_is_no_store_is_not_taken_for_an_empty_one(tmp_path):
     with raises_code("store-missing"):
         open_store(Config(store=StoreConfig(url=str(place))), create=False)
     assert not place.exists()
+
+
+def test_a_mark_in_a_directory_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    store = Store(str(tmp_path))
+    store.create()
+    store.put_note("leases/desk", {"beats": 1})
+    write, seen = store._fs.pipe_file, []
+
+    def in_two_parts(path, content):
+        write(path, content[:5])
+        seen.append(Store(store.url).note("leases/desk").integer("beats"))
+        write(path, content)
+
+    monkeypatch.setattr(store._fs, "pipe_file", in_two_parts)
+    store.put_note("leases/desk", {"beats": 2})
+    assert seen == [1] and store.note("leases/desk").integer("beats") == 2
+    assert [path.name for path in (tmp_path / "leases" / "desk").iterdir()] == ["STABLE"]
