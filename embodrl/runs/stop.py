@@ -166,7 +166,13 @@ class StopSignal:
         """Return the number of a signal; the guard gets a time before, as it takes an unread byte for a hang."""
         select.select([self._pipe[0]], [], [])
         self._keep_time(self._timeout_s * _END_AFTER)
-        return os.read(self._pipe[0], 1)
+        return self._take()
+
+    def _take(self) -> bytes:
+        got = os.read(self._pipe[0], 1)
+        if got == _HANDLED:
+            self._judged.put(None)  # all before it are judged
+        return got
 
     def _watch(self) -> None:
         """Keep the time from the first signal on."""
@@ -181,11 +187,9 @@ class StopSignal:
         raise_s = self._timeout_s * (_END_AFTER - _RAISE_AFTER)
         while left_s > 0:
             if select.select([self._pipe[0]], [], [], _LOOK_S)[0]:
-                got = os.read(self._pipe[0], 1)
+                got = self._take()
                 if got == _END:
                     return
-                if got == _HANDLED:
-                    self._judged.put(None)
                 is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the one below
                 if is_users and self._second.is_now():
                     self._is_second = True
