@@ -83,9 +83,9 @@ def train(
         if json_output:
             added: dict[str, object] = {}
             if fit:
-                fits = found is not None and plan.fits
-                added["fit"] = list(found.overrides) if fits else None
-                added["fit_trains_adapters"] = found.adapters if fits else None
+                fits = found if plan.fits else None
+                added["fit"] = None if fits is None else list(fits.overrides)
+                added["fit_trains_adapters"] = None if fits is None else fits.adapters
             print(json.dumps({**plan.as_json(loaded.config), **added}, indent=2))
         else:
             show(plan, loaded.config)
