@@ -41,14 +41,14 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # its class is private to typer
-            from embodrl.config.foreign import MEANT
+            from embodrl.config.foreign import MEANT, key_advice
 
             option = getattr(error, "option_name", "")
-            key = MEANT.get(option.lstrip("-").replace("-", "_"))
-            if key is not None and type(error).__name__ == "NoSuchOption":
-                ctx.fail(
-                    f"{option} is not an option of this command\n  hint: write {key}=VALUE\n  code: argument-option"
-                )
+            name = option.lstrip("-").replace("-", "_")
+            key, known = MEANT.get(name), key_advice(name, lambda _: False)
+            hint = known[1] if known is not None else f"write {key}=VALUE" if key is not None else ""
+            if hint and type(error).__name__ == "NoSuchOption":
+                ctx.fail(f"{option} is not an option of this command\n  hint: {hint}\n  code: argument-option")
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

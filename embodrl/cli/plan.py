@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from embodrl.config import LoadedConfig
     from embodrl.config.schema import Config
     from embodrl.deployment import ProcessPlace
     from embodrl.preflight.fit import Fit
@@ -70,12 +72,20 @@ def train(
         if fit:
             from embodrl.preflight.fit import find_fit
 
-            found = find_fit(lambda added: load_config(changed(given, added), config, "plan", trust))
+            def candidate(added: tuple[str, ...]) -> LoadedConfig:
+                print(f"trying {shlex.join(added) or 'it as it is'}", file=sys.stderr, flush=True)
+                return load_config(changed(given, added), config, "plan", trust)
+
+            found = find_fit(candidate)
         loaded = load_config(given, config, "plan", trust) if found is None else found.loaded
         show_notes(loaded.notes)
         plan = make_plan(loaded) if found is None else found.plan
         if json_output:
-            added = {} if found is None else {"fit": list(found.overrides), "fit_trains_adapters": found.adapters}
+            added: dict[str, object] = {}
+            if fit:
+                fits = found if plan.fits else None
+                added["fit"] = None if fits is None else list(fits.overrides)
+                added["fit_trains_adapters"] = None if fits is None else fits.adapters
             print(json.dumps({**plan.as_json(loaded.config), **added}, indent=2))
         else:
             show(plan, loaded.config)
@@ -95,6 +105,9 @@ def changed(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
 def _show_fit(found: Fit | None, arguments: list[str], config: Path | None) -> None:
     if found is None:
         print("nothing that --fit tries fits: plan with more or larger GPUs, or a smaller model")
+        return
+    if found.plan.memory.not_estimated:
+        print(f"--fit needs the size of the model: {'; '.join(found.plan.memory.hints)}")
         return
     if not found.overrides:
         print("it fits as it is")

@@ -321,6 +321,21 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
     return problems
 
 
+def taken_back(arguments: list[Argument]) -> list[ConfigProblem]:
+    """Return a note for each ``~key``: in Hydra it removes a key, here the value of a preset or file alone."""
+    return [
+        ConfigProblem(
+            argument.key,
+            "'~' goes back to the default, not to the value of a preset or of a file",
+            str(argument.origin),
+            hint=f"`embodrl config show` prints it; {argument.key}=VALUE gives another",
+            code="argument-taken-back",
+        )
+        for argument in arguments
+        if argument.delete
+    ]
+
+
 def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigProblem]]:
     """Take ``presets: {group: name}`` out of a user's file."""
     problems: list[ConfigProblem] = []
@@ -453,7 +468,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     merge(tree, user)
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a) and a.key != DIRS])
     chosen = {group: name for group, name in choices.items() if name}
-    notes = renamed + _experiment_overridden(choices, wanted, own)
+    notes = renamed + taken_back(arguments) + _experiment_overridden(choices, wanted, own)
     return Composition(tree, chosen, problems, notes, (*untrusted, *foreign), own)
 
 
@@ -482,4 +497,4 @@ def compose_resolved(path: Path, overrides: list[str], text: str | None = None) 
                 )
             )
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
-    return Composition(tree, {}, problems, untrusted=untrusted)
+    return Composition(tree, {}, problems, taken_back(arguments), untrusted)

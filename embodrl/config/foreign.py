@@ -21,8 +21,8 @@ FOREIGN: Mapping[tuple[str, str], tuple[str, str]] = {
     ),
     ("cluster", "disaggregated"): (
         "",
-        "write 'cluster.component_placement={actor:0-3,rollout:4-7,env:4-7}', or cluster.placement=auto with"
-        " runner.max_staleness=1",
+        "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or with a GPU for each of the two"
+        " 'cluster.component_placement={actor:0,rollout:1,env:1}'",
     ),
     ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
     ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
@@ -70,11 +70,16 @@ MEANT = {
     "temperature": "algorithm.sampling.temperature",
     "clip": "algorithm.clip_ratio_high",
     "wandb": "runner.logger.wandb_mode",
-    "gpus": "cluster.component_placement",
 }
 """Names of other libraries, and short ones, with the key that is meant."""
 _MODEL_PATH = ("model.model_path", "write model.model_path=DIR-or-hub-id with the preset of its family, model=NAME")
 _BATCH = ("actor.global_batch_size", "write actor.global_batch_size, or actor.micro_batch_size for one pass")
+_GPUS = (
+    "cluster.placement",
+    "write actor=fsdp cluster.placement=auto, which takes all GPUs that fit the batches; fewer are named, as in"
+    " actor=fsdp 'cluster.component_placement={actor:0-1,rollout:0-1,env:all}'; cluster=8xh100 describes them to"
+    " `embodrl plan`",
+)
 FOREIGN_KEYS: Mapping[str, tuple[str, str]] = {
     "actor.model.path": _MODEL_PATH,
     "actor_rollout_ref.model.path": _MODEL_PATH,
@@ -84,11 +89,8 @@ FOREIGN_KEYS: Mapping[str, tuple[str, str]] = {
     "algorithm.adv_estimator": ("algorithm.adv_type", "write algorithm.adv_type"),
     "actor.bs": _BATCH,
     "actor.batch_size": _BATCH,
-    "trainer.n_gpus_per_node": (
-        "cluster.component_placement",
-        "GPUs are given as 'cluster.component_placement={actor:0-7,rollout:0-7,env:all}' or by cluster.placement=auto;"
-        " cluster=8xh100 describes them to `embodrl plan`",
-    ),
+    "trainer.n_gpus_per_node": _GPUS,
+    "gpus": _GPUS,
     "trainer.nnodes": ("cluster.num_nodes", "write cluster.num_nodes"),
     "rollout.vllm.tensor_parallel_size": (
         "",

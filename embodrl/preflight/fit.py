@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
@@ -26,7 +27,7 @@ class Fit:
     """What was found.
 
     Attributes:
-        overrides: settings to add; () if the run fits as it is.
+        overrides: settings to add; () if the run fits as it is, or the size of its model is not known.
         loaded: the configuration with them.
         plan: of it.
         adapters: they train adapters where all weights were to be trained.
@@ -53,10 +54,11 @@ def find_fit(load: Callable[[tuple[str, ...]], LoadedConfig]) -> Fit | None:
         ConfigError: the run without any is not valid.
         EmbodrlError: as of ``make_plan``.
     """
+    load = cache(load)
     loaded = load(())
     plan = make_plan(loaded)
     if plan.fits or plan.memory.not_estimated:
-        return Fit((), loaded, plan) if plan.fits else None
+        return Fit((), loaded, plan)
     for structures in _structures(loaded, plan):
         fits = [fit for one in structures if (fit := _with_micro_batches(load, one)) is not None]
         if fits:

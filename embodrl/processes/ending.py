@@ -35,9 +35,10 @@ class SecondSignal:
 
     def is_now(self) -> bool:
         """Return whether a signal that comes now is a second one; the first call notes the time of the first."""
+        now = self._clock()
         if self._first_at is None:
-            self._first_at = self._clock()
-        return self._clock() - self._first_at >= REPEAT_S
+            self._first_at = now
+        return now - self._first_at >= REPEAT_S
 
 
 class _Process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import signal
 import sys
@@ -22,7 +23,8 @@ TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
 _RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
-_END = b"\0"
+_JUDGED_S = 1.0
+_END, _HANDLED = b"\0", b"\xff"
 # The last three announce a preemption or a limit of CPU time on clusters, or come from Ctrl-\\.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT)
 _SIGNALS_AS_BYTES = [bytes([number]) for number in _SIGNALS]
@@ -59,6 +61,8 @@ class StopSignal:
         self.number = 0
         self.late = 0
         self._second = SecondSignal(clock)
+        self._is_second = False
+        self._judged: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._hint: str | None = None
         self._owns_process = owns_process()
         self._timeout_s = timeout_s
@@ -117,17 +121,23 @@ class StopSignal:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_first, self.number = not self.number, self.number or number
-        is_repeated, name = self._second.is_now(), signal.Signals(number).name
-        if is_first and self._hint is not None:
-            _say(f"{name}: saves, then stops; a signal {REPEAT_S:g} s later ends it without saving")
-            return
-        if not is_first and not self.late:
-            if not is_repeated:
+        name = signal.Signals(number).name
+        if not self.late and not (is_first and self._hint is None):
+            self._await_judgement()
+            if is_first and not self._is_second:
+                _say(f"{name}: saves, then stops; a signal {REPEAT_S:g} s later ends it without saving")
+            if not self._is_second:
                 return
             _say(f"{name} again: ends without saving; {self._hint or 'rerun the command'}")
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
+
+    def _await_judgement(self) -> None:
+        """Wait until the thread has judged all signals so far: a handler may run long after a signal's arrival."""
+        os.write(self._pipe[1], _HANDLED)
+        with contextlib.suppress(queue.Empty):  # the thread is at the end of the time
+            self._judged.get(timeout=_JUDGED_S)
 
     def __bool__(self) -> bool:
         return self.number != 0
@@ -156,7 +166,13 @@ class StopSignal:
         """Return the number of a signal; the guard gets a time before, as it takes an unread byte for a hang."""
         select.select([self._pipe[0]], [], [])
         self._keep_time(self._timeout_s * _END_AFTER)
-        return os.read(self._pipe[0], 1)
+        return self._take()
+
+    def _take(self) -> bytes:
+        got = os.read(self._pipe[0], 1)
+        if got == _HANDLED:
+            self._judged.put(None)  # all before it are judged
+        return got
 
     def _watch(self) -> None:
         """Keep the time from the first signal on."""
@@ -171,11 +187,12 @@ class StopSignal:
         raise_s = self._timeout_s * (_END_AFTER - _RAISE_AFTER)
         while left_s > 0:
             if select.select([self._pipe[0]], [], [], _LOOK_S)[0]:
-                got = os.read(self._pipe[0], 1)
+                got = self._take()
                 if got == _END:
                     return
                 is_users = got in _SIGNALS_AS_BYTES and not asked_again  # not the one below
                 if is_users and self._second.is_now():
+                    self._is_second = True
                     left_s = min(left_s, _AT_ONCE_S)
                     raise_s = 0.0
             self._keep_time(left_s + 1.0)

@@ -14,6 +14,8 @@ def fused_adamw(
 ) -> torch.optim.AdamW:
     """Return AdamW with a learning rate of zero and no weight decay, unless the groups name others.
 
+    Whether the weights are dense is decided here, once: one that is replaced by a view with gaps later is not noticed.
+
     Args:
         params: tensors, or groups as ``torch.optim.Optimizer`` takes them.
         betas: of the moments.

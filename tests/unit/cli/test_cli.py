@@ -236,6 +236,7 @@ def test_an_option_of_another_system_is_answered_with_the_setting() -> None:
     result = run("train", "--lr", "3e-4")
     assert result.exit_code == 2
     assert "code: argument-option" in result.stderr and "actor.optim.lr=VALUE" in result.stderr
+    assert "actor=fsdp cluster.placement=auto" in run("train", "--gpus", "2").stderr
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ def test_experiment_overrides_groups_and_gives_way_to_the_user() -> None:
 
 def test_tilde_goes_back_to_the_schema() -> None:
     loaded = load_config(["env.cameras=[{name: top}]", "~env.cameras"])
+    assert [(note.key, note.code) for note in loaded.notes] == [("env.cameras", "argument-taken-back")]
     assert loaded.config.env.cameras == Config().env.cameras
     assert str(loaded.origins["env.cameras.0.name"]) == "schema default"
 

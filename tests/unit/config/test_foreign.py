@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +59,17 @@ def test_a_form_that_is_refused_is_answered_with_the_one_that_works(
 ) -> None:
     (problem,) = problems(*arguments)
     assert problem.code == code and written in problem.hint
+
+
+HINTS = sorted({hint for _, hint in (*FOREIGN.values(), *FOREIGN_KEYS.values())})
+SETTINGS = re.compile(r"(?:(?:'[a-z_.]+=[^']+'|\b[a-z_.]+=[a-z0-9_]+\b(?!-))(?: (?=[a-z_.']+=))?)+")
+WRITTEN = sorted({found for hint in HINTS for found in SETTINGS.findall(hint)})
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_settings_of_the_hints_are_valid(written: str) -> None:
+    arguments = shlex.split(written)
+    load_config([*arguments, *["cluster=8xh100"] * ("cluster." in written)], verb="plan")
 
 
 def test_what_the_hints_write_is_valid() -> None:

@@ -304,7 +304,25 @@ def test_fit_says_when_nothing_fits():
     arguments = (*SMALL, "cluster=8xh100", "cluster.hardware.gpu_memory_gib=0.001")
     assert fitted(*arguments) is None
     code, plan = plan_json(*arguments, "--fit")
-    assert code == 1 and "fit" not in plan
+    assert code == 1 and plan["fit"] is None and plan["fit_trains_adapters"] is None
+
+
+def test_fit_needs_the_size_of_the_model():
+    arguments = ("plan", "train", "model=pi05", "model.model_path=owner/name", "cluster=8xh100", "--fit")
+    result = CLI.invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "--fit needs the size of the model: give the directory" in result.stdout
+    assert "larger GPUs" not in result.stdout
+    code, plan = plan_json(*arguments[2:])
+    assert code == 1 and plan["fit"] is None
+
+
+def test_fit_names_each_candidate_before_it_is_worked_out():
+    arguments = (*SMALL, "cluster=8xh100", "cluster.hardware.gpu_memory_gib=0.03")
+    result = CLI.invoke(app, ["plan", "train", *arguments, "--fit"])
+    tried = [line for line in result.stderr.splitlines() if line.startswith("trying ")]
+    assert result.exit_code == 0 and "as it is" in tried[0]
+    assert len(set(tried)) == len(tried) > 1 and "actor=fsdp" in tried[1]
 
 
 def test_the_plan_of_the_readme_and_of_the_help_fits():

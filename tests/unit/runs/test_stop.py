@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -167,3 +168,44 @@ sys.exit(stop.exit_code)
 def test_two_signals_at_once_leave_time_to_save() -> None:
     code, out, err = run(TWICE)
     assert (code, out, len(err.splitlines())) == (143, "saves\n", 1)
+
+
+# The thread gets the signals when they arrive; the handlers run once the native call is over.
+IN_NATIVE_CODE = """
+import ctypes, signal, sys
+from embodrl.processes.ending import own_process
+from embodrl.runs.stop import StopSignal
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+own_process()
+with StopSignal() as stop:
+    stop.can_save("")
+    if sys.argv[1]:
+        signal.raise_signal(signal.SIGTERM)
+    ctypes.CDLL(None).system(sys.argv[2].encode())
+    print("saves")
+sys.exit(0 if stop else 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("handled", "command"),
+    [("handled", "kill -TERM $PPID; sleep 1.1"), ("", "kill -TERM $PPID; kill -HUP $PPID; sleep 1.1")],
+)
+def test_signals_count_when_they_arrive(handled: str, command: str) -> None:
+    code, out, err = run(IN_NATIVE_CODE, handled, command)
+    assert (code, out, len(err.splitlines())) == (0, "saves\n", 1)
+
+
+def test_a_handler_that_runs_late_takes_the_time_of_the_arrival() -> None:
+    late_s = [0.0]
+
+    def clock() -> float:
+        return late_s[0] if threading.current_thread() is threading.main_thread() else 0.0
+
+    with StopSignal(clock=clock) as stop:
+        stop.can_save("")
+        signal.raise_signal(signal.SIGTERM)
+        late_s[0] = 1.4 * REPEAT_S
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.number == signal.SIGTERM
