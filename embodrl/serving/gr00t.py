@@ -14,6 +14,7 @@ import numpy as np
 from embodrl.errors import WireError
 from embodrl.serving.core import explain
 from embodrl.serving.listener import Listener, Service
+from embodrl.wire import door
 from embodrl.wire.codec import groot_envelope, groot_msgpack_default, groot_npy_default, need, pack, unpack
 from embodrl.wire.keys import Part, split
 
@@ -54,6 +55,7 @@ class GrootListener(Listener):
         self._context = self._asyncio.Context()
         self._socket = self._context.socket(self._zmq.ROUTER)  # REQ clients can't tell it from a REP socket
         self._socket.setsockopt(self._zmq.MAXMSGSIZE, self.service.max_bytes)
+        self._socket.setsockopt(self._zmq.HANDSHAKE_IVL, int(1000 * door.HELLO_S))
         self._socket.setsockopt(self._zmq.LINGER, 1000)
         self._socket.setsockopt(self._zmq.IPV6, int(":" in host))
         address = f"[{host}]" if ":" in host else host

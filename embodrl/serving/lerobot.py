@@ -23,6 +23,7 @@ from embodrl.errors import EmbodrlError, WireError
 from embodrl.serving.core import explain
 from embodrl.serving.listener import CLOSE_S, Listener, Service
 from embodrl.types import Observation
+from embodrl.wire import door
 from embodrl.wire.codec import need
 from embodrl.wire.keys import WireMap
 from embodrl.wire.pickled import MODULE, Record, read_pickle
@@ -35,6 +36,8 @@ PERIOD_S = 1 / 30
 HINT = "see docs/serving.md for lerobot's protocol"
 IDLE_S = 60.0
 """A client polls all the time: one that was silent for so long is gone, and its address may be another's by now."""
+MAX_CALLS = 16
+"""Of a connection at a time: a client sends an observation and polls, each in one call."""
 VALUES = (str, bool, int, float, np.ndarray)
 
 
@@ -91,7 +94,13 @@ class LerobotListener(Listener):
 
     async def start(self, host: str, port: int) -> int:
         size = self.service.max_bytes
-        options = [("grpc.max_receive_message_length", size), ("grpc.so_reuseport", 0)]
+        options = [
+            ("grpc.max_receive_message_length", size),
+            ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", int(1000 * door.HELLO_S)),
+            ("grpc.max_connection_idle_ms", int(1000 * IDLE_S)),
+            ("grpc.max_concurrent_streams", MAX_CALLS),
+        ]
         self._server = self._aio.server(
             options=options, maximum_concurrent_rpcs=2 * self.service.settings.max_connections
         )

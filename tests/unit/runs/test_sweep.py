@@ -208,11 +208,8 @@ def test_slurm_that_is_missing_or_refuses(slurm: Path, monkeypatch: pytest.Monke
         new_sweep(["env=toy", "runner.seed=0,1"], None, slurm / "other", 1, "slurm")
 
 
-def test_metrics_that_can_not_be_read_do_not_end_the_sweep(tmp_path: Path) -> None:
-    swept = Sweep(tmp_path, (SweptRun("a", ()), SweptRun("b", ())), None, (1, 1), 1, "local", ())
-    for run in range(2):
-        (swept.path(run) / "policy").mkdir(parents=True)
-        (swept.path(run) / "report.html").touch()
-    (swept.path(0) / "metrics.jsonl").mkdir()
-    (swept.path(1) / "metrics.jsonl").write_text(ROW.format() + "\n")
-    assert run_sweep(swept) == 0
+def test_metrics_that_can_not_be_read_do_not_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unreadable = "mkdir -p {run}/metrics.jsonl {run}/policy; touch {run}/report.html"
+    sweep = stand_in(monkeypatch, tmp_path, [unreadable, DONE])
+    assert run_sweep(sweep) == 0
+    assert sweep.unfinished() == []

@@ -114,3 +114,17 @@ def test_too_many_open_files_end_the_oldest_strangers_and_are_reported_once(monk
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(run(), 30))
     assert [record.name for record in caplog.records].count("embodrl.wire.door") == 1
+
+
+@pytest.mark.parametrize(("protocol", "module"), [("gr00t", "zmq"), ("lerobot", "grpc")])
+def test_what_does_not_begin_the_protocol_is_closed(protocol, module, monkeypatch):
+    pytest.importorskip(module)
+    monkeypatch.setattr(door, "HELLO_S", 0.2)
+
+    async def run():
+        async with served(protocol) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port(protocol))
+            await reader.read()  # to the end
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))
