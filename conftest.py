@@ -6,10 +6,13 @@ kind of fault on the toy and on MuJoCo, and with ManiSkill the duties of an envi
 
 from __future__ import annotations
 
+import gc
+
 import fork_server
 import pytest
 
 fork_server.install()
+gc.disable()  # until all tests are collected: nothing of them is garbage
 LONG_WITH_MANISKILL = (
     "test_a_damaged_mesh_cache_is_made_again",
     "test_a_full_dev_shm_is_of_no_account",
@@ -23,6 +26,12 @@ LONG_WITH_MANISKILL = (
     "test_a_start_that_takes_too_long_after_a_death",
     "test_what_terminates_an_episode",  # test_maniskill.py has the success that ends one
 )
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of collections, each of which would walk through some million objects."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks are selected
