@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
-from tiny_families import NETWORKS, build, generator, observation, tiny_config
+from tiny_families import build, generator, observation, tiny_config
 from torch.nn import functional as F
 
 from embodrl.algorithms.off_policy import ramp, rlt
@@ -112,7 +112,7 @@ def test_episodes_are_held_out_as_a_whole() -> None:
     assert apart.sum() == 6 and all(len(set(apart[episode == number])) == 1 for number in range(10))
 
 
-@pytest.mark.parametrize("family", NETWORKS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prefix_states_of_every_family(family: str) -> None:
     """Their mean is what a critic reads that has them as its input."""
     own = "prefix" if family in ("pi0", "smolvla", "gr00t") else "prompt_mean"
