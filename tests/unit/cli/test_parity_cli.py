@@ -185,7 +185,9 @@ def test_the_recorded_fixtures(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RECORDED)
 def test_one_changed_number_is_noticed(name: str, tmp_path: Path) -> None:
     """Of each float output, or input that an output depends on, in the recording."""
-    shutil.copytree(SHARED / name, tmp_path / name)
+    (tmp_path / name).mkdir()
+    for file in (SHARED / name).iterdir():  # whose directory may be read-only
+        shutil.copyfile(file, tmp_path / name / file.name)
     path = tmp_path / name / "io.safetensors"
     tensors = load_file(path)
     changed = {"openvla": "h", "openvla_oft": "h", "pi0": "a", "pi05": "a", "gr00t_n1_5_action_head": "v"}[name]

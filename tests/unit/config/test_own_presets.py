@@ -58,7 +58,8 @@ def test_a_file_names_directories_relative_to_itself(
     own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "mine.yaml", f'presets: {{dirs: ["{own.name}"], env: my_toy}}\n')
-    monkeypatch.chdir("/")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     assert load_config([], path).config.env.max_episode_steps == 12
 
 

@@ -47,6 +47,7 @@ VERBS: dict[tuple[str, ...], Verb | None] = {
 }
 """Those with settings, and what is checked; the arguments of the others are parsed."""
 STANDS_FOR = {
+    "runner.output_dir=/shared/runs/first": "runner.output_dir=first",
     **{"MODE": "actor=native", "runner.seed=S": "runner.seed=1", "mine.yaml": "my_task/config.yaml"},
     **{
         f"{section}.python=lerobot-env/bin/python": f"{section}.python={sys.executable}" for section in ("env", "model")
