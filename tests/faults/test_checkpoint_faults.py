@@ -100,7 +100,14 @@ def save_in_child(directory: Path, step: int, tag: int, keep_last_n: int, kill_a
     return int(answer)
 
 
-@pytest.mark.parametrize(("step", "keep_last_n"), [(2, 1), (2, 2), (1, 1)], ids=["prune", "keep", "replace"])
+@pytest.mark.parametrize(
+    ("step", "keep_last_n"),
+    [
+        pytest.param(2, 1, id="prune"),
+        pytest.param(2, 2, id="keep", marks=pytest.mark.long),
+        pytest.param(1, 1, id="replace", marks=pytest.mark.long),
+    ],
+)
 def test_killed_at_every_file_system_call_of_a_save(tmp_path: Path, step: int, keep_last_n: int) -> None:
     rehearsal = tmp_path / "rehearsal"
     CheckpointManager(rehearsal, keep_last_n).save(1, **content(1))

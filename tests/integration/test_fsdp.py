@@ -56,7 +56,7 @@ def assert_same_training(group: WorkerGroup, family: str, config: Config) -> Non
         pytest.param("pi0", "flow_sde", marks=pytest.mark.long),  # but for its state token as pi0.5
         ("pi05", "flow_noise"),
         pytest.param("pi0_fast", None, marks=pytest.mark.long),
-        ("gr00t", "flow_sde"),
+        pytest.param("gr00t", "flow_sde", marks=pytest.mark.long),
         pytest.param("smolvla", "flow_sde", marks=pytest.mark.long),
         ("gaussian", None),  # convolutions: their gradients are laid out otherwise than their weights
     ],

@@ -87,7 +87,7 @@ def written_out(graph: Graph, context: Context, on_node: object = None) -> dict[
     return row
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("grpo", marks=pytest.mark.long), "srpo"])
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(name, marks=pytest.mark.long) for name in ("grpo", "srpo"))])
 def test_a_graph_gives_the_numbers_of_the_loop(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = (f"pipeline={name}", "algorithm.kl.coef=0.05", *GROUPS.get(name, IN_GROUPS))
     walked = run(tmp_path / "walked", *settings)

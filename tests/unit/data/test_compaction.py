@@ -194,7 +194,9 @@ def kill_at(number: int, spool, tmp_path, monkeypatch) -> bool:
     return was_killed
 
 
-@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.long), 5, 14])
+@pytest.mark.parametrize(
+    "number", [pytest.param(1, marks=pytest.mark.long), 5, pytest.param(14, marks=pytest.mark.long)]
+)
 def test_a_kill_loses_nothing(number, spool, tmp_path, monkeypatch):
     remember(monkeypatch)
     kill_at(number, spool, tmp_path, monkeypatch)

@@ -221,6 +221,7 @@ def test_gradient_checkpointing_changes_nothing():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long  # 150 updates
 def test_imitation_learns_one_batch():
     """After it, sampling in the direction of data gives the actions that were shown."""
     wider = ARCHITECTURE.model_copy(update={"dit_num_heads": 4, "dit_head_dim": 16, "dit_output_dim": 32})

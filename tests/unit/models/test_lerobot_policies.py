@@ -216,7 +216,11 @@ def test_a_policy_with_a_history_is_refused(here: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "code"), [({"action": [6]}, "lerobot-does-not-fit"), ({"type": "another"}, "lerobot-raised")]
+    ("facts", "code"),
+    [
+        ({"action": [6]}, "lerobot-does-not-fit"),
+        pytest.param({"type": "another"}, "lerobot-raised", marks=pytest.mark.long),
+    ],
 )
 def test_policies_that_do_not_fit_are_refused(
     python: Path, tmp_path: Path, facts: dict[str, object], code: str
