@@ -277,6 +277,7 @@ class AsyncCollector:
                     shard = self._again.pop(0) if self._again else self._next_shard
                     self._next_shard = max(self._next_shard, shard + 1)
                     self.gate.begin(shard)
+                    self._changed.notify_all()
                     return shard
                 self._changed.wait()
         return None
