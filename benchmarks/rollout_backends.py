@@ -87,8 +87,8 @@ def sides(policy: TokenPolicy, native: RolloutEngine, vllm: RolloutEngine) -> di
     """Return the ways to choose actions, by name."""
     llama = stock_llama(policy)
     return {
-        "native": lambda observation: native.act_greedily(observation).actions,
-        "vllm": lambda observation: vllm.act_greedily(observation).actions,
+        "native": lambda observation: native.decide(observation, "greedy").actions,
+        "vllm": lambda observation: vllm.decide(observation, "greedy").actions,
         "generate": lambda observation: generate_actions(policy, llama, observation),
     }
 

@@ -90,7 +90,7 @@ def one_call_per_request() -> type:
     class OneCallPerRequest(ModelCore):
         async def act(self, observation: Observation, client: object, protocol: str) -> Chunk:
             clock = time.perf_counter()
-            output = self.engine.act_greedily(observation)
+            output = self.engine.decide(observation, "greedy")
             return Chunk(output.actions[0], output.version, 1, 1000 * (time.perf_counter() - clock))
 
     return OneCallPerRequest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,12 @@ from embodrl.errors import EnvError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Decoding = Literal["greedy", "sampled", "mean"]
+"""How actions follow from a distribution: the most probable, a sample, or those nearest to its mean."""
+ActMode = Literal["train", "eval", "mean"]
+"""What a policy is asked for: a sample, the most probable actions, or those nearest to the mean."""
+MODES: dict[Decoding, ActMode] = {"greedy": "eval", "sampled": "train", "mean": "mean"}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from embodrl.data.rng import RandomSource
 from embodrl.errors import BatchShapeError, EmbodrlError
 from embodrl.models.common.condition import Condition, told
-from embodrl.types import ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 if TYPE_CHECKING:
     from embodrl.models.common.adapters import Adapters
@@ -84,6 +84,25 @@ class LoadReport:
         return "\n".join(lines)
 
 
+def check_decoding(decoding: Decoding, offered: Sequence[Decoding], who: str) -> None:
+    """Refuse a decoding that is not offered.
+
+    Args:
+        decoding: that is wanted.
+        offered: by a policy or an engine.
+        who: its name, for the message.
+
+    Raises:
+        EmbodrlError: see above.
+    """
+    if decoding not in offered:
+        raise EmbodrlError(
+            f"{who} has no decoding '{decoding}': it has {', '.join(offered)}",
+            f"set env.eval.decoding or serve.decoding to {' or '.join(offered)}",
+            code="policy-has-no-decoding",
+        )
+
+
 class VLAPolicy(nn.Module, ABC):
     """A policy that maps camera images and an instruction to a chunk of actions.
 
@@ -91,12 +110,14 @@ class VLAPolicy(nn.Module, ABC):
         num_action_chunks: C.
         action_dim: A.
         draws_by_row: ``predict_action_batch`` takes a RowGenerators as well.
+        decodings: what ``predict_action_batch`` can choose actions by; the first is that of main figures.
         condition: what those who act say of the advantage with every instruction (``model.condition``).
     """
 
     num_action_chunks: int
     action_dim: int
     draws_by_row: ClassVar[bool] = False
+    decodings: ClassVar[tuple[Decoding, ...]] = ("greedy", "sampled")
     condition: Condition | None = None
 
     @property
@@ -123,12 +144,26 @@ class VLAPolicy(nn.Module, ABC):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode."""
+        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable in ``eval`` mode.
+
+        In ``mean`` mode it is nearest to the mean of the distribution; only some families have it, see ``decodings``.
+
+        Raises:
+            EmbodrlError: the family does not have the mode.
+        """
+
+    def check_mode(self, mode: ActMode) -> None:
+        """Refuse a mode that ``decodings`` lacks.
+
+        Raises:
+            EmbodrlError: see above.
+        """
+        check_decoding(next(name for name, one in MODES.items() if one == mode), self.decodings, type(self).__name__)
 
     def predict(
         self,

@@ -12,6 +12,7 @@ from embodrl.reporting.charts import histogram
 from embodrl.reporting.intervals import CONFIDENCE_TEXT
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
 from embodrl.reporting.paired import PairedFigures, change_text
+from embodrl.types import Decoding
 
 ROW_PX, BAR_PX = 44, 330
 MAX_FAILURES = 200
@@ -46,11 +47,9 @@ class EpisodeFigures(TypedDict):
     length: int
 
 
-class AxisFigures(TypedDict):
-    """The result of the same episodes perturbed along an axis; ``change`` is from the unperturbed ones to these."""
+class OtherFigures(TypedDict):
+    """The result of the same episodes played otherwise; ``change`` is from the main figures to these."""
 
-    group: str
-    description: str
     success_rate: float | None
     interval: tuple[float, float]
     successes: int
@@ -58,6 +57,13 @@ class AxisFigures(TypedDict):
     lost_episodes: int
     change: PairedFigures
     per_episode: list[EpisodeFigures]
+
+
+class AxisFigures(OtherFigures):
+    """The result of the same episodes perturbed along an axis."""
+
+    group: str
+    description: str
 
 
 class EvalContent(TypedDict):
@@ -82,6 +88,7 @@ class EvalContent(TypedDict):
     simulator: dict[str, object]
     first_pictures: dict[str, str]
     axes: dict[str, AxisFigures]
+    decodings: dict[Decoding, OtherFigures]
     per_episode: list[EpisodeFigures]
 
 
@@ -104,6 +111,12 @@ def eval_page(content: EvalContent, title: str, directory: Path, grid: Path | No
     ]
     if rows:
         parts += ["<h2>Success by task</h2>", f'<div class="chart">{bars(rows)}</div>', _table(rows)]
+    if len(content["decodings"]) > 1:
+        parts += [
+            "<h2>Success by how actions are chosen</h2>",
+            f'<div class="chart">{bars(decoding_rows(content))}</div>',
+        ]
+        parts += [_decodings(content)]
     embedder = Embedder(directory)
     if content["axes"]:
         parts += ["<h2>Generalisation</h2>", f'<div class="chart">{bars(axis_rows(content))}</div>']
@@ -172,6 +185,28 @@ def axis_rows(content: EvalContent) -> list[tuple[str, Rate]]:
         if row["success_rate"] is not None:
             found.append((name, {"success_rate": row["success_rate"], "interval": row["interval"]}))
     return found
+
+
+def decoding_rows(content: EvalContent) -> list[tuple[str, Rate]]:
+    """Return name and figures of each decoding with an episode."""
+    return [
+        (name, {"success_rate": row["success_rate"], "interval": row["interval"]})
+        for name, row in content["decodings"].items()
+        if row["success_rate"] is not None
+    ]
+
+
+def _decodings(content: EvalContent) -> str:
+    head = ("actions", "successes", "episodes", "lost", "change on the same seeds", "p")
+    lines = [
+        (
+            *(name, row["successes"], row["episodes"], row["lost_episodes"]),
+            *((change_text(row["change"]), f"{row['change']['p_value']:.3f}") if number else ("", "")),
+        )
+        for number, (name, row) in enumerate(content["decodings"].items())
+    ]
+    note = f"Change in points from the first row, {CONFIDENCE_TEXT} interval of the paired difference; p of McNemar's"
+    return table(head, lines) + f'<p class="sub">{note} exact test.</p>'
 
 
 def _axes(content: EvalContent) -> str:

@@ -28,6 +28,12 @@ def elapsed_s(rows: Sequence[Row]) -> list[float]:
     return list(accumulate(number(row, "time/total_s") for row in rows))
 
 
+def other_rates(row: Row) -> dict[str, float]:
+    """Return the success of the row's evaluation by what else actions were chosen by: decoding -> rate."""
+    prefix = "eval/success_rate_"
+    return {key.removeprefix(prefix): float(row[key]) for key in row if key.startswith(prefix) and is_number(row[key])}
+
+
 def task_names(rows: Sequence[Row], prefix: str) -> list[str]:
     """Return the tasks whose success the rows have, in order; ``prefix`` is ``eval`` or ``rollout``."""
     return list(

@@ -63,7 +63,7 @@ class StepwiseActor:
         empty = np.array([row for row, left in enumerate(self._left) if not left], np.int64)
         if len(empty):
             asked = observation.select(empty)
-            output = self.engine.act(asked, False) if self.sample else self.engine.act_greedily(asked)
+            output = self.engine.act(asked, False) if self.sample else self.engine.decide(asked, "greedy")
             each = self._log_probs(output)
             for number, row in enumerate(empty):
                 known = [None] * len(output.actions[number]) if each is None else list(each[number])

@@ -16,7 +16,14 @@ from embodrl.config.protocol import protocol_of
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.reporting.eval_grid import Tile, write_grid
-from embodrl.reporting.eval_report import AxisFigures, EpisodeFigures, EvalContent, TaskFigures, eval_page
+from embodrl.reporting.eval_report import (
+    AxisFigures,
+    EpisodeFigures,
+    EvalContent,
+    OtherFigures,
+    TaskFigures,
+    eval_page,
+)
 from embodrl.reporting.harness import harness_result
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
 from embodrl.reporting.paired import change_text, compare_pairs
@@ -24,9 +31,15 @@ from embodrl.runs.afterwards import afterwards
 from embodrl.runs.provenance import compute_text, describe_compute, describe_process, versions
 from embodrl.specs import ENVS
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
+from embodrl.types import Decoding
 from embodrl.workers.env import check_videos
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
+ACTIONS: dict[Decoding, str] = {
+    "greedy": "greedy (most probable)",
+    "sampled": "sampled, as in training",
+    "mean": "mean (nearest to the mean)",
+}
 JSON_FILE, HTML_FILE, GRID_FILE, VIDEO_DIR = "eval.json", "eval.html", "grid.mp4", "videos"
 # With more tasks than these the console shows the total only.
 MAX_LINES = 20
@@ -116,22 +129,13 @@ class EvalOutput:
             "simulator": self.simulator,
             "first_pictures": result.first_pictures,
             "axes": {name: self._axis(name, result, perturbed) for name, perturbed in self.axes.items()},
+            "decodings": {name: _other(result, one) for name, one in result.by_decoding.items()},
             "per_episode": [EpisodeFigures(**vars(record)) for record in result.records],
         }
 
     def _axis(self, name: str, plain: EvalResult, perturbed: EvalResult) -> AxisFigures:
-        axis, solved = ENVS.entry(self.config.env.env_type).axes[name], sum(perturbed.successes)
-        return {
-            "group": axis.group,
-            "description": axis.description,
-            "success_rate": perturbed.success_rate if perturbed.episodes else None,
-            "interval": wilson_interval(solved, perturbed.episodes),
-            "successes": solved,
-            "episodes": perturbed.episodes,
-            "lost_episodes": perturbed.lost_episodes,
-            "change": compare_pairs(_outcomes(plain), _outcomes(perturbed)),
-            "per_episode": [EpisodeFigures(**vars(record)) for record in perturbed.records],
-        }
+        axis = ENVS.entry(self.config.env.env_type).axes[name]
+        return {"group": axis.group, "description": axis.description, **_other(plain, perturbed)}
 
     def harness_content(self, result: EvalResult) -> dict[str, object]:
         """Return the same for vla-evaluation-harness."""
@@ -151,7 +155,7 @@ class EvalOutput:
             "model": model.model_type,
             "weights": self.weights,
             "weights SHA-256": self.weights_sha256,
-            "actions": "greedy (most probable)",
+            "actions": ACTIONS[result.decoding],
             "actions per chunk": model.num_action_chunks,
             "step limit": env.max_episode_steps,
             "protocol": self.config.protocol or "none",
@@ -178,21 +182,20 @@ class EvalOutput:
         videos = sorted(self.video_dir.glob("[!.]*.mp4")) if self.video_dir is not None else []
         written = self._write_page(content, result, videos)
         lines = (
-            [_line("success rate", content["interval"], result.episodes, result.success_rate), *_at_end(result)]
+            [
+                _line(f"success rate, {result.decoding}", content["interval"], result.episodes, result.success_rate),
+                *_at_end(result),
+            ]
             if result.episodes
             else ["no episode was completed"]
         )
+        lines += [_changed(f"success rate, {name}", content["decodings"][name]) for name in result.decodings]
         if 1 < len(content["tasks"]) <= MAX_LINES:
             lines += [
                 f"  {_line(task, row['interval'], row['episodes'], row['success_rate'])}"
                 for task, row in content["tasks"].items()
             ]
-        lines += [
-            f"  {_line(name, row['interval'], row['episodes'], row['success_rate'])}, {change_text(row['change'])}"
-            if row["success_rate"] is not None
-            else f"  {name}: no episode was completed"
-            for name, row in content["axes"].items()
-        ]
+        lines += [f"  {_changed(name, row)}" for name, row in content["axes"].items()]
         if self.video_dir is not None:
             wanted = sum(record.number < self.config.env.video.num_episodes for record in result.records)
             lines += [f"videos: only {len(videos)} of {wanted} could be written"] * (len(videos) < wanted)
@@ -237,6 +240,19 @@ def _task(records: list[EpisodeRecord]) -> TaskFigures:
     }
 
 
+def _other(first: EvalResult, other: EvalResult) -> OtherFigures:
+    solved = sum(other.successes)
+    return {
+        "success_rate": other.success_rate if other.episodes else None,
+        "interval": wilson_interval(solved, other.episodes),
+        "successes": solved,
+        "episodes": other.episodes,
+        "lost_episodes": other.lost_episodes,
+        "change": compare_pairs(_outcomes(first), _outcomes(other)),
+        "per_episode": [EpisodeFigures(**vars(record)) for record in other.records],
+    }
+
+
 def _outcomes(result: EvalResult) -> dict[int, bool]:
     return {record.number: record.success for record in result.records}
 
@@ -245,6 +261,12 @@ def _line(name: str, interval: tuple[float, float], episodes: int, rate: float) 
     low, high = interval
     shown = f"{CONFIDENCE_TEXT} interval {100 * low:.1f} to {100 * high:.1f} %"
     return f"{name} {100 * rate:.1f} % of {episodes} episodes ({shown})"
+
+
+def _changed(name: str, row: OtherFigures) -> str:
+    if row["success_rate"] is None:
+        return f"{name}: no episode was completed"
+    return f"{_line(name, row['interval'], row['episodes'], row['success_rate'])}, {change_text(row['change'])}"
 
 
 def _at_end(result: EvalResult) -> list[str]:

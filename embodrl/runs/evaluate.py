@@ -21,6 +21,7 @@ from embodrl.runs.eval_output import HTML_FILE, EvalOutput
 from embodrl.runs.files import removed_if_empty
 from embodrl.runs.provenance import compute_text
 from embodrl.storage.json_file import check_json_file, write_json_file
+from embodrl.types import Decoding
 from embodrl.workers.env import check_environments, check_simulator, make_pool, places_here
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
@@ -39,6 +40,7 @@ class EvaluationResult:
         lost_episodes: number of episodes that simulator faults ended in every attempt; not counted above.
         output_dir: directory with eval.json, eval.html and videos; None if nothing was written.
         axes: what was measured on the same episodes perturbed, by axis.
+        decodings: what was measured on the same episodes by other choices of the actions: ``sampled``, ``mean``.
     """
 
     success_rate: float
@@ -49,6 +51,7 @@ class EvaluationResult:
     output_dir: Path | None = None
     success_at_end: float = float("nan")
     axes: Mapping[str, EvaluationResult] = field(default_factory=dict[str, "EvaluationResult"])
+    decodings: Mapping[Decoding, EvaluationResult] = field(default_factory=dict["Decoding", "EvaluationResult"])
 
     def __repr__(self) -> str:
         """Return one line; the records of the episodes would be hundreds."""
@@ -62,7 +65,8 @@ class EvaluationResult:
     @property
     def exit_code(self) -> int:
         """0, or 1 if episodes were lost: the rate is not that of all of them then."""
-        return 1 if self.lost_episodes or any(result.lost_episodes for result in self.axes.values()) else 0
+        others = (*self.axes.values(), *self.decodings.values())
+        return 1 if self.lost_episodes or any(result.lost_episodes for result in others) else 0
 
     @property
     def report(self) -> Path | None:
@@ -88,6 +92,7 @@ def evaluation_of(
         output_dir,
         result.success_at_end,
         {name: evaluation_of(perturbed) for name, perturbed in (axes or {}).items()},
+        {name: evaluation_of(other) for name, other in result.decodings.items()},
     )
 
 
@@ -140,7 +145,8 @@ def evaluate(
             return made
 
         result = _measure(loaded, output, None, policy)
-        output.axes |= {axis: _measure(loaded, output, axis, policy) for axis in config.chosen_axes}
+        for axis in config.chosen_axes:
+            output.axes[axis] = _measure(loaded, output, axis, policy, result.decoding)
         lines = output.write(result)
     with Progress("eval", 0, "episodes", config.runner.logger.console) as progress:
         for line in lines:
@@ -152,16 +158,27 @@ def evaluate(
     return evaluation_of(result, output.directory, output.axes)
 
 
-def _measure(loaded: LoadedConfig, output: EvalOutput, axis: str | None, policy: Callable[[], VLAPolicy]) -> EvalResult:
-    """Run all episodes, perturbed along an axis or not."""
-    config, episodes = output.config, output.config.env.eval.num_episodes
+def _measure(
+    loaded: LoadedConfig,
+    output: EvalOutput,
+    axis: str | None,
+    policy: Callable[[], VLAPolicy],
+    decoding: Decoding | None = None,
+) -> EvalResult:
+    """Run all episodes, perturbed along an axis or not; by one decoding, or those of ``env.eval.decoding``."""
+    config = output.config
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
-    with pool, Progress(axis or "eval", episodes, "episodes", config.runner.logger.console) as progress:
+    with pool:
         check_environments(config, pool, training=False)
-        engine = make_rollout_engine(config, policy(), num_threads(config))
-        if axis is None:
-            progress.message(compute_text(config))
-        result = Evaluator(config, pool, engine, progress.update).run(output.videos_of(axis))
+        evaluator = Evaluator(config, pool, make_rollout_engine(config, policy(), num_threads(config)))
+        if decoding is not None:
+            evaluator.decodings = (decoding,)
+        console = config.runner.logger.console
+        with Progress(axis or "eval", evaluator.num_plays, "episodes", console) as progress:
+            if axis is None:
+                progress.message(compute_text(config))
+            evaluator.progress = progress.update
+            result = evaluator.run(output.videos_of(axis))
         if axis is None:
             output.simulator = described(pool)
     return result

@@ -31,6 +31,7 @@ from embodrl.models.common.lora import (
 )
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.intervals import interval_text
+from embodrl.reporting.rows import other_rates
 from embodrl.storage.atomic import FILE_SIZE_HINT, atomic_directory
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
@@ -226,7 +227,10 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
     if evaluated:
         first, last = evaluated[0], evaluated[-1]
         start = f"{100 * first['eval/success_rate']:.1f} -> " if first is not last else ""
-        lines.append(f"done: evaluation success {start}{100 * last['eval/success_rate']:.1f} %{interval_text(last)}")
+        others = "".join(f", {name} {100 * rate:.1f} %" for name, rate in other_rates(last).items())
+        lines.append(
+            f"done: evaluation success {start}{100 * last['eval/success_rate']:.1f} %{interval_text(last)}{others}"
+        )
         best = max(evaluated[1:], key=lambda row: row["eval/success_rate"], default=last)
         if best["eval/success_rate"] > last["eval/success_rate"] and (run_dir / BEST_POLICY_DIR).is_dir():
             rate = f"{100 * best['eval/success_rate']:.1f} % after iteration {best['iteration']}"

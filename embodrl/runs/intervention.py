@@ -96,7 +96,7 @@ class PolicyExpert:
         """Nothing to do: it remembers nothing."""
 
     def actions(self, observation: Observation) -> Actions:
-        return self._engine.act_greedily(observation).actions[:, 0]
+        return self._engine.decide(observation, "greedy").actions[:, 0]
 
 
 class Gate:

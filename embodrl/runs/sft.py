@@ -465,19 +465,17 @@ class Trainer:
         if self.config.actor.enable_offload:
             self.engine.offload()
         acting = make_rollout_engine(self.config, self.policy, num_threads(self.config))
-        evaluation = self.config.env.eval
-        with (
-            make_pool(self.config.evaluated, evaluation.total_num_envs) as pool,
-            self.progress.within("evaluation", evaluation.num_episodes, "episodes") as progress,
-        ):
+        with make_pool(self.config.evaluated, self.config.env.eval.total_num_envs) as pool:
+            evaluator = Evaluator(self.config, pool, acting, should_stop=lambda: bool(self.stop))
             try:
-                result = Evaluator(
-                    self.config, pool, acting, progress.update, should_stop=lambda: bool(self.stop)
-                ).run()
+                with self.progress.within("evaluation", evaluator.num_plays, "episodes") as progress:
+                    evaluator.progress = progress.update
+                    result = evaluator.run()
             except InterruptedError:
                 return
         self.metrics.log({"iteration": self.step, "step": self.step, **result.metrics()})
-        self.progress.message(f"step {self.step}: success rate {result.success_rate:.1%}")
+        rates = ", ".join(f"{name} {one.success_rate:.1%}" for name, one in result.by_decoding.items())
+        self.progress.message(f"step {self.step}: success rate {rates}")
 
     def save(self) -> None:
         """Write a checkpoint; a full disk costs a logged error, not the run.

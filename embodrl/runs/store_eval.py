@@ -100,11 +100,12 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         closing.callback(pool.close)
         pool.start()
         engine = make_rollout_engine(config, build_policy(config), num_threads(config))
-        episodes = config.env.eval.num_episodes
-        progress = closing.enter_context(Progress("eval", episodes, "episodes", config.runner.logger.console))
+        evaluator = Evaluator(config, pool, engine, should_stop=lambda: bool(stop))
+        progress = Progress("eval", evaluator.num_plays, "episodes", config.runner.logger.console)
+        evaluator.progress = closing.enter_context(progress).update
 
         def measure() -> dict[str, object]:
-            result = Evaluator(config, pool, engine, progress.update, lambda: bool(stop)).run()
+            result = evaluator.run()
             found = evaluation_of(result)
             return {
                 "success_rate": found.success_rate,
@@ -112,6 +113,7 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
                 "episodes": result.episodes,
                 "lost_episodes": result.lost_episodes,
                 "per_task": dict(found.per_task),
+                "decodings": {name: one.success_rate for name, one in result.by_decoding.items()},
                 "time": time.time(),
             }
 

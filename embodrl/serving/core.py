@@ -116,7 +116,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
     def warm_up(self, observation: Observation) -> None:
         """Compute a batch of one row, so that the first client need not wait for compilers and caches."""
         try:
-            self.engine.act_greedily(observation)
+            self.engine.decide(observation, self.settings.decoding)
         except EmbodrlError as error:  # a made-up observation may lack the state that the policy reads
             logger.warning("the policy could not be warmed up: %s", error.message)
 
@@ -127,7 +127,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
         protocol: str,
         prefix: tuple[NDArray[np.float32], int] | None = None,
     ) -> Chunk:
-        """Return the most probable actions for an observation ``[1]``.
+        """Return the actions by ``serve.decoding`` for an observation ``[1]``.
 
         Args:
             observation: of one row.
@@ -262,7 +262,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
                 limit = self.settings.rtc_max_guidance_weight
                 output = self.engine.continue_chunk(observation, ChunkPrefix.stack(prefixes), limit)
             else:
-                output = self.engine.act_greedily(observation)
+                output = self.engine.decide(observation, self.settings.decoding)
         except Exception:  # one observation may be what the policy can't read: the others are answered
             if len(batch) == 1:
                 raise

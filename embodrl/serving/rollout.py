@@ -6,7 +6,7 @@ Shapes: B batch, V cameras, H x W image, S state dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from embodrl.data.rng import RandomSource
 from embodrl.errors import ServingError, WireError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.types import Observation, PolicyOutput
+from embodrl.types import MODES, ActMode, Observation, PolicyOutput
 from embodrl.wire.keys import MAX_TEXT
 
 HINT = "`embodrl train rollout=remote` of the same version sends it"
@@ -26,7 +26,7 @@ def _refused(problem: str) -> WireError:
     return WireError(f"the batch {problem}", HINT, code="wire-observation")
 
 
-def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], str, bool]:
+def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], ActMode, bool]:
     """Return the observation ``[B]``, seeds, mode, and whether values are asked for.
 
     Raises:
@@ -49,9 +49,10 @@ def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], str, b
         raise _refused(f"has an instruction of more than {MAX_TEXT} characters")
     if not isinstance(seeds, list) or len(seeds) != rows or not all(type(s) is int and 0 <= s < 2**63 for s in seeds):
         raise _refused("has no seed for each row")
-    if mode not in ("train", "eval") or type(compute_values) is not bool:
+    if mode not in MODES.values() or type(compute_values) is not bool:
         raise _refused("has no mode, or does not say whether values are asked for")
-    return Observation(images.copy(), state.copy(), texts, np.zeros(rows, np.int32)), seeds, mode, compute_values
+    observation = Observation(images.copy(), state.copy(), texts, np.zeros(rows, np.int32))
+    return observation, seeds, cast(ActMode, mode), compute_values
 
 
 def computation(engine: RolloutEngine, message: Mapping[str, Any]) -> Callable[[], PolicyOutput]:
@@ -63,8 +64,8 @@ def computation(engine: RolloutEngine, message: Mapping[str, Any]) -> Callable[[
     observation, seeds, mode, compute_values = batch_of(message)
 
     def compute() -> PolicyOutput:
-        if mode == "eval":
-            return engine.act_greedily(observation)
+        if mode != "train":
+            return engine.decide(observation, "mean" if mode == "mean" else "greedy")
         generators: list[RandomSource] | None = engine.row_generators([[seed] for seed in seeds])
         if generators is None:
             generators = list(engine.make_generators([seeds[0]]))

@@ -1,4 +1,4 @@
-"""Measuring a policy: deterministic actions on fixed seeds."""
+"""Measuring a policy on fixed seeds, by each way of choosing its actions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from embodrl.envs.pool.faults import forget_refused
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.types import EnvSpec, EnvStep
+from embodrl.models.base import check_decoding
+from embodrl.types import Decoding, EnvSpec, EnvStep, Observation, PolicyOutput
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,8 @@ class EvalResult:
         records: the episodes, in the order of their seeds.
         lost_episodes: how many a fault of the simulator ended, each time that they were run.
         first_pictures: task -> SHA-256 over the pictures of the first observation of its first episode.
+        decoding: how actions were chosen.
+        decodings: what was measured on the same episodes with actions chosen otherwise.
     """
 
     success_rate: float
@@ -77,6 +81,13 @@ class EvalResult:
     records: list[EpisodeRecord] = field(default_factory=list)
     lost_episodes: int = 0
     first_pictures: dict[str, str] = field(default_factory=dict)
+    decoding: Decoding = "greedy"
+    decodings: dict[Decoding, EvalResult] = field(default_factory=dict["Decoding", "EvalResult"])
+
+    @property
+    def by_decoding(self) -> dict[Decoding, EvalResult]:
+        """This result and the others, the first first."""
+        return {self.decoding: self, **self.decodings}
 
     @property
     def success_at_end(self) -> float:
@@ -97,8 +108,11 @@ class EvalResult:
             "eval/episode_length": self.mean_length,
             "eval/episodes": float(self.episodes),
             "eval/lost_episodes": float(self.lost_episodes),
-            "time/eval_s": self.env_s + self.policy_s,
+            "time/eval_s": sum(one.env_s + one.policy_s for one in self.by_decoding.values()),
         }
+        for decoding, one in self.by_decoding.items():
+            if decoding != "greedy":
+                result[f"eval/success_rate_{decoding}"] = one.success_rate
         if len(self.per_task) > 1:
             result |= {f"eval/{task}/success_rate": rate for task, rate in self.per_task.items()}
         return result
@@ -123,13 +137,21 @@ class EpisodeResults:
     policy_s: float = 0.0
 
 
-def join_results(parts: Sequence[EpisodeResults], seconds: Callable[[Iterable[float]], float]) -> EpisodeResults:
+Played = dict[Decoding, EpisodeResults]
+"""Outcomes of the same episodes by each decoding; the first is that of the main figures."""
+
+
+def join_results(parts: Sequence[Played], seconds: Callable[[Iterable[float]], float]) -> Played:
     """Return the outcomes of several groups of episodes, one after the other.
 
     Args:
-        parts: at least one.
+        parts: at least one, all of the same decodings.
         seconds: of all from those of each: ``max`` of groups that ran at the same time, else ``sum``.
     """
+    return {decoding: _join([part[decoding] for part in parts], seconds) for decoding in parts[0]}
+
+
+def _join(parts: Sequence[EpisodeResults], seconds: Callable[[Iterable[float]], float]) -> EpisodeResults:
     return EpisodeResults(
         np.concatenate([part.outcome for part in parts]),
         [text for part in parts for text in part.instructions],
@@ -139,18 +161,62 @@ def join_results(parts: Sequence[EpisodeResults], seconds: Callable[[Iterable[fl
     )
 
 
+def chosen_decodings(config: Config, engine: RolloutEngine) -> tuple[Decoding, ...]:
+    """Return the decodings that ``env.eval.decoding`` stands for.
+
+    Raises:
+        EmbodrlError: the engine does not have the one that is named.
+    """
+    wanted = config.env.eval.decoding
+    if wanted == "all":
+        return engine.decodings
+    check_decoding(wanted, engine.decodings, config.model.model_type)
+    return (wanted,)
+
+
+class Draw:
+    """Chooses actions for evaluations by one decoding, with random numbers of its own.
+
+    Args:
+        engine: the policy.
+        seed: of episode 0.
+        decoding: one of the engine's.
+    """
+
+    def __init__(self, engine: RolloutEngine, seed: int, decoding: Decoding) -> None:
+        self.engine, self.seed = engine, seed
+        self.decoding: Decoding = decoding
+        self._shared = engine.make_generators([seed]) if decoding == "sampled" else None
+
+    def __call__(self, observation: Observation, episodes: NDArray[np.int64], number: int) -> PolicyOutput:
+        """Choose the chunk with this number for rows of these episodes ``int64[B]``."""
+        if self.decoding != "sampled":
+            return self.engine.decide(observation, self.decoding)
+        by_row = self.engine.row_generators([(self.seed + int(episode), number) for episode in episodes])
+        return self.engine.decide(observation, self.decoding, by_row or self._shared)
+
+
 class Evaluator:
     """Runs ``env.eval.num_episodes`` episodes; episode i always has seed ``env.eval.seed + i`` and task ``i mod n``.
+
+    Each decoding of ``env.eval.decoding`` has the same episodes. What is drawn follows from the episode and the number
+    of the chunk, where the policy draws by row, and never from the random state of the engine.
 
     Args:
         config: the run.
         pool: any started pool; its environments are rebuilt before and after, so that neither evaluation nor what
             follows depends on what went before.
         engine: the policy.
-        progress: called with the episodes done, now and then.
+        progress: called with the episodes done, of ``num_plays``, now and then.
         should_stop: asked before every chunk; if it answers True, ``run`` raises InterruptedError.
         make_own: returns a pool, not started, for evaluations whose environments differ from those of ``pool``
             (``env.eval.tasks`` and the like): each starts one and closes it.
+
+    Attributes:
+        decodings: that are evaluated.
+
+    Raises:
+        EmbodrlError: the engine does not have the decoding that ``env.eval.decoding`` names.
     """
 
     def __init__(
@@ -166,11 +232,17 @@ class Evaluator:
         self._make_own = None if self.config is config else make_own
         self.pool = pool
         self.engine = engine
+        self.decodings = chosen_decodings(self.config, engine)
         self.progress = progress
         self.should_stop = should_stop
 
+    @property
+    def num_plays(self) -> int:
+        """Episodes over all decodings."""
+        return self.config.env.eval.num_episodes * len(self.decodings)
+
     def run(self, video_dir: Path | None = None) -> EvalResult:
-        """Run all episodes; write videos of the first ones into ``video_dir``.
+        """Run all episodes; write videos of the first ones, by the first decoding, into ``video_dir``.
 
         Raises:
             InterruptedError: ``should_stop`` answered True; the state of the pool is that of new environments.
@@ -178,8 +250,8 @@ class Evaluator:
         episodes = np.arange(self.config.env.eval.num_episodes)
         return evaluation_result(self.config, self.run_episodes(episodes, video_dir))
 
-    def run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> EpisodeResults:
-        """Run the episodes ``int64[n]``; as ``run``.
+    def run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None = None) -> Played:
+        """Run the episodes ``int64[n]`` by each decoding; as ``run``.
 
         Raises:
             InterruptedError: as ``run``.
@@ -196,17 +268,33 @@ class Evaluator:
             finally:
                 self.pool = training
 
-    def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> EpisodeResults:
-        spec = self.pool.spec
-        self._results = results = EpisodeResults(
-            np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes)
-        )
+    def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
         self.pool.call("rebuild", restart=True)
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
         goes_on = self.config.env.eval.to_step_limit
         if goes_on:
             self.pool.call("set_ignore_terminations", {"value": True}, restart=True)
+        played: Played = {}
+        for decoding in self.decodings:
+            if played:  # each as if it were alone
+                self.pool.call("rebuild", restart=True)
+            played[decoding] = self._run_decoding(decoding, episodes, None if played else video_dir)
+        self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
+        if goes_on:
+            value = self.config.env.train.ignore_terminations
+            self.pool.call("set_ignore_terminations", {"value": value}, restart=True)
+        self.pool.call("rebuild", restart=True)
+        self.engine.offload()
+        return played
+
+    def _run_decoding(self, decoding: Decoding, episodes: NDArray[np.int64], video_dir: Path | None) -> EpisodeResults:
+        spec = self.pool.spec
+        self._results = results = EpisodeResults(
+            np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes)
+        )
+        draw = Draw(self.engine, self.config.env.eval.seed, decoding)
+        done_before = self.decodings.index(decoding) * len(episodes)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
@@ -216,23 +304,17 @@ class Evaluator:
                 if attempt:
                     forget_refused(self.pool.managers)
                 try:
-                    self._play(places, episodes[places], video_dir)
+                    self._play(places, episodes[places], draw, video_dir)
                 except InterruptedError:
                     self.pool.call("rewind", restart=True)
                     raise
                 if self.progress is not None:
                     done = int(np.count_nonzero(~np.isnan(results.outcome[:, 0])))
-                    self.progress(done, f"success {_mean(results.outcome[:, 0]):.0%}")
+                    self.progress(done_before + done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
-        self.pool.call("set_auto_reset", {"value": self.config.env.train.auto_reset}, restart=True)
-        if goes_on:
-            value = self.config.env.train.ignore_terminations
-            self.pool.call("set_ignore_terminations", {"value": value}, restart=True)
-        self.pool.call("rebuild", restart=True)
-        self.engine.offload()
         return results
 
-    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], video_dir: Path | None) -> None:
+    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], draw: Draw, video_dir: Path | None) -> None:
         """Run episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
         spec, results = self.pool.spec, self._results
         num_tasks = len(spec.tasks)
@@ -250,13 +332,15 @@ class Evaluator:
             self._film(wave, video_dir)
         active = np.zeros(spec.num_envs, np.bool_)
         active[rows] = True
-        while active.any():
+        for number in count():
+            if not active.any():
+                break
             if self.should_stop():
                 raise InterruptedError
             clock = self._lap("env", clock)
             chosen = np.flatnonzero(active)
             actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
-            actions[chosen] = self.engine.act_greedily(observation.select(chosen)).actions
+            actions[chosen] = draw(observation.select(chosen), wave[chosen], number).actions
             clock = self._lap("policy", clock)
             step = self.pool.step(actions, active)
             observation = step.observation
@@ -306,13 +390,19 @@ def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:
         )
 
 
-def evaluation_result(config: Config, results: EpisodeResults) -> EvalResult:
-    """Return the figures of all episodes of an evaluation.
+def evaluation_result(config: Config, played: Played) -> EvalResult:
+    """Return the figures of all episodes of an evaluation, those of the first decoding with those of the others.
 
     Args:
         config: the run as it is evaluated; episode i has its task with number ``i mod n``.
-        results: in the order of the episodes.
+        played: results in the order of the episodes.
     """
+    first, *others = (_figures(config, decoding, results) for decoding, results in played.items())
+    first.decodings = {result.decoding: result for result in others}
+    return first
+
+
+def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> EvalResult:
     tasks = config.env.tasks
     outcome, task_of = results.outcome, np.arange(len(results.outcome)) % len(tasks)
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
@@ -351,6 +441,7 @@ def evaluation_result(config: Config, results: EpisodeResults) -> EvalResult:
         first_pictures={
             tasks[number]: results.pictures[number] for number in range(min(len(tasks), len(results.pictures)))
         },
+        decoding=decoding,
     )
 
 

@@ -33,7 +33,7 @@ from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import LOST, Collector, Metrics, RolloutState, Snapshot, rollout_metrics
-from embodrl.workers.evaluator import EpisodeResults, EvalResult, evaluation_result, join_results
+from embodrl.workers.evaluator import EpisodeResults, EvalResult, Played, evaluation_result, join_results
 from embodrl.workers.lockstep import Shard
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
@@ -456,10 +456,7 @@ class RemoteBackend(RolloutBackend):
         where = None if video_dir is None else str(video_dir.resolve())
         with self.collector.quiet():
             parts: list[Evaluated] = self.call("evaluate", [(part, where) for part in episodes])
-        found = [
-            EpisodeResults(part["outcome"], part["instructions"], part["pictures"], part["env_s"], part["policy_s"])
-            for part in parts
-        ]
+        found: list[Played] = [{name: EpisodeResults(**one) for name, one in part["played"].items()} for part in parts]
         return evaluation_result(self.config.evaluated, join_results(found, max))
 
 

@@ -20,6 +20,7 @@ from embodrl.errors import ChannelClosed, ChannelTimeout
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
+from embodrl.types import Decoding
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
 from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.env import check_environments, held_out_pool, make_pool
@@ -52,13 +53,9 @@ class Gathered(Answer):
 
 
 class Evaluated(Answer):
-    """Its answer to a request for an evaluation: the fields of ``EpisodeResults``."""
+    """Its answer to a request for an evaluation: the fields of ``EpisodeResults``, by decoding."""
 
-    outcome: NDArray[np.float64]
-    instructions: list[str]
-    pictures: list[str]
-    env_s: float
-    policy_s: float
+    played: dict[Decoding, dict[str, Any]]
 
 
 class RolloutProcess(Worker):
@@ -203,13 +200,13 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:
-        """Return outcomes and instructions of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
+        """Return what was played of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
         self._call, self._stopped = call, False
         try:
-            results = self.evaluator.run_episodes(episodes, None if video_dir is None else Path(video_dir))
+            played = self.evaluator.run_episodes(episodes, None if video_dir is None else Path(video_dir))
         except InterruptedError:
             return None
-        return {**vars(results), **self._faults()}
+        return {"played": {decoding: vars(results) for decoding, results in played.items()}, **self._faults()}
 
     def _faults(self) -> dict[str, object]:
         return {"faults": dict(vars(self.pool.faults))}

@@ -101,7 +101,7 @@ class Idle:
 
     def offload(self) -> None: ...
 
-    def act_greedily(self, observation: object) -> PolicyOutput:
+    def decide(self, observation: object, decoding, generators=None) -> PolicyOutput:
         count = len(observation.images)  # type: ignore[attr-defined]
         return PolicyOutput(np.zeros((count, 2, 7), np.float32), None, None, {})  # type: ignore[arg-type]
 

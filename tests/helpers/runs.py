@@ -34,7 +34,7 @@ env:
   cameras: [{height: 16, width: 16}]
   # Only the step limit ends an episode, so that the steps of a rollout are known: 4 x 12.
   train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12, ignore_terminations: true}
-  eval: {total_num_envs: 4, num_episodes: 6}
+  eval: {total_num_envs: 4, num_episodes: 6, decoding: greedy}
 collect: {num_episodes: 6}
 """
     + TINY_POLICY

@@ -19,7 +19,7 @@ import psutil
 
 POINTS = {
     "act": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act",
-    "act_greedily": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act_greedily",
+    "decide": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.decide",
     "vllm_token": "embodrl.hybrid_engines.rollout.vllm_decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",

@@ -90,7 +90,7 @@ def test_another_run_with_the_same_seed_is_the_same(whole: tuple[Path, Outcome],
 @pytest.mark.parametrize(
     "stop_at",
     [
-        _long("act_greedily:1:SIGKILL"),  # before anything was logged
+        _long("decide:1:SIGKILL"),  # before anything was logged
         "write_file:4:SIGKILL",  # within the first checkpoint: its third file (the first file is the preflight's)
         _long("act:11:SIGKILL"),  # in the rollout of iteration 3
         _long("optimizer_step:14:SIGKILL"),  # in the update of iteration 4
@@ -105,7 +105,7 @@ def test_a_killed_run_is_resumed_bit_exactly(
     assert outcome.code == -signal.SIGKILL
     assert_gone(children)
     outcome = resume(run_dir)
-    first_checkpoint = stop_at.split(":")[0] in ("act_greedily", "write_file")
+    first_checkpoint = stop_at.split(":")[0] in ("decide", "write_file")
     assert ("starts over" in outcome.stderr) == first_checkpoint
     assert_same_run(run_dir, whole[0])
 
@@ -131,7 +131,7 @@ def test_evaluations_beside_training_have_the_same_figures(
     """The process that evaluates is killed within its first evaluation, and is replaced."""
     run_dir, children = tmp_path / "run", tmp_path / "children"
     order = ("train", "--config", config, f"runner.output_dir={run_dir}", "runner.eval_async=true")
-    outcome = embodrl(*order, stop_at="act_greedily:2:SIGKILL:rank_0_once", children=children)
+    outcome = embodrl(*order, stop_at="decide:2:SIGKILL:rank_0_once", children=children)
     assert outcome.code == 0, outcome.stderr
     assert_same_figures(run_dir, whole[0])
     assert "restart 1 of 3 of the evaluation process" in outcome.stderr
@@ -143,8 +143,8 @@ def test_evaluations_beside_training_have_the_same_figures(
 @pytest.mark.parametrize(
     "stop_at",
     [
-        "act_greedily:1:SIGKILL:parent_of_0",  # within the first evaluation: there is no checkpoint
-        "act_greedily:3:SIGKILL:parent_of_0",  # within the second one, of iteration 2
+        "decide:1:SIGKILL:parent_of_0",  # within the first evaluation: there is no checkpoint
+        "decide:3:SIGKILL:parent_of_0",  # within the second one, of iteration 2
         "log:5:SIGKILL",  # it is done, and the checkpoint knows it as under way
         "log_late:3:SIGKILL",  # the last one is done and not logged
         "log_late:2:SIGTERM",
@@ -163,7 +163,7 @@ def test_an_evaluation_that_was_under_way_is_repeated(
 @pytest.mark.long
 def test_an_evaluation_process_that_dies_again_and_again_ends_the_run(config: Path, tmp_path: Path) -> None:
     order = ("train", "--config", config, f"runner.output_dir={tmp_path / 'run'}", "runner.eval_async=true")
-    outcome = embodrl(*order, "rollout.max_restarts=1", stop_at="act_greedily:1:SIGKILL:rank_0")
+    outcome = embodrl(*order, "rollout.max_restarts=1", stop_at="decide:1:SIGKILL:rank_0")
     assert outcome.code == 1 and "evaluation-process-lost" in outcome.stderr
     assert "embodrl resume" in outcome.stderr
 
@@ -325,12 +325,12 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
 @pytest.mark.parametrize(
     ("stop_at", "code", "checkpoint"),
     [
-        _long("act_greedily:2:SIGINT", 130, "step_0"),  # in the first evaluation
+        _long("decide:2:SIGINT", 130, "step_0"),  # in the first evaluation
         _long("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
         ("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
         _long("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
         ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
-        _long("act_greedily:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
+        _long("decide:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
     ],
 )
 def test_a_signal_saves_and_the_run_continues_from_there(

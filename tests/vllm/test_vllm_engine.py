@@ -82,8 +82,8 @@ def assert_equal_outputs(found, wanted):
 
 
 def test_greedy_actions_and_logprobs_are_those_of_the_native_engine(policy, served):
-    found = served.act_greedily(observation_of())
-    assert_equal_outputs(found, engine_of(NativeRolloutEngine, policy).act_greedily(observation_of()))
+    found = served.decide(observation_of(), "greedy")
+    assert_equal_outputs(found, engine_of(NativeRolloutEngine, policy).decide(observation_of(), "greedy"))
     assert found.logprobs.shape == (ROWS, 2, 7)
     assert found.logprobs.dtype == torch.float32
 
@@ -110,8 +110,8 @@ def test_training_computes_the_same_logprobs_again(policy, served):
 def test_threads_temperature_and_top_k_are_those_of_the_native_engine(policy, served, setting):
     native, found = (engine_of(kind, policy, **setting) for kind in (NativeRolloutEngine, VllmRolloutEngine))
     assert_equal_outputs(found.act(observation_of(), True), native.act(observation_of(), True))
-    again = served.act_greedily(observation_of())  # another engine of the process works as before
-    assert_equal_outputs(again, engine_of(NativeRolloutEngine, policy).act_greedily(observation_of()))
+    again = served.decide(observation_of(), "greedy")  # another engine of the process works as before
+    assert_equal_outputs(again, engine_of(NativeRolloutEngine, policy).decide(observation_of(), "greedy"))
 
 
 def test_rows_draw_from_their_own_generators(policy, served):
@@ -138,22 +138,22 @@ def test_the_value_of_the_whole_prompt():
 def test_adapters_are_merged():
     pytest.importorskip("peft")
     policy = make_policy(trainable="lora", lora={"rank": 4})
-    plain = engine_of(NativeRolloutEngine, policy).act_greedily(observation_of())
+    plain = engine_of(NativeRolloutEngine, policy).decide(observation_of(), "greedy")
     found = engine_of(VllmRolloutEngine, policy)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.3, generator=torch.Generator().manual_seed(len(name)))
     found.update_weights(iter(()), 1)
-    wanted = engine_of(NativeRolloutEngine, policy).act_greedily(observation_of())
+    wanted = engine_of(NativeRolloutEngine, policy).decide(observation_of(), "greedy")
     assert not torch.equal(wanted.logprobs, plain.logprobs)
-    assert_equal_outputs(found.act_greedily(observation_of()), wanted)
+    assert_equal_outputs(found.decide(observation_of(), "greedy"), wanted)
 
 
 def test_new_weights_are_used_from_the_update_on_and_not_before():
     policy, other = make_policy(), make_policy()
     found = engine_of(VllmRolloutEngine, policy)
-    before = found.act_greedily(observation_of())
+    before = found.decide(observation_of(), "greedy")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -165,12 +165,12 @@ def test_new_weights_are_used_from_the_update_on_and_not_before():
     with torch.no_grad():
         for name, parameter in language.items():
             parameter.copy_(weights[name])
-    assert_equal_outputs(found.act_greedily(observation_of()), before)  # vLLM has weights of its own
+    assert_equal_outputs(found.decide(observation_of(), "greedy"), before)  # vLLM has weights of its own
     for version in (3, 4):
         found.update_weights(iter(weights.items()), version)
-        now = found.act_greedily(observation_of())
+        now = found.decide(observation_of(), "greedy")
         assert now.version == found.version == version
-        assert_equal_outputs(now, engine_of(NativeRolloutEngine, other).act_greedily(observation_of()))
+        assert_equal_outputs(now, engine_of(NativeRolloutEngine, other).decide(observation_of(), "greedy"))
     assert not np.array_equal(now.actions, before.actions)
 
 
@@ -255,8 +255,8 @@ def test_a_fault_in_vllm_is_reported_and_its_leftovers_are_not_decoded_later(pol
     with monkeypatch.context() as broken:
         broken.setattr(runner, "execute_model", fail)
         with raises_code("rollout-engine", RolloutEngineError, "5 rows", "RuntimeError: no page left"):
-            found.act_greedily(observation_of())
-    for again in (lambda: found.act_greedily(observation_of()), lambda: found.update_weights(iter(()), 1)):
+            found.decide(observation_of(), "greedy")
+    for again in (lambda: found.decide(observation_of(), "greedy"), lambda: found.update_weights(iter(()), 1)):
         with raises_code("rollout-engine", RolloutEngineError, "RuntimeError: no page left"):
             again()
     assert found.version == 0

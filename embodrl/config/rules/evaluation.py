@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from embodrl.config.rules.base import Context, Finding, rule
 from embodrl.config.rules.simulators import tasks_exist
 from embodrl.names import nearest
+from embodrl.specs import MODELS, ModelSpec
 
 SETTINGS = "env.eval.settings"
 _DIRECT = ("tasks", "max_episode_steps")
@@ -58,6 +59,28 @@ def _as_played(context: Context, played: Context) -> Iterator[Finding]:
             code = finding.code or check.__name__.replace("_", "-")
             hint = finding.hint.replace(f"env.{name}=", f"{key}=")
             yield replace(finding, key=key, hint=hint, at=key if name in _DIRECT else SETTINGS, others=(), code=code)
+
+
+def _decodings(spec: ModelSpec, backend: str) -> tuple[str, ...]:
+    """Return the decodings that a family can have; its policy may have fewer."""
+    if spec.only_acts:
+        return ("greedy",)
+    is_ordered = spec.kind in ("tokens", "") and backend != "vllm"
+    return ("greedy", "sampled", *(("mean",) if is_ordered else ()))
+
+
+@rule("env.eval.decoding", "serve.decoding", "model.model_type", "rollout.backend")
+def decodings_exist(context: Context) -> Iterator[Finding]:
+    """The family can choose its actions in the way that is named."""
+    config, family = context.config, context.config.model.model_type
+    if family not in MODELS:
+        return
+    known = _decodings(MODELS.entry(family), config.rollout.backend)
+    for key, chosen in (("env.eval.decoding", config.env.eval.decoding), ("serve.decoding", config.serve.decoding)):
+        if chosen not in ("all", *known):
+            by = " with rollout.backend=vllm" if config.rollout.backend == "vllm" else ""
+            message = f"'{family}'{by} has no decoding '{chosen}'"
+            yield Finding(key, message, f"set it to {known[0]}", ", ".join(known), others=("model.model_type",))
 
 
 @rule("env.eval", "env.tasks", "protocol")

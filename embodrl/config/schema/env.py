@@ -71,6 +71,12 @@ class EnvEvalConfig(Section):
         default=128, le=10_000_000, description="episodes per evaluation, spread evenly over the tasks"
     )
     seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
+    decoding: Literal["all", "greedy", "sampled", "mean"] = Field(
+        default="all",
+        description="how the policy's actions are chosen: greedy: the most probable; sampled: drawn, as in training;"
+        " mean: nearest to the mean (openvla, openvla_oft); all: the same episodes by each that the policy has, greedy"
+        " first",
+    )
     to_step_limit: bool = Field(
         default=False, description="continue after a success until the step limit, to see whether it lasts"
     )

@@ -71,6 +71,10 @@ class ServeConfig(Section):
         description="milliseconds that an observation waits for those of other clients; it does not wait when all"
         " clients of the last second have asked",
     )
+    decoding: Literal["greedy", "sampled", "mean"] = Field(
+        default="greedy",
+        description="how actions are chosen: the most probable, drawn, or nearest to the mean (openvla, openvla_oft)",
+    )
     execution_horizon: PositiveInt | None = Field(
         default=None,
         description="actions of a chunk that are executed before the policy is asked again, where the server hands out"

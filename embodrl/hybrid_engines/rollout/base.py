@@ -6,7 +6,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -17,9 +16,9 @@ from embodrl.data.rng import RandomSource, RowGenerators, generator_state, resto
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import VLAPolicy, check_decoding
 from embodrl.models.common.condition import told
-from embodrl.types import ChunkPrefix, Observation, PolicyOutput, SamplingParams
+from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, Observation, PolicyOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,13 @@ class ActRequest:
 
     Attributes:
         observation: ``[B]``.
-        mode: ``train`` samples the actions, ``eval`` takes the most probable ones.
+        mode: ``train`` samples the actions, ``eval`` takes the most probable ones, ``mean`` those nearest to the mean.
         compute_values: also compute values.
         generators: of the samples: one per thread, each for its part of the rows.
     """
 
     observation: Observation
-    mode: Literal["train", "eval"]
+    mode: ActMode
     compute_values: bool
     generators: Sequence[RandomSource]
 
@@ -83,6 +82,11 @@ class RolloutEngine(ABC):
         self.offload_report: OffloadReport | None = None
         # Reentrant: the stream of new weights may itself bring offloaded memory back.
         self._lock = threading.RLock()
+
+    @property
+    def decodings(self) -> tuple[Decoding, ...]:
+        """What ``decide`` can choose actions by."""
+        return self.policy.decodings
 
     @abstractmethod
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -136,12 +140,24 @@ class RolloutEngine(ABC):
             ActRequest(self._told(observation), "train", compute_values, generators or self.generators)
         )
 
-    def act_greedily(self, observation: Observation) -> PolicyOutput:
-        """Choose the most probable chunk of actions for each row."""
-        return self._predict(ActRequest(self._told(observation), "eval", False, self.generators))
+    def decide(
+        self, observation: Observation, decoding: Decoding, generators: Sequence[RandomSource] | None = None
+    ) -> PolicyOutput:
+        """Choose a chunk of actions for each row, without values.
+
+        Args:
+            observation: ``[B]``.
+            decoding: one of ``decodings``.
+            generators: of ``sampled``; None draws from the engine's own.
+
+        Raises:
+            EmbodrlError: there is no such decoding.
+        """
+        check_decoding(decoding, self.decodings, type(self.policy).__name__)
+        return self._predict(ActRequest(self._told(observation), MODES[decoding], False, generators or self.generators))
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:
-        """As ``act_greedily``, continuing the chunks that robots are in the midst of: see ``VLAPolicy``."""
+        """As ``decide`` by ``greedy``, continuing the chunks that robots are in the midst of: see ``VLAPolicy``."""
         with self._lock:
             self.onload()
             with torch.no_grad(), autocast(self.precision, self.device):

@@ -176,6 +176,8 @@ class RemoteRolloutEngine(NativeRolloutEngine):
             return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=self.version)
 
     def _seeds(self, request: ActRequest) -> list[int]:
+        if request.mode != "train":  # nothing is drawn, and an evaluation leaves the random state as it is
+            return [0] * request.observation.batch_size
         found: list[int] = []
         for part, generator in zip(self._parts(request.observation), request.generators, strict=False):
             count = part.batch_size

@@ -20,7 +20,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.sampling import exponential_noise
 from embodrl.models.openvla.policy import OpenVLAPolicy
-from embodrl.types import Observation, PolicyOutput
+from embodrl.types import Decoding, Observation, PolicyOutput
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ class VllmRolloutEngine(RolloutEngine):
             can_sleep=self._sleeps,
         )
         self._load()
+
+    @property
+    def decodings(self) -> tuple[Decoding, ...]:
+        """vLLM feeds on its own choices, so that there is no ``mean``."""
+        return tuple(name for name in self.policy.decodings if name != "mean")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """vLLM's copy is overwritten in place."""

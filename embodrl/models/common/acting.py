@@ -27,6 +27,8 @@ class ActingPolicy(VLAPolicy):
         config: section ``model``.
     """
 
+    decodings = ("greedy",)
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config

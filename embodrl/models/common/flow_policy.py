@@ -33,7 +33,7 @@ from embodrl.models.common.gemma import per_token
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.rtc import conditioned, drawn_delays, guided, prefix_weights
 from embodrl.models.common.value_head import ValueHead
-from embodrl.types import ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import ActMode, ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 TIME_ALPHA, TIME_LOW = 1.5, 0.001
 EVALUATION_NOISE_SEED = 0
@@ -165,7 +165,7 @@ class FlowPolicy(VLAPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
@@ -178,6 +178,7 @@ class FlowPolicy(VLAPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
+        self.check_mode(mode)
         inputs = self.preprocess(observation)
         context = self.encode(inputs)
         network = self.velocity(context)

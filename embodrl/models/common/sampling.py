@@ -56,6 +56,13 @@ def draw(logits: Tensor, sampling: SamplingParams, noise: Tensor | None) -> Tens
     return (log_distribution(logits, sampling) - noise.log()).argmax(dim=-1)
 
 
+def expected(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return bins ``int64[...]``: the nearest to the mean of the distribution, whose bins have an order."""
+    probabilities = log_distribution(logits, sampling).exp()
+    bins = torch.arange(logits.shape[-1], dtype=probabilities.dtype, device=logits.device)
+    return (probabilities * bins).sum(dim=-1).round().long()
+
+
 def exponential_noise(shape: Sequence[int], generator: RandomSource | None, device: torch.device) -> Tensor:
     """Return draws ``float32`` from Exp(1), made on the generator's device, for sampling by ``argmax(p / noise)``."""
     source = device if generator is None else generator.device

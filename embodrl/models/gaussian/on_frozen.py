@@ -17,7 +17,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGa
 from embodrl.models.gaussian.policy import GaussianPolicy, padded_state
 from embodrl.specs import MODELS
 from embodrl.storage.files import write_safetensors
-from embodrl.types import CHOSEN, Observation, PolicyOutput, SamplingParams
+from embodrl.types import CHOSEN, ActMode, Observation, PolicyOutput, SamplingParams
 
 ACTOR_CONFIG, ACTOR_WEIGHTS = "small_actor.json", "small_actor.safetensors"
 GREEDY = SamplingParams()
@@ -158,12 +158,13 @@ class NoisePolicy(OnFrozenPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """As of ``GaussianPolicy``; ``forward_inputs`` has the noise, and log-probs are 0."""
+        self.check_mode(mode)
         context = self.base.encode_observation(observation)
         inputs = self._inputs(observation, self.base.prefix_features(context))
         features = self.features(inputs)

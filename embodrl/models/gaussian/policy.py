@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from embodrl.models.common.norm_stats import given_stats
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.spec import GaussianModelConfig
-from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 DRAWN = "pre_tanh"
 """In ``forward_inputs``: what was drawn, ``float32[B,C,A]``; the action is its tanh."""
@@ -89,7 +88,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
@@ -99,6 +98,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
+        self.check_mode(mode)
         inputs = self.preprocess(observation)
         features = self.features(inputs)
         chunk = self.model.distribution(features)

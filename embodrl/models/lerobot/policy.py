@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from embodrl.processes import bootstrap
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.serve import ErrorReport
-from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
 _SERVER = "embodrl.models.lerobot.server"
 
@@ -139,7 +139,7 @@ class LeRobotPolicy(ActingPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
@@ -147,11 +147,12 @@ class LeRobotPolicy(ActingPolicy):
         """Ask the process; ``mode`` is ``eval``, and values are not computed. Log-probs are 0.
 
         Raises:
-            EmbodrlError: in ``train`` mode; see ``preprocess`` and ``LeRobotProcess``; too short a chunk, or actions
+            EmbodrlError: in another mode; see ``preprocess`` and ``LeRobotProcess``; too short a chunk, or actions
                 that are not finite.
         """
         if mode == "train":
             self.refuse()
+        self.check_mode(mode)
         inputs = self.preprocess(observation)
         request: dict[str, object] = {name: value.numpy() for name, value in inputs.items()}
         request |= {"cameras": self.cameras, "instructions": list(observation.instruction)}

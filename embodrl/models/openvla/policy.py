@@ -5,17 +5,15 @@ Shapes: B batch, C actions in a chunk, A action dimensions, H x W pixels, L prom
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.data.rng import RandomSource
-from embodrl.models.common.sampling import draw, exponential_noise
+from embodrl.models.common.sampling import draw, expected, exponential_noise
 from embodrl.models.openvla.decode import ActionDecoder
 from embodrl.models.openvla.token_policy import TokenPolicy
-from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
 
 class OpenVLAPolicy(TokenPolicy):
@@ -34,15 +32,15 @@ class OpenVLAPolicy(TokenPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
 
-        ``forward_inputs`` has what ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each
-        call takes one block from ``generator``, whatever the tokens.
+        In ``mean`` mode each token is the bin nearest to the mean, given those before it. ``forward_inputs`` has what
+        ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each call takes one block from ``generator``, whatever the tokens.
 
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
@@ -55,6 +53,8 @@ class OpenVLAPolicy(TokenPolicy):
             noise = exponential_noise((batch, num_tokens, self.bins.num_bins), generator, self.device)
 
         def choose(logits: Tensor, place: int) -> Tensor:
+            if mode == "mean":
+                return expected(logits, sampling) + self.bins.first_id
             index = draw(logits, sampling, None if noise is None else noise[:, place])
             return index + self.bins.first_id
 

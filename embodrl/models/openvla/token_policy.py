@@ -50,6 +50,7 @@ class TokenPolicy(PublicLayout):
     """
 
     draws_by_row = True
+    decodings = ("greedy", "sampled", "mean")
 
     def __init__(
         self,

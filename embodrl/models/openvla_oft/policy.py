@@ -6,7 +6,7 @@ Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pix
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.models.common.gripper import to_environment, to_model
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.norm_stats import ActionStats
-from embodrl.models.common.sampling import draw, exponential_noise
+from embodrl.models.common.sampling import draw, expected, exponential_noise
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla.token_policy import TokenPolicy
@@ -34,7 +34,7 @@ from embodrl.models.openvla_oft.modeling import (
 from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
 from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
 from embodrl.storage.files import write_safetensors
-from embodrl.types import EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 
 class OpenVLAOFTPolicy(TokenPolicy):
@@ -72,14 +72,15 @@ class OpenVLAOFTPolicy(TokenPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
 
-        ``forward_inputs`` has what ``preprocess`` returns and ``action_tokens int64[B,C,A]``.
+        In ``mean`` mode they are the bins nearest to the mean. ``forward_inputs`` has what ``preprocess`` returns and
+        ``action_tokens int64[B,C,A]``.
 
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
@@ -88,7 +89,8 @@ class OpenVLAOFTPolicy(TokenPolicy):
         logits, features = self.action_logits(inputs)
         noise = exponential_noise(logits.shape, generator, self.device) if mode == "train" else None
         values = self.values_from(features) if compute_values else None
-        return self.make_output(inputs, draw(logits, sampling, noise), logits, values, sampling)
+        index = expected(logits, sampling) if mode == "mean" else draw(logits, sampling, noise)
+        return self.make_output(inputs, index, logits, values, sampling)
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
@@ -152,6 +154,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
     """
 
     draws_by_row = False
+    decodings = ("greedy",)
 
     def __init__(self, *args: Any, action_head: ActionHead, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -161,7 +164,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
@@ -169,10 +172,11 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         """Regress a chunk for each row; ``mode`` is ``eval``.
 
         Raises:
-            EmbodrlError: in ``train`` mode; or see ``preprocess``; or values are wanted and there is no value head.
+            EmbodrlError: in another mode; or see ``preprocess``; or values are wanted and there is no value head.
         """
         if mode == "train":
             raise _no_density()
+        self.check_mode(mode)
         inputs = self.preprocess(observation)
         hidden, features = self.action_features(inputs)
         chosen = self.action_head(hidden)

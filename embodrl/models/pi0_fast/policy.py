@@ -9,7 +9,6 @@ Shapes: B batch, C actions run, H actions in a chunk, A action dimensions, P ima
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from embodrl.models.pi0_fast.config import PUBLIC_FAST
 from embodrl.models.pi0_fast.files import CODEC_DIRECTORY, public_state, state_dims, write_processors
 from embodrl.models.pi0_fast.modeling import FastModel
 from embodrl.models.pi0_fast.processing import FastProcessor
-from embodrl.types import TOKEN_MASK, EvalOutput, Observation, PolicyOutput, SamplingParams
+from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 BEGIN, END = "Action: ", "|"
 TOKENS, SENTENCE, WRITTEN = "action_tokens", "sentence", "written"
@@ -131,7 +130,7 @@ class FastPolicy(PublicLayout):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
@@ -145,6 +144,7 @@ class FastPolicy(PublicLayout):
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
+        self.check_mode(mode)
         inputs = self.preprocess(observation)
         x, valid = self.prefix(inputs)
         noise = None

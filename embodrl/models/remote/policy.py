@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
 from embodrl.models.remote.clients import CLIENTS, Client
 from embodrl.models.remote.spec import RemoteConfig
-from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
 _T = TypeVar("_T")
 
@@ -95,7 +95,7 @@ class RemotePolicy(ActingPolicy):
     def predict_action_batch(
         self,
         observation: Observation,
-        mode: Literal["train", "eval"],
+        mode: ActMode,
         sampling: SamplingParams,
         generator: RandomSource | None = None,
         compute_values: bool = True,
@@ -109,6 +109,7 @@ class RemotePolicy(ActingPolicy):
         """
         if mode == "train" or self.connection is None:
             self.refuse()
+        self.check_mode(mode)
         return self.output_of(self.connection.run(self.connection.client.act(observation)), observation.batch_size)
 
 

@@ -40,7 +40,7 @@ def engine_of(num_threads, seed=0):
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
 def test_parts_on_threads_come_back_in_order(num_threads):
     engine = engine_of(num_threads)
-    greedy = engine.act_greedily(OBSERVATION)
+    greedy = engine.decide(OBSERVATION, "greedy")
     np.testing.assert_array_equal(greedy.actions.reshape(5, 6), OBSERVATION.state)
     assert greedy.values is None
     drawn = engine.act(OBSERVATION, compute_values=True)

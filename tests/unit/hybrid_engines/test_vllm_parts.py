@@ -93,14 +93,14 @@ def test_the_same_tokens_are_drawn_as_by_the_native_engine(policy, monkeypatch, 
     served = served_engine(policy, monkeypatch, num_threads=num_threads)
     for _ in range(2):
         assert_equal(served.act(seen, True), native.act(seen, True))
-    assert_equal(served.act_greedily(seen), native.act_greedily(seen))
+    assert_equal(served.decide(seen, "greedy"), native.decide(seen, "greedy"))
     assert served.random_state() == native.random_state()
     torch.testing.assert_close(served.values(seen), native.values(seen))
 
 
 def test_new_weights_wait_while_vllm_sleeps(policy, monkeypatch):
     served, seen = served_engine(policy, monkeypatch, enable_offload=True), observation("openvla")
-    before = served.act_greedily(seen)
+    before = served.decide(seen, "greedy")
     asked = served.decoder.asked
     assert asked == ["load"]
     served.offload()
@@ -110,11 +110,11 @@ def test_new_weights_wait_while_vllm_sleeps(policy, monkeypatch):
         policy.model.language_model.lm_head.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(0))
     served.update_weights(policy.named_parameters(), 2)
     assert asked == ["load", "asleep"]
-    after = served.act_greedily(seen)
+    after = served.decide(seen, "greedy")
     assert asked == ["load", "asleep", "awake", "load"]
     assert after.version == 2
     assert not np.array_equal(after.actions, before.actions)
-    assert_equal(after, native_engine(policy).act_greedily(seen))
+    assert_equal(after, native_engine(policy).decide(seen, "greedy"))
     served.onload()
     assert asked == ["load", "asleep", "awake", "load"]
 

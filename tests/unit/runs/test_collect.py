@@ -131,7 +131,7 @@ class Policy:
     def make_generators(self, seed):
         return [tuple(seed)]
 
-    def act_greedily(self, observation):
+    def decide(self, observation, decoding, generators=None):
         self.asked.append(observation.batch_size)
         chunk = len(self.asked)
         actions = np.zeros((observation.batch_size, 2, 7), np.float32)
@@ -142,7 +142,7 @@ class Policy:
 
     def act(self, observation, compute_values):
         assert not compute_values
-        return self.act_greedily(observation)
+        return self.decide(observation, "greedy")
 
 
 def record(settings: Config) -> tuple[Collector, Policy]:

@@ -60,7 +60,7 @@ class Expert:
     def offload(self):
         self.offloads += 1
 
-    def act_greedily(self, observation):
+    def decide(self, observation, decoding, generators=None):
         rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
         best = self.env.expert_actions()[rows] * (observation.task_id == 0)[:, None]
         return PolicyOutput(np.repeat(best[:, None], 2, axis=1), None, None, {})
@@ -102,7 +102,7 @@ class Still:
     def offload(self):
         pass
 
-    def act_greedily(self, observation):
+    def decide(self, observation, decoding, generators=None):
         return PolicyOutput(np.zeros((len(observation.task_id), 2, 7), np.float32), None, None, {})
 
 
@@ -231,7 +231,7 @@ def test_an_evaluation_that_lost_everything_has_no_rate():
 class Fickle(Expert):
     """Solves its task, and runs from the goal afterwards where the seed is even."""
 
-    def act_greedily(self, observation):
+    def decide(self, observation, decoding, generators=None):
         rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
         leaves = self.env._solved & (self.env.episode_seed % 2 == 0)
         actions = np.where(leaves[:, None], np.eye(7, dtype=np.float32)[0], self.env.expert_actions())[rows]
