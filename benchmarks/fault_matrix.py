@@ -56,7 +56,7 @@ env:
   pin_cpus: false
   cameras: [{height: 16, width: 16}]
   train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12, ignore_terminations: true}
-  eval: {total_num_envs: 4, num_episodes: 4}
+  eval: {total_num_envs: 4, num_episodes: 4, decoding: greedy}
   num_processes: 2
 runner:
   max_iterations: 60

@@ -183,13 +183,13 @@ class EvalOutput:
         written = self._write_page(content, result, videos)
         lines = (
             [
-                _line(f"success rate, {result.decoding}", content["interval"], result.episodes, result.success_rate),
+                _line(f"success rate ({result.decoding})", content["interval"], result.episodes, result.success_rate),
                 *_at_end(result),
             ]
             if result.episodes
             else ["no episode was completed"]
         )
-        lines += [_changed(f"success rate, {name}", content["decodings"][name]) for name in result.decodings]
+        lines += [_changed(f"success rate ({name})", content["decodings"][name]) for name in result.decodings]
         if 1 < len(content["tasks"]) <= MAX_LINES:
             lines += [
                 f"  {_line(task, row['interval'], row['episodes'], row['success_rate'])}"

@@ -274,7 +274,7 @@ class Runner:
             steps = config.rollout_chunks
             chunks = config.algorithm.rollout_epoch * steps
         elif role == "evaluation" and local:
-            waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs)
+            waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs) * self.rollouts.num_decodings
             chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
         self.console.phase(name, chunks)
 

@@ -19,7 +19,7 @@ from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.workers.collector import Metrics, RolloutState
 from embodrl.workers.env import check_environments, make_pool
-from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.evaluator import EvalResult, Evaluator, chosen_decodings
 from embodrl.workers.rollout_backend import RolloutBackend
 
 
@@ -87,6 +87,10 @@ class OfflineBackend(RolloutBackend):
         self.collector, self.tasks, self.faults = NoCollector(config, engine), config.env.tasks, FaultCounts()
         self._places, self._log_dir = places, log_dir
         self._pool: EnvPool | None = None
+
+    @property
+    def num_decodings(self) -> int:
+        return len(chosen_decodings(self.config, self.engine))
 
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         pool = self._pool or self._start()

@@ -37,6 +37,11 @@ class RolloutBackend(ABC):
     tasks: Sequence[str]
     faults: FaultCounts
 
+    @property
+    def num_decodings(self) -> int:
+        """How often this process plays the episodes of an evaluation."""
+        return 0
+
     @abstractmethod
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         """Run the episodes of ``env.eval`` with the newest weights.
@@ -75,6 +80,10 @@ class LocalBackend(RolloutBackend):
     def __init__(self, pool: EnvPool, engine: RolloutEngine, collector: Collector, evaluator: Evaluator) -> None:
         self.pool, self.engine, self.collector, self.evaluator = pool, engine, collector, evaluator
         self.tasks, self.faults = pool.spec.tasks, pool.faults
+
+    @property
+    def num_decodings(self) -> int:
+        return len(self.evaluator.decodings)
 
     def evaluate(self, video_dir: Path | None) -> EvalResult:
         with self.collector.quiet():

@@ -33,7 +33,7 @@ env:
   num_processes: 1
   max_episode_steps: 6
   train: {total_num_envs: 2, max_steps_per_rollout_epoch: 12, ignore_terminations: true}
-  eval: {total_num_envs: 2, num_episodes: 2}
+  eval: {total_num_envs: 2, num_episodes: 2, decoding: greedy}
 collect: {num_episodes: 3, output_dir: OUT}
 sft: {max_steps: 4, batch_size: 4, save_interval: 2, log_interval: 1, lr_warmup_steps: 1}
 """

@@ -99,6 +99,8 @@ def expert_steps(seed: int) -> int:
 class Idle:
     """A policy that does nothing."""
 
+    decodings = ("greedy",)
+
     def offload(self) -> None: ...
 
     def decide(self, observation: object, decoding, generators=None) -> PolicyOutput:

@@ -53,5 +53,19 @@ SERVE = [
         "env-servers-run-the-simulators",
         ("env.remote=[tcp://desk:5700]", "env.video.enabled=true"),
     ),
+    Wrong(
+        "mean of actions without an order",
+        "serve.decoding",
+        "decodings-exist",
+        ("serve.decoding=mean", "model=pi0_fast"),
+        names="greedy, sampled",
+    ),
+    Wrong(
+        "mean of tokens that vLLM decodes",
+        "env.eval.decoding",
+        "decodings-exist",
+        ("env.eval.decoding=mean", "rollout.backend=vllm"),
+        names="vllm",
+    ),
     Wrong("token that can be guessed", "serve.token", "token-is-a-secret", ("serve.token=abc",), names="auto"),
 ]

@@ -103,7 +103,7 @@ def imitate(settings: list[str], demos: Path, directory: Path, steps: int, lr: f
 
 def success_rate(settings: list[str], path: Path) -> float:
     """Run `embodrl eval` and return the success rate."""
-    embodrl("eval", *settings, "env.eval.num_episodes=32", "--json", str(path))
+    embodrl("eval", *settings, "env.eval.num_episodes=32", "env.eval.decoding=greedy", "--json", str(path))
     return json.loads(path.read_text())["success_rate"]
 
 

@@ -29,18 +29,22 @@ CHUNK, DIM = 5, 7
 class MeanPolicy(ToyPolicy):
     """Action a of step c is the mean pixel, plus c, plus a tenth of the number of characters, plus a weight."""
 
+    decodings = ("greedy", "sampled", "mean")
+
     def __init__(self) -> None:
         super().__init__(CHUNK, DIM)
         self.offset = torch.nn.Parameter(torch.zeros(1))
         self.batches: list[int] = []
+        self.mode = ""
 
     def predict_action_batch(self, observation: Observation, mode, sampling, generator=None, compute_values=True):
-        assert mode == "eval"
+        assert mode in ("eval", "mean")
         if "fail" in observation.instruction:
             raise RuntimeError("a secret of the server")
         if "refuse" in observation.instruction:
             raise EmbodrlError("this instruction is refused", "say something else", code="test-refused")
         self.batches.append(observation.batch_size)
+        self.mode = mode
         means = observation.images.mean(axis=(1, 2, 3, 4)) + [len(text) / 10 for text in observation.instruction]
         means = means + self.offset.item() + observation.state.sum(axis=1)
         actions = means[:, None, None] + np.arange(CHUNK)[None, :, None] + np.zeros((1, 1, DIM))

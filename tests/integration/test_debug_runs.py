@@ -21,7 +21,13 @@ SMALL = [
     "env.train.max_steps_per_rollout_epoch=20",
     "env.eval.total_num_envs=4",
 ]
-SMALL += ["env.eval.num_episodes=4", "actor.global_batch_size=8", "actor.micro_batch_size=8", "env.num_processes=1"]
+SMALL += [
+    "env.eval.num_episodes=4",
+    "env.eval.decoding=greedy",
+    "actor.global_batch_size=8",
+    "actor.micro_batch_size=8",
+    "env.num_processes=1",
+]
 TOY = ["env=toy", "model.warm_start=null", "runner=debug"]
 MLP = [*TOY, "model=mlp", "env.state=full"]
 

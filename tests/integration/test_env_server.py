@@ -195,7 +195,7 @@ env:
   max_episode_steps: 10
   num_processes: 2
   train: {total_num_envs: 8, max_steps_per_rollout_epoch: 20}
-  eval: {total_num_envs: 8, num_episodes: 8}
+  eval: {total_num_envs: 8, num_episodes: 8, decoding: greedy}
   video: {enabled: false}
 actor: {global_batch_size: 80, micro_batch_size: 40, precision: fp32}
 rollout: {precision: fp32}

@@ -143,6 +143,7 @@ SIZES = [
     "env.train.max_steps_per_rollout_epoch=20",
     "env.eval.total_num_envs=4",
     "env.eval.num_episodes=8",
+    "env.eval.decoding=greedy",
     "actor.global_batch_size=8",
     "actor.micro_batch_size=8",
     "cluster.num_threads=1",

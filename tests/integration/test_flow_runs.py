@@ -18,7 +18,7 @@ env:
   max_episode_steps: 6
   cameras: [{height: 16, width: 16}]
   train: {total_num_envs: 8, max_steps_per_rollout_epoch: 6}
-  eval: {num_episodes: 8}
+  eval: {num_episodes: 8, decoding: greedy}
 model:
   num_action_chunks: 1
   pi:

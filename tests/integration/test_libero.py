@@ -284,6 +284,7 @@ def test_it_trains_and_evaluates(tmp_path: Path):
         "env.max_episode_steps=10",
         "env.train.total_num_envs=4",
         "env.eval.num_episodes=4",
+        "env.eval.decoding=greedy",
         "actor.global_batch_size=4",
         "actor.micro_batch_size=4",
         "runner.max_iterations=2",

@@ -21,7 +21,7 @@ presets: {env: maniskill, model: openvla}
 env:
   render_backend: cpu
   train: {total_num_envs: 8}
-  eval: {total_num_envs: 8, num_episodes: 8}
+  eval: {total_num_envs: 8, num_episodes: 8, decoding: greedy}
   video: {enabled: false}
 runner: {max_iterations: 2, eval_at_start: false, logger: {tensorboard: false, console: plain}}
 actor: {global_batch_size: 40, micro_batch_size: 20}

@@ -23,7 +23,7 @@ env:
   render_backend: cpu
   cameras: [{name: base_camera, height: 16, width: 16}]
   train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12}
-  eval: {total_num_envs: 4, num_episodes: 2}
+  eval: {total_num_envs: 4, num_episodes: 2, decoding: greedy}
   video: {enabled: false}
 """ + TINY_POLICY.replace("max_iterations: 4", "max_iterations: 3").replace("num_threads: 1", "num_threads: 2")
 

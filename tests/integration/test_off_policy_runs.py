@@ -19,7 +19,7 @@ env:
   pin_cpus: false
   cameras: [{height: 16, width: 16}]
   train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
-  eval: {num_episodes: 64}
+  eval: {num_episodes: 64, decoding: greedy}
 model: {gaussian: {max_state_dim: 4, hidden_sizes: [64, 64]}}
 algorithm: {off_policy: {critic_hidden_sizes: [64, 64], warm_up: 300}}
 actor: {global_batch_size: 64, micro_batch_size: 64}
@@ -110,7 +110,7 @@ env:
   pin_cpus: false
   cameras: [{height: 16, width: 16}]
   train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
-  eval: {num_episodes: 64}
+  eval: {num_episodes: 64, decoding: greedy}
 model:
   num_action_chunks: 1
   warm_start: null

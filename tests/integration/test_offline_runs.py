@@ -19,7 +19,7 @@ env:
   pin_cpus: false
   cameras: [{height: 16, width: 16}]
   train: {total_num_envs: 16, max_steps_per_rollout_epoch: 20}
-  eval: {num_episodes: 64}
+  eval: {num_episodes: 64, decoding: greedy}
 model: {gaussian: {max_state_dim: 5, hidden_sizes: [64, 64]}}
 algorithm: {offline: {updates: 100}}
 cluster: {num_threads: 1}

@@ -18,7 +18,7 @@ env:
   cameras: [{height: 16, width: 16}]
   num_processes: 1
   train: {total_num_envs: 4, max_steps_per_rollout_epoch: 20}
-  eval: {total_num_envs: 4, num_episodes: 4}
+  eval: {total_num_envs: 4, num_episodes: 4, decoding: greedy}
 model: {gaussian: {max_state_dim: 4, hidden_sizes: [16]}}
 algorithm: {off_policy: {critic_hidden_sizes: [16], warm_up: 20, num_q: 2, subset: 2, utd: 0.5, policy_delay: 1}}
 actor: {global_batch_size: 16, micro_batch_size: 16}

@@ -21,7 +21,7 @@ env:
   pin_cpus: false
   num_processes: 1
   train: {total_num_envs: 8, max_steps_per_rollout_epoch: 20}
-  eval: {total_num_envs: 8, num_episodes: 8}
+  eval: {total_num_envs: 8, num_episodes: 8, decoding: greedy}
 actor: {global_batch_size: 80, micro_batch_size: 40, precision: fp32}
 rollout: {precision: fp32}
 runner: {max_iterations: 15, eval_interval: 15, logger: {tensorboard: false}}

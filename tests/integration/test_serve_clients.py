@@ -36,7 +36,7 @@ env:
   include_state: false
   pin_cpus: false
   num_processes: 1
-  eval: {total_num_envs: 4, num_episodes: 12}
+  eval: {total_num_envs: 4, num_episodes: 12, decoding: greedy}
   video: {enabled: false}
 sft: {max_steps: 300, batch_size: 32, lr: 1.0e-3}
 collect: {num_episodes: 60}

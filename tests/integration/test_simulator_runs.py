@@ -16,7 +16,7 @@ env:
   pin_cpus: false
   python: PYTHON
   train: {total_num_envs: 4, max_steps_per_rollout_epoch: 12}
-  eval: {total_num_envs: 4, num_episodes: 4}
+  eval: {total_num_envs: 4, num_episodes: 4, decoding: greedy}
   video: {enabled: false}
   cameras: [{name: CAMERA, height: 16, width: 16}]
 collect: {num_episodes: 2, format: raw}

@@ -33,7 +33,7 @@ env:
   pin_cpus: false
   num_processes: 1
   train: {total_num_envs: 8}
-  eval: {total_num_envs: 8, num_episodes: 8}
+  eval: {total_num_envs: 8, num_episodes: 8, decoding: greedy}
 sft: {max_steps: 60, batch_size: 16}
 runner: {logger: {tensorboard: false}}
 store: {episodes_per_shard: 8, publish_interval: 10, successes_only: false, poll_s: 0.2, steps_per_episode: 0.25}

@@ -40,7 +40,8 @@ class OpenVLAPolicy(TokenPolicy):
         """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
 
         In ``mean`` mode each token is the bin nearest to the mean, given those before it. ``forward_inputs`` has what
-        ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each call takes one block from ``generator``, whatever the tokens.
+        ``preprocess`` returns and ``action_tokens int64[B,C,A]``. Of its randomness, each call takes one block from
+        ``generator``, whatever the tokens.
 
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.

@@ -110,7 +110,10 @@ def test_servers_act_with_the_newest_weights_and_answer_all_of_an_update(tmp_pat
             assert firsts(output) == pytest.approx([7 + base, 8 + base, 9 + base]) and output.version == version
             assert output.values is not None and output.values.shape == (3, 1)
             assert (output.forward_inputs["seen"].numpy() == seen(7, 8, 9).images).all()
-        assert acting.decide(seen(7), "greedy").version == 4
+        before = acting.random_state()
+        for decoding in ("greedy", "mean"):
+            assert acting.decide(seen(7), decoding).version == 4
+        assert acting.random_state() == before  # evaluations draw nothing of the run's
         # What is drawn follows from the run's seed, and not from who computes it.
         other = engine(urls[:1], tmp_path)
         other.update_weights([], 4)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +72,7 @@ def test_the_json_has_intervals_and_every_episode(tmp_path: Path) -> None:
     assert (green["successes"], green["episodes"], green["success_rate"]) == (1, 2, 0.5)
     assert green["interval"] == list(wilson_interval(1, 2)) and green["instruction"] == "go to 1"
     assert content["per_episode"][1] == vars(records()[1]) and content["settings"]["environment"] == "toy"
-    assert lines[0] == "success rate 80.0 % of 5 episodes (95 % interval 37.6 to 96.4 %)"
+    assert lines[0] == "success rate (greedy) 80.0 % of 5 episodes (95 % interval 37.6 to 96.4 %)"
     assert lines[-1] == f"report: {tmp_path / 'out' / 'eval.html'}"
 
 
@@ -219,3 +220,19 @@ def test_the_harness_counts_lost_episodes_as_failures(tmp_path: Path) -> None:
     assert (green["mean_success"], green["num_episodes"], green["avg_steps"]) == (0.3333, 3, 10 / 3)
     assert content["mean_success"] == 0.6667 and content["seed"] == 70 and content["benchmark"] == "toy"
     json.dumps(content)
+
+
+def test_other_decodings_are_compared_on_the_same_seeds(tmp_path: Path) -> None:
+    found = result()
+    others = [replace(record, success=not record.success) for record in records()]
+    found.decodings["sampled"] = EvalResult(0.2, 5, {}, 2.0, 5.0, records=others, decoding="sampled")
+    lines = EvalOutput(settings(), tmp_path / "out").write(found)
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert list(content["decodings"]) == ["greedy", "sampled"] and content["settings"]["actions"].startswith("greedy")
+    greedy, sampled = content["decodings"].values()
+    assert (greedy["successes"], greedy["lost_episodes"], greedy["change"]["difference"]) == (4, 1, 0.0)
+    assert sampled["success_rate"] == 0.2 and sampled["interval"] == list(wilson_interval(1, 5))
+    assert (sampled["change"]["only_first"], sampled["change"]["only_second"]) == (4, 1)
+    assert [each["success"] for each in sampled["per_episode"]] == [record.success for record in others]
+    assert lines[2].startswith("success rate (sampled) 20.0 %") and "-60" in lines[2]
+    assert "20.0 % (4 to 62)" in (tmp_path / "out" / "eval.html").read_text()

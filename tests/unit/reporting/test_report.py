@@ -55,6 +55,14 @@ def test_the_page_stands_alone_and_is_drawn_in_its_own_colours(tmp_path: Path) -
     assert not (tmp_path / "curves.png").exists()
 
 
+def test_other_decodings_have_figures_and_curves(tmp_path: Path) -> None:
+    others = {"eval/success_rate_sampled": 0.625, "eval/success_rate_mean": 0.875}
+    page = write_run(tmp_path, [evaluated(0, 0.25, **others), row(1), evaluated(2, 0.75, **others)])
+    for text in ("62.5 %", "evaluation success, sampled actions", "87.5 %", "evaluation, mean actions"):
+        assert text in page
+    assert "sampled actions" not in write_run(tmp_path / "greedy", [evaluated(0, 0.25), evaluated(1, 0.5)])
+
+
 def test_only_what_differs_from_the_defaults_is_listed(tmp_path: Path) -> None:
     page = write_run(tmp_path, [row(1)], "algorithm: {gamma: 0.123, gae_lambda: 0.95}\nrunner: {max_iterations: 40}\n")
     table = page[page.index("What differs") : page.index("All settings")]

@@ -4,13 +4,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from expect import raises_code
+from toy_policy import ToyPolicy
 
 from embodrl.config import load_config
+from embodrl.data.rng import draw_rows
 from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.types import PolicyOutput
-from embodrl.workers.evaluator import MAX_ATTEMPTS, Evaluator
+from embodrl.workers.evaluator import MAX_ATTEMPTS, Evaluator, evaluation_result, join_results
 
 CONFIG = load_config(
     [
@@ -53,6 +57,8 @@ class LocalPool:
 
 class Expert:
     """Solves the red task only, and looks no further than to the rows that it is asked about."""
+
+    decodings = ("greedy",)
 
     def __init__(self, env):
         self.env, self.offloads = env, 0
@@ -98,6 +104,8 @@ def test_what_follows_an_evaluation_does_not_depend_on_it():
 
 class Still:
     """Does nothing."""
+
+    decodings = ("greedy",)
 
     def offload(self):
         pass
@@ -271,3 +279,60 @@ def test_the_first_picture_of_each_task_is_identified():
     images = pool.reset(np.array([70, 71, 72, 73]), np.array([0, 1, 0, 1], np.int32)).images
     names = ("reach-red", "reach-green")
     assert found == {name: hashlib.sha256(images[row].tobytes()).hexdigest() for row, name in enumerate(names)}
+
+
+class Drawing(ToyPolicy):
+    """Goes one way by its most probable action, the other way by its mean, and anywhere by a sample."""
+
+    draws_by_row = True
+    decodings = ("greedy", "sampled", "mean")
+
+    def predict_action_batch(self, observation, mode, sampling, generator=None, compute_values=True):
+        shape = (observation.batch_size, 2, 7)
+        actions = torch.full(shape, {"eval": -0.5, "mean": 0.5}.get(mode, 0.0))
+        if mode == "train":
+            actions = draw_rows(lambda size, one: 2 * torch.rand(size, generator=one) - 1, shape, generator)
+        return PolicyOutput(actions.numpy(), torch.zeros(shape), None, {})
+
+
+def drawing_engine():
+    return NativeRolloutEngine(Drawing(2, 7), CONFIG.rollout, CONFIG.algorithm.sampling, seed=3, num_threads=2)
+
+
+def decoded_by(decoding):
+    env = CONFIG.env.model_copy(update={"eval": CONFIG.env.eval.model_copy(update={"decoding": decoding})})
+    return CONFIG.model_copy(update={"env": env})
+
+
+def test_each_decoding_plays_the_same_episodes_and_leaves_the_random_state_of_training():
+    pool, engine, done = LocalPool(), drawing_engine(), []
+    before = engine.random_state()
+    evaluator = Evaluator(CONFIG, pool, engine, lambda number, text: done.append(number))
+    result = evaluator.run()
+    assert engine.random_state() == before
+    assert evaluator.decodings == ("greedy", "sampled", "mean") == tuple(result.by_decoding)
+    assert pool.resets == 3 * pool.resets[:3] and done == [4, 8, 10, 14, 18, 20, 24, 28, 30]
+    returns = [[record.episode_return for record in one.records] for one in result.by_decoding.values()]
+    assert returns[0] != returns[1] != returns[2] != returns[0]
+    metrics = result.metrics()
+    assert metrics["eval/success_rate"] == result.success_rate and metrics["eval/episodes"] == 10
+    for name in ("sampled", "mean"):
+        assert metrics[f"eval/success_rate_{name}"] == result.decodings[name].success_rate
+    assert metrics["time/eval_s"] == pytest.approx(sum(one.env_s + one.policy_s for one in result.by_decoding.values()))
+
+
+def test_what_is_sampled_does_not_depend_on_who_plays_it_or_after_what():
+    whole = Evaluator(CONFIG, LocalPool(), drawing_engine()).run().decodings["sampled"]
+    evaluator = Evaluator(decoded_by("sampled"), LocalPool(), drawing_engine())
+    parts = [evaluator.run_episodes(part) for part in np.array_split(np.arange(10), 2)[::-1]]  # as of two processes
+    found = evaluation_result(CONFIG, join_results(parts[::-1], max))
+    assert found.records == whole.records and found.decodings == {} and found.decoding == "sampled"
+    assert found.metrics()["eval/success_rate_sampled"] == found.success_rate
+
+
+def test_a_decoding_that_the_policy_lacks_is_refused():
+    engine = drawing_engine()
+    engine.policy.decodings = ("greedy", "sampled")
+    assert Evaluator(decoded_by("all"), LocalPool(), engine).decodings == ("greedy", "sampled")
+    with raises_code("policy-has-no-decoding"):
+        Evaluator(decoded_by("mean"), LocalPool(), engine)

@@ -84,6 +84,8 @@ def test_a_finished_run_ends_with_its_gain_and_the_next_command(tmp_path: Path) 
     # Wilson's interval of 9 in 16, from a table: 33.2 to 76.9 %
     assert done == "done: evaluation success 37.5 -> 56.2 % (95 % interval 33 to 77 %)"
     assert following == f"next: embodrl eval {tmp_path}"
+    others = {"eval/success_rate_sampled": 0.625, "eval/success_rate_mean": None}
+    assert summary_lines(tmp_path, [*rows, rows[1] | others])[0].endswith("77 %), sampled 62.5 %")
     rows[0]["iteration"], rows[1]["iteration"] = 0, 5
     worse = {"iteration": 9, "eval/success_rate": 0.5, "eval/episodes": 16.0}
     assert "56.2 % after iteration 5" in summary_lines(tmp_path, [*rows, worse])[1]

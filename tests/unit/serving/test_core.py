@@ -55,6 +55,18 @@ def test_requests_of_several_clients_are_one_forward():
     with_core(test)
 
 
+@pytest.mark.parametrize(("decoding", "mode"), [("greedy", "eval"), ("mean", "mean")])
+def test_answers_are_chosen_as_the_setting_says(decoding, mode):
+    async def test(core, policy):
+        await core.act(seen(1), 0, "openpi")
+        assert policy.mode == mode
+        policy.mode = ""
+        core.warm_up(seen(1))
+        assert policy.mode == mode
+
+    with_core(test, decoding=decoding)
+
+
 def test_a_free_model_waits_for_the_clients_that_asked_before():
     async def test(core, policy):
         await asyncio.gather(*(core.act(seen(i), i, "openpi") for i in range(3)))
