@@ -28,7 +28,7 @@ def elapsed_s(rows: Sequence[Row]) -> list[float]:
     return list(accumulate(number(row, "time/total_s") for row in rows))
 
 
-def other_rates(row: Row) -> dict[str, float]:
+def other_rates(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the success of the row's evaluation by what else actions were chosen by: decoding -> rate."""
     prefix = "eval/success_rate_"
     return {key.removeprefix(prefix): float(row[key]) for key in row if key.startswith(prefix) and is_number(row[key])}

@@ -61,11 +61,11 @@ SERVE = [
         names="greedy, sampled",
     ),
     Wrong(
-        "mean of tokens that vLLM decodes",
+        "mean of actions that follow a flow",
         "env.eval.decoding",
         "decodings-exist",
-        ("env.eval.decoding=mean", "rollout.backend=vllm"),
-        names="vllm",
+        ("env.eval.decoding=mean", "model=pi0"),
+        names="greedy, sampled",
     ),
     Wrong("token that can be guessed", "serve.token", "token-is-a-secret", ("serve.token=abc",), names="auto"),
 ]

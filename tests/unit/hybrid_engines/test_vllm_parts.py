@@ -93,6 +93,7 @@ def test_the_same_tokens_are_drawn_as_by_the_native_engine(policy, monkeypatch, 
     served = served_engine(policy, monkeypatch, num_threads=num_threads)
     for _ in range(2):
         assert_equal(served.act(seen, True), native.act(seen, True))
+    assert native.decodings == ("greedy", "sampled", "mean") and served.decodings == ("greedy", "sampled")
     assert_equal(served.decide(seen, "greedy"), native.decide(seen, "greedy"))
     assert served.random_state() == native.random_state()
     torch.testing.assert_close(served.values(seen), native.values(seen))
