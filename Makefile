@@ -63,8 +63,8 @@ test-ray: setup ## install Ray and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 $(RAY_TESTS) -k ray $(ARGS)
 
-# Simulators that are not part of .venv are installed into .venv-simulators. LIBERO's tests also need
-# EMBODRL_LIBERO_ASSETS; a skipped test gives its reason.
+# Simulators that are not part of .venv are installed into .venv-simulators, LIBERO by `embodrl env install libero`.
+# A skipped test gives its reason.
 SIMULATOR_TESTS := tests/integration/test_env_contract.py tests/integration/test_simulator_runs.py \
 	tests/integration/test_long_restores.py tests/integration/test_libero.py tests/faults/test_fault_matrix.py
 test-simulators: setup ## install Meta-World, Gymnasium and LIBERO into .venv-simulators and run their tests

@@ -1,6 +1,6 @@
 """Runs in LIBERO's own environment: fixtures after LIBERO's seeding and resets, and ours; prints the largest distance.
 
-Usage: libero_fixtures.py SUITE TASK SEED ASSETS
+Usage: libero_fixtures.py SUITE TASK SEED
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from embodrl.envs.libero.sim import LiberoScene, LiberoSim, SceneOptions, import_libero
 
 
-def main(suite: str, task: str, seed: int, assets: str) -> None:
-    package = import_libero(assets)
+def main(suite: str, task: str, seed: int) -> None:
+    package = import_libero(None)
     from libero.libero.envs.env_wrapper import ControlEnv
 
     bddl = package / "bddl_files" / suite / f"{task}.bddl"
@@ -29,7 +29,7 @@ def main(suite: str, task: str, seed: int, assets: str) -> None:
         placements.append(stock.env.sim.model._model.body_pos.copy())
     distances = []
     for redrawn in (True, False):
-        options = SceneOptions(suite, 10, assets, ("agentview",), 16, 16, (16, 16), "fast", 0, seed, redrawn)
+        options = SceneOptions(suite, 10, None, ("agentview",), 16, 16, (16, 16), "fast", 0, seed, redrawn)
         ours = LiberoSim(LiberoScene(task, options))
         for init_state in range(3):
             ours.reset(10 * init_state)
@@ -40,4 +40,4 @@ def main(suite: str, task: str, seed: int, assets: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,6 +1,6 @@
 """Runs in LIBERO's own environment: the same episode by LIBERO's code and by ours; prints how far they are apart.
 
-Usage: libero_stock.py SUITE TASK SEED ASSETS
+Usage: libero_stock.py SUITE TASK SEED
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CAMERAS = ("agentview", "wrist")
 SIZE = 64
 
 
-def main(suite: str, task: str, seed: int, assets: str) -> None:
-    options = SceneOptions(suite, 10, assets, CAMERAS, SIZE, SIZE, (SIZE, SIZE), "full", 10)
+def main(suite: str, task: str, seed: int) -> None:
+    options = SceneOptions(suite, 10, None, CAMERAS, SIZE, SIZE, (SIZE, SIZE), "full", 10)
     scene = LiberoScene(task, options)
     ours = LiberoSim(scene)
     ours.reset(seed)
-    package = import_libero(assets)
+    package = import_libero(None)
     from libero.libero.envs.env_wrapper import ControlEnv
 
     bddl = package / "bddl_files" / suite / f"{task}.bddl"
@@ -58,4 +58,4 @@ def main(suite: str, task: str, seed: int, assets: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,7 +1,4 @@
-"""Runs in LIBERO's own environment: opens a drawer by hand and tells when the task counts as solved.
-
-Usage: libero_success.py ASSETS
-"""
+"""Runs in LIBERO's own environment: opens a drawer by hand and tells when the task counts as solved."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from embodrl.envs.libero.sim import NOTHING, LiberoScene, LiberoSim, SceneOptions
 
 
-def main(assets: str) -> None:
-    options = SceneOptions("libero_goal", 1, assets, ("agentview",), 64, 64, (64, 64), "fast", 0)
+def main() -> None:
+    options = SceneOptions("libero_goal", 1, None, ("agentview",), 64, 64, (64, 64), "fast", 0)
     scene = LiberoScene("open_the_middle_drawer_of_the_cabinet", options)
     drawer = scene.env.sim.model.get_joint_qpos_addr("wooden_cabinet_1_middle_level")
     found = {}
@@ -30,4 +27,4 @@ def main(assets: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

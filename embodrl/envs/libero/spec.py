@@ -26,7 +26,8 @@ class LiberoConfig(EnvConfig):
         " it where they are not given",
     )
     libero_assets: str | None = Field(
-        default=None, description="asset folder; null takes $EMBODRL_LIBERO_ASSETS, or else the one in LIBERO's package"
+        default=None,
+        description="asset folder; null takes $EMBODRL_LIBERO_ASSETS, or else the one of `embodrl env install libero`",
     )
     settle_steps: NonNegativeInt = Field(
         default=10, description="steps without motion after a reset, not counted; 10 as published"

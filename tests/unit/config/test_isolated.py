@@ -15,6 +15,7 @@ from expect import raises_code
 from embodrl.config import isolated as places
 from embodrl.config import load_config
 from embodrl.envs.libero import probe
+from embodrl.envs.libero.assets import PACKAGE, PARTS
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.preflight import isolated, simulators
 from embodrl.preflight.findings import Finding, can_train
@@ -161,18 +162,34 @@ def test_packages_of_this_environment_are_not_those_of_another(tmp_path: Path, m
     (tmp_path / "here" / "libero").mkdir(parents=True)
     (tmp_path / "here" / "libero" / "__init__.py").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "here"))
-    assert probe.find_package(str(places.installed_python("libero"))) is None
+    assert probe.find_package(str(places.installed_python("libero")), "libero") is None
 
 
 def test_all_that_libero_lacks_is_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
     install()
     python = str(places.installed_python("libero"))
-    assert probe.find_package(python) is None
+    assert probe.find_package(python, "libero") is None
     settings = load_config(["env=libero"]).config.env.model_copy(update={"libero_assets": str(tmp_path)})
     with raises_code("missing-dependency", EmbodrlError, "embodrl env install libero"):
         simulators.preflight("libero", python, settings)
     assert os.access(python, os.X_OK)
+
+
+def test_the_probe_finds_the_assets_that_were_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("EMBODRL_LIBERO_ASSETS", raising=False)
+    install()
+    python = str(places.installed_python("libero"))
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    folder = Path(subprocess.check_output(command, text=True).strip()) / PACKAGE
+    (folder / "assets" / "scenes").mkdir(parents=True)
+    for part in PARTS:
+        (folder / part).write_text("")
+    assert probe.find_package(python, PACKAGE) == folder
+    assert len(probe.find_problems(None, python)) == 1  # LIBERO itself
+    (folder / PARTS[2]).unlink()
+    _, (message, hint) = probe.find_problems(None, python)
+    assert PARTS[2] in message and "embodrl env install libero" in hint
 
 
 @pytest.mark.parametrize(("found", "warns"), [("3.2.3", False), ("3.3.2", False), ("3.3.3", True), ("3.10.0", True)])

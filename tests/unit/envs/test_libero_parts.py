@@ -14,10 +14,11 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
+from embodrl.envs.libero.assets import PARTS, VARIABLE, find_assets
 from embodrl.envs.libero.init_states import parse_init_states, read_init_states
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
 from embodrl.envs.mujoco.meshes import corner_normals
-from embodrl.errors import ConfigError, EnvError
+from embodrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodrl.specs import ENVS
 
 
@@ -149,6 +150,44 @@ def test_assets_in_a_folder_below_are_pointed_out(tmp_path: Path):
     with raises_code("assets-are-there"):
         load_config(["env=libero", f"env.libero_assets={tmp_path}"])
     load_config(["env=libero", f"env.libero_assets={tmp_path / 'assets'}"])
+
+
+def asset_folder(path: Path, parts: tuple[str, ...] = ()) -> Path:
+    (path / "assets" / "scenes").mkdir(parents=True)
+    for part in parts:
+        (path / part).write_text("")
+    return path / "assets"
+
+
+def test_assets_are_those_named_then_of_the_variable_then_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named, variable = asset_folder(tmp_path / "named"), asset_folder(tmp_path / "variable")
+    installed = asset_folder(tmp_path / "installed", PARTS)
+    monkeypatch.setenv(VARIABLE, str(variable))
+    assert find_assets(str(named), installed.parent) == named
+    assert find_assets(None, installed.parent) == find_assets(None, None) == variable
+    monkeypatch.delenv(VARIABLE)
+    assert find_assets(None, installed.parent) == installed
+
+
+def test_assets_that_are_not_there_are_an_error_and_nothing_else_takes_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    installed = asset_folder(tmp_path / "installed", PARTS).parent
+    for named, there in ((None, None), (str(tmp_path), installed), (None, tmp_path)):
+        with raises_code("libero-assets", MissingDependencyError, "embodrl env install libero"):
+            find_assets(named, there)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "absent"))
+    with raises_code("libero-assets", MissingDependencyError):
+        find_assets(None, installed)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_assets_without_one_of_their_packages_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    asset_folder(tmp_path, tuple(each for each in PARTS if each != part))
+    with raises_code("libero-assets", MissingDependencyError, part):
+        find_assets(None, tmp_path)
 
 
 def test_an_interpreter_is_found_only_where_one_can_be_installed():

