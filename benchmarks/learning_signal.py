@@ -126,6 +126,7 @@ class Branches:
             seeds = rng.integers(2**31, size=self.size)
             tasks = rng.integers(len(self.pool.spec.tasks), size=self.size).astype(np.int32)
             wanted, running = rng.integers(num_chunks, size=self.size), np.ones(self.size, np.bool_)
+            self.pool.call("rebuild")  # a state that is restored by replay then has one episode to replay
             observation = self.pool.reset(seeds, tasks, copy=True)
             for played in range(num_chunks):
                 found += [self._save(row, observation) for row in np.flatnonzero(running & (wanted == played)).tolist()]
@@ -378,8 +379,8 @@ def measure(loaded: LoadedConfig, size: Size) -> dict[str, Any]:
     numbers = config.model.num_action_chunks * config.model.action_dim
     if min(size.states, size.chunks, size.repeats) < 2 or size.states * (size.chunks - 1) <= numbers:
         raise UsageError(
-            f"{size.states} states with {size.chunks} chunks each, continued {size.repeats} times, for {numbers} numbers"
-            " of an action chunk",
+            f"{size.states} states with {size.chunks} chunks each, continued {size.repeats} times, for the {numbers}"
+            " numbers of an action chunk",
             "choose at least 2 of each, and --states x (--chunks - 1) above these numbers",
             code="signal-size",
         )
@@ -409,7 +410,7 @@ def measure(loaded: LoadedConfig, size: Size) -> dict[str, Any]:
         branched[name] = gradients.signal(rows, advantages, units, min(size.groups, size.states), minibatch)
     return {
         "size": asdict(size),
-        "env_steps": outcomes.env_steps,
+        "env_steps": {"rollouts": int(batch.valid.sum()), "branches": outcomes.env_steps},
         "differences": outcomes.differences,
         "outcomes": {
             "return": describe(outcomes.returns, actions, config.runner.seed),

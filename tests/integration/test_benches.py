@@ -65,7 +65,7 @@ def test_the_learning_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert learning_signal.main([*size, "--json", str(path), *small]) == 0
     result = json.loads(path.read_text())
     assert result["differences"] == 0, "a chunk played twice from the same state leads to the same"
-    assert result["env_steps"] >= 4 * 5 * 2
+    assert result["env_steps"]["branches"] >= 4 * 5 * 2
     for outcome in result["outcomes"].values():
         assert set(outcome["shares_percent"]) == {"states", "chunks", "rest"}
     assert result["outcomes"]["return"]["variance"] > 0
