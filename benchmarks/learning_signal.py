@@ -104,7 +104,7 @@ class Outcomes:
 
 
 class Branches:
-    """Episodes that go on from saved states.
+    """Episodes that continue from saved states.
 
     Args:
         pool: started, and left without auto-reset.
@@ -120,7 +120,7 @@ class Branches:
         return divmod(row, self.size // len(self.pool.managers))
 
     def draw_states(self, count: int, num_chunks: int, rng: np.random.Generator) -> list[State]:
-        """Return states after 0 to ``num_chunks`` - 1 chunks, equally likely, of episodes that go on there."""
+        """Return states after 0 to ``num_chunks`` - 1 chunks, equally likely, of episodes that continue there."""
         found: list[State] = []
         while len(found) < count:
             seeds = rng.integers(2**31, size=self.size)
@@ -147,7 +147,7 @@ class Branches:
         return concat_outputs([self.engine.act(each, compute_values) for each in seen])
 
     def play(self, states: list[State], chunks: NDArray[np.float32], repeats: int) -> Outcomes:
-        """Execute each of the chunks ``float32[S,K,C,A]`` and go on to the end of the episode, ``repeats`` times.
+        """Execute each of the chunks ``float32[S,K,C,A]`` and continue to the end of the episode, ``repeats`` times.
 
         Episodes that a fault of the simulator ends are played again.
         """
@@ -194,9 +194,9 @@ class Branches:
         actions = np.zeros((self.size, *chunks.shape[2:]), np.float32)
         for row in starting:
             actions[row] = chunks[playing[row][:2]]
-        going_on = [row for row in playing if row not in starting]
-        if going_on:
-            actions[going_on] = self.engine.act(Observation.concat([seen[row] for row in going_on]), False).actions
+        continuing = [row for row in playing if row not in starting]
+        if continuing:
+            actions[continuing] = self.engine.act(Observation.concat([seen[row] for row in continuing]), False).actions
         return actions
 
     def _mask(self, playing: dict[int, tuple[int, ...]]) -> NDArray[np.bool_]:
