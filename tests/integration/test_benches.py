@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import asynchrony
+import learning_signal
 import pytest
 import task_runner as tasks
 import weight_sync
@@ -52,6 +53,24 @@ def test_rollouts_beside_training_are_measured_in_the_middle_of_a_run() -> None:
     for mode, ahead in (("one step ahead", 1), ("bounded, 4", 4), ("rollouts alone", 4)):
         assert 0 <= rows[mode]["mean_staleness"] <= ahead
         assert 0 <= rows[mode]["rollouts"] <= 2 + ahead + 1, "two are trained on, and some may be in store"
+
+
+def test_the_learning_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    small = ["env=toy", "model=mlp", "model.num_action_chunks=2", "env.max_episode_steps=8", "env.num_processes=2"]
+    small += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10"]
+    small += ["actor.global_batch_size=20", "actor.micro_batch_size=20", "actor.optim.critic_warmup_iterations=1"]
+    monkeypatch.setattr(learning_signal, "check_simulator", lambda config: None)
+    path = tmp_path / "signal.json"
+    size = ["--states", "4", "--chunks", "5", "--groups", "4"]
+    assert learning_signal.main([*size, "--json", str(path), *small]) == 0
+    result = json.loads(path.read_text())
+    assert result["differences"] == 0, "a chunk played twice from the same state leads to the same"
+    assert result["env_steps"]["branches"] >= 4 * 5 * 2
+    for outcome in result["outcomes"].values():
+        assert set(outcome["shares_percent"]) == {"states", "chunks", "rest"}
+    assert result["outcomes"]["return"]["variance"] > 0
+    assert all(found["groups"] == 4 and found["chunks"] > 0 for found in result["gradient"].values())
+    assert result["gradient"]["branches, return"]["squared_norm"] > 0
 
 
 def test_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
