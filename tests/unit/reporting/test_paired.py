@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +14,7 @@ from typer.testing import CliRunner
 from embodrl.cli.main import app
 from embodrl.reporting.paired import change_text, compare_pairs, paired_interval
 from embodrl.runs.eval_output import EvalOutput
+from embodrl.types import Decoding
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
 
@@ -39,7 +42,9 @@ def test_pairs_are_shared_episodes() -> None:
     assert change_text(found).startswith("-50.0 points (-")
 
 
-def evaluation(path: Path, solved: str, *, steps: int = 50, axis: str = "", seed: int = 0) -> Path:
+def evaluation(
+    path: Path, solved: str, *, steps: int = 50, axis: str = "", seed: int = 0, decoding: Decoding = "greedy"
+) -> Path:
     from embodrl.config import load_config
 
     config = load_config(
@@ -47,7 +52,7 @@ def evaluation(path: Path, solved: str, *, steps: int = 50, axis: str = "", seed
     )
     output = EvalOutput(config.config, path)
     output.axes = {"light": result(axis, seed)} if axis else {}
-    output.write(result(solved, seed))
+    output.write(replace(result(solved, seed), decoding=decoding))
     return path
 
 
@@ -77,8 +82,8 @@ def test_evaluations_are_compared_pair_by_pair(tmp_path: Path) -> None:
     assert code == 0 and "+25.0 points" in text and "axis light" in text
 
 
-@pytest.mark.parametrize("other", [{"steps": 40}, {"seed": 100}])
-def test_other_episodes_are_not_compared(tmp_path: Path, other: dict[str, int]) -> None:
+@pytest.mark.parametrize("other", [{"steps": 40}, {"seed": 100}, {"decoding": "sampled"}])
+def test_other_episodes_and_decodings_are_not_compared(tmp_path: Path, other: dict[str, Any]) -> None:
     a, b = evaluation(tmp_path / "a", "11"), evaluation(tmp_path / "b", "10", **other)
     assert "evals-not-comparable" in compare(a, b)[1]
     assert "evals-not-comparable" in compare(a)[1]

@@ -22,6 +22,7 @@ from embodrl.data.imitation import FrameBatches, check_demos, shift_images
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.runs import sft as verb
 from embodrl.runs.sft import Trainer, engine_config, learning_rate, sft
 from embodrl.specs import LOSSES
 
@@ -189,6 +190,24 @@ def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
     with raises_code("dataset-missing"):
         sft(load_config(["env=toy", "model.warm_start=null", *settings]))
     assert (output / "mine.txt").read_text() == "kept"
+
+
+def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    policy = ToyPolicy()
+    monkeypatch.setattr(ToyPolicy, "decodings", ("greedy",))
+    for name in ("read_facts", "check_robot", "check_demos", "check_range"):
+        monkeypatch.setattr(verb, name, lambda *_: None)
+    monkeypatch.setattr(verb, "load_configured_demos", lambda config: demos(8))
+    monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))
+    monkeypatch.setattr(verb, "make_train_engine", lambda *_: pytest.fail("it has started"))
+    settings = [
+        "env.eval.decoding=sampled",
+        f"sft.data_dir={tmp_path}",
+        f"sft.output_dir={tmp_path / 'out'}",
+        "runner.logger.console=off",
+    ]
+    with raises_code("policy-has-no-decoding"):
+        sft(load_config(["env=toy", "model.warm_start=null", *settings]))
 
 
 def test_fine_tuning_that_has_lost_its_directory_saves_nothing() -> None:

@@ -10,6 +10,7 @@ from expect import raises_code
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
 from embodrl.runs import evaluate as verb
+from embodrl.runs import serve as serving
 from embodrl.runs.random_model import write_random_model
 from embodrl.workers import policy
 
@@ -80,3 +81,28 @@ def test_prompts_that_do_not_fit_are_refused_before_the_weights_are_loaded(
     check(monkeypatch, 1, *here, f"model.{section}.max_prompt_tokens=200")
     with raises_code("prompt-too-long", EmbodrlError, "at most 30 fit"):
         check(monkeypatch, 1, *here, f"model.{section}.max_prompt_tokens=30")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model=openvla_oft", "model.action_head=l1", "env.eval.decoding=sampled"],
+        ["model=openvla", "algorithm=residual", "env.eval.decoding=mean"],
+    ],
+)
+def test_a_decoding_that_the_policy_lacks_is_refused_before_simulators_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: list[str]
+) -> None:
+    monkeypatch.setattr(verb, "check_simulator", lambda config: pytest.fail("it has started"))
+    loaded = load_config(["cluster.device=cpu", "env=toy", *settings], verb="eval")
+    with raises_code("policy-has-no-decoding"):
+        verb.evaluate(loaded, output_dir=tmp_path / "eval")
+
+
+def test_a_decoding_that_the_policy_lacks_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as of a checkpoint on the hub, whose files are not looked at before
+    monkeypatch.setattr(serving, "check_memory", lambda *_, **__: None)
+    monkeypatch.setattr(serving, "PolicyServer", lambda *_: pytest.fail("it serves"))
+    settings = ["cluster.device=cpu", "env=toy", "model=openvla_oft", "model.action_head=l1", "serve.decoding=sampled"]
+    with raises_code("policy-has-no-decoding"):
+        serving.serve(load_config(settings, verb="serve"), say=lambda line: None)
