@@ -158,6 +158,8 @@ class RemoteRolloutEngine(NativeRolloutEngine):
         self._threads = ThreadPoolExecutor(len(self._servers), "rollout-server")
 
     def _predict(self, request: ActRequest) -> PolicyOutput:
+        if request.mode == "mean":  # servers on vLLM can't, and the policy here has the same weights
+            return super()._predict(request)
         seeds = self._seeds(request)
         rows = np.arange(request.observation.batch_size)
         present = [number for number, server in enumerate(self._servers) if not server.is_gone]
