@@ -26,7 +26,9 @@ class Drawing(MeanPolicy):
     def predict_action_batch(self, observation, mode, sampling, generator=None, compute_values=True):
         output = super().predict_action_batch(observation, "eval", sampling)
         rows = generator.rows if hasattr(generator, "rows") else (generator,) * observation.batch_size
-        drawn = torch.stack([torch.rand(output.actions.shape[1:], generator=row) for row in rows])
+        drawn = torch.zeros(output.actions.shape)
+        if mode == "train":
+            drawn = torch.stack([torch.rand(output.actions.shape[1:], generator=row) for row in rows])
         values = torch.from_numpy(output.actions[:, :1, 0]) if compute_values else None
         return PolicyOutput(output.actions, drawn, values, {"seen": torch.from_numpy(observation.images)})
 
