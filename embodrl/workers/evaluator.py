@@ -174,26 +174,27 @@ def chosen_decodings(config: Config, engine: RolloutEngine) -> tuple[Decoding, .
     return (wanted,)
 
 
-class Draw:
-    """Chooses actions for evaluations by one decoding, with random numbers of its own.
+Choose = Callable[[Observation, NDArray[np.int64], int], PolicyOutput]
+"""Chooses the chunk with a number, for rows ``[B]`` of episodes ``int64[B]``."""
+
+
+def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
+    """Return what chooses actions of evaluations by one decoding, with random numbers of its own.
 
     Args:
         engine: the policy.
         seed: of episode 0.
         decoding: one of the engine's.
     """
+    if decoding != "sampled":
+        return lambda observation, episodes, number: engine.decide(observation, decoding)
+    shared = engine.make_generators([seed])
 
-    def __init__(self, engine: RolloutEngine, seed: int, decoding: Decoding) -> None:
-        self.engine, self.seed = engine, seed
-        self.decoding: Decoding = decoding
-        self._shared = engine.make_generators([seed]) if decoding == "sampled" else None
+    def choose(observation: Observation, episodes: NDArray[np.int64], number: int) -> PolicyOutput:
+        by_row = engine.row_generators([(seed + int(episode), number) for episode in episodes])
+        return engine.decide(observation, decoding, by_row or shared)
 
-    def __call__(self, observation: Observation, episodes: NDArray[np.int64], number: int) -> PolicyOutput:
-        """Choose the chunk with this number for rows of these episodes ``int64[B]``."""
-        if self.decoding != "sampled":
-            return self.engine.decide(observation, self.decoding)
-        by_row = self.engine.row_generators([(self.seed + int(episode), number) for episode in episodes])
-        return self.engine.decide(observation, self.decoding, by_row or self._shared)
+    return choose
 
 
 class Evaluator:
@@ -293,7 +294,7 @@ class Evaluator:
         self._results = results = EpisodeResults(
             np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes)
         )
-        draw = Draw(self.engine, self.config.env.eval.seed, decoding)
+        choose = chooser(self.engine, self.config.env.eval.seed, decoding)
         done_before = self.decodings.index(decoding) * len(episodes)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
@@ -304,7 +305,7 @@ class Evaluator:
                 if attempt:
                     forget_refused(self.pool.managers)
                 try:
-                    self._play(places, episodes[places], draw, video_dir)
+                    self._play(places, episodes[places], choose, video_dir)
                 except InterruptedError:
                     self.pool.call("rewind", restart=True)
                     raise
@@ -314,7 +315,7 @@ class Evaluator:
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results
 
-    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], draw: Draw, video_dir: Path | None) -> None:
+    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], choose: Choose, video_dir: Path | None) -> None:
         """Run episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
         spec, results = self.pool.spec, self._results
         num_tasks = len(spec.tasks)
@@ -340,7 +341,7 @@ class Evaluator:
             clock = self._lap("env", clock)
             chosen = np.flatnonzero(active)
             actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
-            actions[chosen] = draw(observation.select(chosen), wave[chosen], number).actions
+            actions[chosen] = choose(observation.select(chosen), wave[chosen], number).actions
             clock = self._lap("policy", clock)
             step = self.pool.step(actions, active)
             observation = step.observation
