@@ -26,7 +26,7 @@ train: setup ## train OpenVLA on ManiSkill PushCube
 # every worker and every process that the tests start would compile the same files.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder
-test: setup ## run the tests, but for the long ones (8 to 10 minutes on two AVX2 cores)
+test: setup ## run the tests, but for the long ones (8 to 12 minutes on two AVX2 cores)
 	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
 # What computes otherwise on processors of another kind, limited to the instructions that all of them have.
