@@ -139,6 +139,7 @@ class Collector:
         self.seeds = np.zeros(num_envs, np.int64)
         self.task_ids = np.zeros(num_envs, np.int32)
         self.noise_std = np.zeros(num_envs, np.float32)
+        self.speed = np.ones(num_envs, np.float32)
 
     def _continue(self, progress: Fields) -> None:
         earlier = progress.fields("settings").content
@@ -169,6 +170,8 @@ class Collector:
             self.attempts += 1
             noisy = self.rng.random() < self.settings.noise_fraction
             self.noise_std[row] = self.settings.noise_std if noisy else 0.0
+            if self.settings.min_speed < 1:
+                self.speed[row] = self.rng.uniform(self.settings.min_speed, 1.0)
             self.frames[row], self.outcomes[row] = [], []
         restarts = self.pool.faults.restarts
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
@@ -234,6 +237,7 @@ class Collector:
             actions, log_probs = self.policy.act(observation)
             return actions, actions, log_probs
         expert = self.pool.expert_actions()
+        expert[:, :-1] *= self.speed[:, None]  # the gripper opens and closes as ever
         noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
         noise[:, -1] = 0  # a random gripper would drop the object
         return expert, np.clip(expert + noise, -1, 1).astype(np.float32), [None] * len(expert)

@@ -145,6 +145,11 @@ class CollectConfig(Section):
         default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
     )
     noise_fraction: Fraction = Field(default=0.7, description="part of the episodes with noise")
+    min_speed: Fraction = Field(
+        default=1.0,
+        gt=0,
+        description="slowest episodes, as a part of the expert's own speed: each draws its own from this to 1, uniformly",
+    )
     seed: Seed = Field(default=500_000, description="first reset seed")
     keep_failures: bool = Field(default=False, description="keep episodes that failed, too")
     sample: bool = Field(
