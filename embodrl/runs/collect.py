@@ -171,7 +171,7 @@ class Collector:
             noisy = self.rng.random() < self.settings.noise_fraction
             self.noise_std[row] = self.settings.noise_std if noisy else 0.0
             if self.settings.min_speed < 1:
-                self.speed[row] = self.rng.uniform(self.settings.min_speed, 1.0)
+                self.speed[row] = self.rng.uniform(self.settings.min_speed, self.settings.max_speed)
             self.frames[row], self.outcomes[row] = [], []
         restarts = self.pool.faults.restarts
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)

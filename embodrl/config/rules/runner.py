@@ -250,6 +250,17 @@ def noise_is_noisy(context: Context) -> Iterator[Finding]:
             yield Finding(f"collect.{key}", f"has no effect: collect.{other} is 0", "leave it out")
 
 
+@rule("collect.min_speed", "collect.max_speed")
+def speeds_are_ordered(context: Context) -> Iterator[Finding]:
+    """The slowest demonstrations are not faster than the fastest."""
+    collect = context.config.collect
+    if collect.min_speed > collect.max_speed:
+        message = f"{collect.min_speed} is above collect.max_speed = {collect.max_speed}"
+        hint = "set it to collect.max_speed, for demonstrations of one speed"
+        allowed = f"above 0, up to {collect.max_speed}"
+        yield Finding("collect.min_speed", message, hint, allowed, others=("collect.max_speed",))
+
+
 @note("runner.logger")
 def logger_is_on(context: Context) -> Iterator[Finding]:
     """A project name without W&B."""

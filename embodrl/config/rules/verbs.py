@@ -37,6 +37,7 @@ _CLUSTER = tuple(
     )
 )
 """Of worker processes, which verbs of one process do not start."""
+_DEMONSTRATOR = ("noise_std", "noise_fraction", "min_speed", "max_speed")
 _SCHEDULE = (
     *("value_lr", "lr_scheduler", "lr_warmup_iterations", "schedule_iterations", "min_lr_ratio"),
     "critic_warmup_iterations",
@@ -69,7 +70,8 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in _TRAINER),
         *(f"runner.{name}" for name in (*_TRAINING_LOOP, "name", "output_dir", "stop_timeout_s")),
         *("env.train.auto_reset", "env.train.ignore_terminations", "env.eval", "env.video", "rollout.publish_weights"),
-        *("collect.noise_std", "collect.noise_fraction", "sft", "serve", "store", "axes"),
+        *(f"collect.{name}" for name in _DEMONSTRATOR),
+        *("sft", "serve", "store", "axes"),
     ),
     "sft": (
         *_ALGORITHM,
@@ -95,7 +97,7 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
         *("sft.save_interval", "sft.eval_interval"),
-        *(f"collect.{name}" for name in ("output_dir", "format", "noise_std", "noise_fraction", "keep_failures")),
+        *(f"collect.{name}" for name in ("output_dir", "format", *_DEMONSTRATOR, "keep_failures")),
     ),
     "serve": (
         *_ALGORITHM,

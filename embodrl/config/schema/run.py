@@ -148,8 +148,9 @@ class CollectConfig(Section):
     min_speed: Fraction = Field(
         default=1.0,
         gt=0,
-        description="slowest episodes, as a part of the expert's own speed: each draws its own from this to 1, uniformly",
+        description="speed of the slowest episodes, as a part of the expert's own: each draws its own, uniformly",
     )
+    max_speed: Fraction = Field(default=1.0, gt=0, description="speed of the fastest episodes; not below min_speed")
     seed: Seed = Field(default=500_000, description="first reset seed")
     keep_failures: bool = Field(default=False, description="keep episodes that failed, too")
     sample: bool = Field(

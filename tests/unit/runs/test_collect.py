@@ -95,6 +95,23 @@ def test_the_success_rate_is_that_of_the_expert_even_if_failures_are_kept(tmp_pa
     assert content["meta"]["stopped_early"] is False
 
 
+def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws(tmp_path: Path) -> None:
+    drawn, speeds = [], []
+    pool = LocalPool()
+    expert = pool.expert_actions
+    pool.expert_actions = lambda: drawn.append(expert()) or drawn[-1].copy()
+    slow = ("collect.min_speed=0.2", "collect.max_speed=0.5", "collect.keep_failures=true", "collect.num_episodes=4")
+    collector = Collector(config(tmp_path, *slow), pool, RawWriter(tmp_path))
+    for _ in range(2):
+        observation = collector.begin(np.arange(NUM_ENVS))
+        _, executed, _ = collector._act(observation)
+        speeds.append(collector.speed.copy())
+        np.testing.assert_array_equal(executed[:, :-1], drawn[-1][:, :-1] * collector.speed[:, None])
+        np.testing.assert_array_equal(executed[:, -1], drawn[-1][:, -1])
+    values = np.concatenate(speeds)
+    assert len(set(values.tolist())) == len(values) and 0.2 <= values.min() < values.max() <= 0.5
+
+
 def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
     pool = LocalPool()
     settings = config(tmp_path, "collect.num_episodes=50")
