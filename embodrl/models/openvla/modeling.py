@@ -86,7 +86,11 @@ class OpenVLAModel(nn.Module):
             state: further embeddings ``[B,E,D]`` after the patches.
             instruction: ``[B,D]``, what FiLM reads.
         """
-        middle = [self.projector(self.vision_backbone(pixels, instruction))]
+        return self.join_prefix(self.vision_backbone(pixels, instruction), input_ids, state)
+
+    def join_prefix(self, patches: Tensor, input_ids: Tensor, state: Tensor | None = None) -> Tensor:
+        """As ``embed_prefix``, from the features ``[B,V*N,D1+D2]`` of the vision backbone."""
+        middle = [self.projector(patches.to(self.projector.fc1.weight.dtype))]
         if state is not None:
             middle.append(state)
         text = self.language_model.model.embed_tokens(input_ids)

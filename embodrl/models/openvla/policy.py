@@ -46,7 +46,7 @@ class OpenVLAPolicy(TokenPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
-        inputs = self.preprocess(observation)
+        inputs = self.with_patches(self.preprocess(observation))
         prefix, mask = self.prompt_embeddings(inputs)
         batch, num_tokens = len(prefix), self.num_action_chunks * self.action_dim
         noise = None

@@ -69,6 +69,7 @@ class TokenPolicy(PublicLayout):
         self.gripper: Convention = config.gripper
         self.value_input = "prompt_end" if config.value_head.input == "auto" else config.value_head.input
         self.detach_value = config.value_head.detach
+        self.vision_is_frozen = config.freeze_vision or config.trainable == "head"
         self.value_head = value_head
         self.bins = ActionBins(model.config.action_vocab_size, model.config.n_action_bins)
         for name, values in (("mean", (DINO_MEAN, SIGLIP_MEAN)), ("std", (DINO_STD, SIGLIP_STD))):
@@ -252,14 +253,21 @@ class TokenPolicy(PublicLayout):
         keep = slice(mask.shape[1] - (longest - 1), None)
         input_ids = torch.cat([input_ids[:, :1], input_ids[:, keep]], dim=1)
         mask = torch.cat([mask[:, :1], mask[:, keep]], dim=1)
-        pixels = self._pixels(inputs["images"])
-        embeddings = self.model.embed_prefix(
-            pixels, input_ids, self.state_tokens(inputs), self.film_input(input_ids, mask)
-        )
+        patches = inputs.get("patches")
+        if patches is None:
+            patches = self.model.vision_backbone(self._pixels(inputs["images"]), self.film_input(input_ids, mask))
+        embeddings = self.model.join_prefix(patches, input_ids, self.state_tokens(inputs))
         if bool(mask.all()):
             return embeddings, None
         middle = mask.new_ones(len(mask), embeddings.shape[1] - mask.shape[1])
         return embeddings, torch.cat([mask[:, :1], middle, mask[:, 1:]], dim=1)
+
+    def with_patches(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what training reads: with the features of frozen vision, ``patches [B,V*N,D1+D2]``, for the images."""
+        if not self.vision_is_frozen:
+            return inputs
+        patches = self.model.vision_backbone(self._pixels(inputs["images"]))
+        return {**{name: value for name, value in inputs.items() if name != "images"}, "patches": patches}
 
     def first_read(self, length: int) -> int:
         """Return the first token whose hidden state is read, where images and prompt are ``length`` tokens."""

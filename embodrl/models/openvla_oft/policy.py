@@ -65,6 +65,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         super().__init__(model, processor, stats, config, value_head)
         self.keep_stop_token = config.keep_stop_token
         self.use_film = config.use_film
+        self.vision_is_frozen &= not config.use_film  # its features change with the instruction's embedding, which trains
         self.normalization = normalization_of(config)[0]
         self.proprio_projector = proprio_projector
 
@@ -85,7 +86,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
         Raises:
             EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
         """
-        inputs = self.preprocess(observation)
+        inputs = self.with_patches(self.preprocess(observation))
         logits, features = self.action_logits(inputs)
         noise = exponential_noise(logits.shape, generator, self.device) if mode == "train" else None
         values = self.values_from(features) if compute_values else None

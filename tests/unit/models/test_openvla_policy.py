@@ -14,6 +14,7 @@ from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError
 from embodrl.models.common.checkpoint import save_weights, write_json
 from embodrl.models.openvla.decode import ActionDecoder
+from embodrl.models.openvla.modeling import VisionBackbone
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.spec import ArchitectureConfig, OpenVlaConfig, VitConfig
 from embodrl.models.registry import build_policy
@@ -66,6 +67,27 @@ def test_training_reproduces_the_rollout(sampling, chunk, output, mode):
     assert rollout.values.shape == (3, chunk if output == "action" else 1)
     assert rollout.logprobs.dtype == rollout.values.dtype == torch.float32
     assert rollout.actions.dtype == np.float32 and np.abs(rollout.actions).max() <= 1
+
+
+def test_frozen_vision_is_computed_in_the_rollout_alone(monkeypatch):
+    frozen, whole = build(freeze_vision=True), build()
+    sampling = SamplingParams(1.0)
+    rollout = frozen.predict_action_batch(observation(), "train", sampling, generator())
+    want = whole.predict_action_batch(observation(), "train", sampling, generator())
+    torch.testing.assert_close(rollout.logprobs, want.logprobs, rtol=0, atol=0)
+    assert "images" not in rollout.forward_inputs and rollout.forward_inputs["patches"].shape == (3, 4, 32)
+    monkeypatch.setattr(VisionBackbone, "forward", None)
+    again = frozen.evaluate_actions(rollout.forward_inputs, sampling)
+    monkeypatch.undo()
+    expected = whole.evaluate_actions(want.forward_inputs, sampling)
+    (again.logprobs.mean() + again.values.mean()).backward()
+    (expected.logprobs.mean() + expected.values.mean()).backward()
+    gradients = dict(whole.named_parameters())
+    for name, parameter in frozen.named_parameters():
+        if "vision_backbone" in name:
+            assert parameter.grad is None
+        elif gradients[name].grad is not None:
+            torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
 
 
 def test_training_is_sensitive_to_the_temperature(policy):
