@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 LOST = "lost"
 """Key of the state of a rollout process that died as the run was to end: its successor has fresh simulators."""
+_BRANCH_POINTS = 1  # tells their random numbers from those of the reset seeds
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class SyncCollector:
     """Runs ``rollout_epoch`` rollouts of T chunks in all environments, while nothing else happens.
 
     Every rollout begins with fresh episodes, whose seeds follow from ``runner.seed`` and the iteration; environments
-    of a group (``algorithm.group_size``) get the same ones.
+    of a group (``algorithm.group_size``) get the same ones. With ``algorithm.branch`` they begin in the midst of one.
 
     Args:
         config: the run.
@@ -193,6 +194,7 @@ class SyncCollector:
         self.num_steps = config.rollout_chunks
         self.keep_frames = keep_frames
         self.seconds, self.stats = Seconds(), EpisodeStats()
+        self._prefix_steps = 0
         # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
         self._before: list[str] | None = None
 
@@ -284,10 +286,11 @@ class SyncCollector:
         """Nothing is under way between two rollouts."""
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
+        self._prefix_steps = 0
         parts = [part for epoch in epochs for part in self._roll_out(iteration, epoch)]
         self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
-        batch.meta["env_steps"] = int(batch.valid.sum())
+        batch.meta["env_steps"] = int(batch.valid.sum()) + self._prefix_steps
         return batch, rollout_metrics(self.metas())
 
     def snapshot(self) -> Snapshot:
@@ -312,15 +315,29 @@ class SyncCollector:
         """Return what is known of the rollouts since ``gather``; see ``rollout_metrics``."""
         return [{"episodes": self.stats.as_dict(), "seconds": dict(vars(self.seconds))}]
 
+    def _begin(self, iteration: int, epoch: int) -> None:
+        """Start fresh episodes in all environments, and play to their branch points.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        branches = self.config.algorithm.branch.enabled
+        if branches:
+            self.pool.call("rebuild", restart=True)  # a state that is restored by replay then has one episode to replay
+        seeds, tasks = self.schedule.draw(iteration, epoch)
+        for stage in self.stages:
+            stage.begin(seeds[stage.rows], tasks[stage.rows])
+        if branches:
+            points = self.schedule.branch_points(iteration, epoch)
+            self._prefix_steps += sum(stage.branch(points[stage.rows], self.should_stop) for stage in self.stages)
+
     def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
         """Return one rollout of all environments, a batch a stage.
 
         Raises:
             InterruptedError: ``should_stop`` answered True.
         """
-        seeds, tasks = self.schedule.draw(iteration, epoch)
-        for stage in self.stages:
-            stage.begin(seeds[stage.rows], tasks[stage.rows])
+        self._begin(iteration, epoch)
         for stage in self.stages:
             stage.act()
         for index in range(self.num_steps):
@@ -382,6 +399,13 @@ class EpisodeSchedule:
         drawn = sequence.generate_state(int(groups[-1]) + 1, np.uint32) >> np.uint32(1)
         tasks = (groups + iteration) % self.num_tasks
         return drawn[groups].astype(np.int64)[self.rows], tasks.astype(np.int32)[self.rows]
+
+    def branch_points(self, iteration: int, epoch: int) -> NDArray[np.int64]:
+        """Return ``int64[b]`` of the share: chunks before the episodes of each group begin, equal within a group."""
+        config = self.config
+        groups = np.arange(self.num_envs) // config.algorithm.group_size
+        rng = np.random.default_rng([config.runner.seed, config.env.train.seed, iteration, epoch, _BRANCH_POINTS])
+        return rng.integers(config.branch_chunks + 1, size=int(groups[-1]) + 1)[groups][self.rows]
 
     def group_ids(self, epoch: int) -> Tensor:
         """Return ``int64[b]`` of the share; no two rollouts of an iteration have a group in common."""

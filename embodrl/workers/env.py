@@ -46,8 +46,8 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
     """Refuse environments that have just started and can't do what the run relies on; warn of odd ones.
 
     Raises:
-        EnvError: a state can't be saved and is to be, for offloading; or a seed has no effect and episodes of one seed
-            are to form groups.
+        EnvError: a state can't be saved and is to be, for offloading or ``algorithm.branch``; or a seed has no effect
+            and episodes of one seed are to form groups.
     """
     if training and config.runner.max_staleness == 0:  # an asynchronous run saves rollouts, and no simulator
         _check_state(config, pool)
@@ -73,6 +73,9 @@ def _check_state(config: Config, pool: EnvPool) -> None:
     if config.env.enable_offload:
         message = f"{missing}, and env.enable_offload=true takes simulators out of memory"
         raise EnvError(message, f"{hint}; or set env.enable_offload=false", code="env-state-unsupported")
+    if config.algorithm.branch.enabled:
+        message = f"{missing}, and algorithm.branch.enabled=true continues episodes from their states"
+        raise EnvError(message, f"{hint}; or choose algorithm=rloo", code="env-state-unsupported")
     logger.warning(
         "%s: checkpoints are without simulators, and a resumed run begins with fresh ones; it is the same run only if"
         " what follows a reset depends on its seed alone. %s",

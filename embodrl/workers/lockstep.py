@@ -278,6 +278,47 @@ class LockstepRunner:
             self.corrector.begin(seeds)
         self._lap("env", clock)
 
+    def branch(self, points: NDArray[np.int64], should_stop: Callable[[], bool]) -> int:
+        """Let all environments of a group begin where its first one, the leader, is after some chunks; after ``begin``.
+
+        Where the leader's episode ends before, they begin at its last chunk, or at the reset. Nothing of what led there
+        is kept, but episodes' returns and lengths include it.
+
+        Args:
+            points: ``int64[B]``, how many chunks the leader plays, equal within a group.
+            should_stop: asked before every chunk.
+
+        Returns:
+            Environment steps that were simulated.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+        """
+        clock = time.perf_counter()
+        assert self._observation is not None
+        leader = np.arange(len(points)) // self.config.algorithm.group_size * self.config.algorithm.group_size
+        running, played, num_steps = np.arange(len(points)) == leader, 0, 0
+        actions = np.zeros((len(points), self.config.model.num_action_chunks, self.pool.spec.action_dim), np.float32)
+        nothing = actions.copy()
+        states = self.pool.get_row_states(np.flatnonzero(running).tolist())
+        while (running := running & (points > played)).any():
+            if should_stop():
+                raise InterruptedError
+            clock = self._lap("env", clock)
+            observation = self._observation.select(np.flatnonzero(running))
+            actions[running] = self.engine.act(observation, False, self.generators).actions
+            clock = self._lap("policy", clock)
+            step = self.pool.step(actions, running)
+            self._observation, running = step.observation, running & ~step.done
+            states |= self.pool.get_row_states(np.flatnonzero(running).tolist())
+            played, num_steps = played + 1, num_steps + int(step.valid.sum())
+        known = [row for row in range(len(points)) if leader[row] in states]
+        self.pool.set_row_states({row: states[int(leader[row])] for row in known})
+        # A step of no environment: what is seen from the restored states.
+        self._observation = self.pool.step(nothing, np.zeros(len(points), np.bool_)).observation
+        self._lap("env", clock)
+        return num_steps
+
     def act(self) -> None:
         """Choose actions and send them; the policy sees only the environments whose episodes are in progress."""
         clock = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from config_case import Wrong
 
 WITHOUT_CRITIC = ("algorithm.loss_type=actor", "model.add_value_head=false", "actor.optim.critic_warmup_iterations=0")
+BRANCH = ("algorithm=branch", "actor.optim.critic_warmup_iterations=0", "env.train.max_steps_per_rollout_epoch=50")
 
 ALGORITHMS = [
     Wrong(
@@ -62,6 +63,51 @@ ALGORITHMS = [
         "algorithm.filter.max_rate",
         "filter-keeps-something",
         ("algorithm.filter={enabled: true,min_rate: 0.3,max_rate: 0.4}", "algorithm.group_size=4"),
+    ),
+    Wrong(
+        "branches with a critic",
+        "algorithm.adv_type",
+        "branches-can-be-compared",
+        ("algorithm.branch.enabled=true", "algorithm.group_size=8"),
+        names="rloo",
+    ),
+    Wrong(
+        "a branch for each environment",
+        "algorithm.group_size",
+        "groups-for-group-estimators",
+        ("algorithm.group_size=1", *BRANCH),
+    ),
+    Wrong(
+        "branches ahead of training",
+        "runner.max_staleness",
+        "branches-can-be-compared",
+        ("runner.max_staleness=1", *BRANCH),
+    ),
+    Wrong(
+        "branches of a workflow",
+        "rollout.workflow",
+        "branches-can-be-compared",
+        ("rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'", *BRANCH),
+    ),
+    Wrong(
+        "branches of one simulator for all",
+        "env.sim_backend",
+        "branches-can-be-compared",
+        ("env.sim_backend=physx_cuda", "cluster.device=cuda", "env.num_processes=1", *BRANCH),
+        names="physx_cuda",
+    ),
+    Wrong(
+        "branches at the end of episodes",
+        "algorithm.branch.max_chunks",
+        "branches-begin-within-episodes",
+        ("model.num_action_chunks=5", "algorithm.branch.max_chunks=10", *BRANCH),
+        names="9",
+    ),
+    Wrong(
+        "branches within a chunk",
+        "model.num_action_chunks",
+        "branches-begin-within-episodes",
+        ("model.num_action_chunks=50", "actor={global_batch_size: 64,micro_batch_size: 8}", *BRANCH),
     ),
     Wrong(
         "dual clip within the clip",

@@ -1,6 +1,7 @@
 """EnvManager and EnvPool with real processes, on the toy environment."""
 
 import os
+import signal
 import threading
 import venv
 from contextlib import contextmanager
@@ -333,3 +334,28 @@ def test_a_state_of_an_earlier_version_is_taken_where_its_shapes_fit():
         pool.set_state(states)
         with raises_code("env-state-shape", EnvRaised):
             larger.set_state(states)
+
+
+def test_a_pool_moves_single_environments_to_other_rows_and_processes():
+    kwargs = {k: v for k, v in KWARGS.items() if k != "num_envs"}
+    none, zeros = np.zeros(6, np.bool_), actions_of(0, num_envs=6) * 0
+    with EnvPool.create("toy", kwargs, total_num_envs=6, num_processes=2) as pool:
+        pool.reset(np.arange(6), np.zeros(6, np.int32))
+        pool.step(actions_of(1, num_envs=6))
+        before = pool.step(zeros, none, copy=True).observation
+        states = pool.get_row_states([1, 4])
+        assert sorted(states) == [1, 4]
+        pool.set_row_states({0: states[4], 5: states[1], 3: states[1]})
+        after = pool.step(zeros, none, copy=True).observation
+        assert_same_observation(after, before.select(np.array([4, 1, 2, 1, 4, 1])))
+
+        pid = pool.managers[1].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert sorted(pool.get_row_states([1, 4])) == [1], "the process of environment 4 is lost"
+        pool.set_row_states({0: states[1], 4: states[1]})
+        after = pool.step(zeros, none, copy=True).observation
+        assert pool.faults.restarts == 1 and pool.faults.lost_episodes == 0
+        assert_same_observation(after, before, np.array([1, 2]))
+        fresh = pool.reset(np.arange(6), np.zeros(6, np.int32), copy=True)
+        assert_same_observation(after, fresh, slice(3, 6))

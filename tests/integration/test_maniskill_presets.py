@@ -35,6 +35,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     ),
     "grpo": IN_GROUPS,
     "rloo": IN_GROUPS,
+    "branch": IN_GROUPS,
     "reinforce_pp": (),
     "dapo": IN_GROUPS,
     "gspo": IN_GROUPS,

@@ -63,6 +63,7 @@ EXPECTED = {
     "ppo": {"train/value_loss"},
     "grpo": set(),
     "rloo": set(),
+    "branch": set(),
     "reinforce_pp": set(),
     "dapo": {"rollout/groups_kept", "rollout/groups_dropped", "rollout/resamples"},
     "gspo": set(),

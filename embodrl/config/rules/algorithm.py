@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 from embodrl.config.foreign import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.schema import DecoupledConfig, FilterConfig, KlConfig, NftConfig, OffPolicyConfig, SrpoConfig
+from embodrl.config.schema import (
+    BranchConfig,
+    DecoupledConfig,
+    FilterConfig,
+    KlConfig,
+    NftConfig,
+    OffPolicyConfig,
+    SrpoConfig,
+)
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
@@ -157,6 +165,49 @@ def filter_keeps_something(context: Context) -> Iterator[Finding]:
             "set algorithm.filter.min_rate=0 and max_rate=1",
             others=("algorithm.filter.min_rate", "algorithm.group_size"),
         )
+
+
+BRANCH = "algorithm.branch.enabled"
+
+
+@rule("algorithm.branch", "algorithm.adv_type", "runner.max_staleness", "rollout.workflow", "env.env_type")
+def branches_can_be_compared(context: Context) -> Iterator[Finding]:
+    """Episodes that branch are compared within their groups, in lockstep, from states that can be restored exactly."""
+    config = context.config
+    if not config.algorithm.branch.enabled:
+        return
+    if not context.estimator.needs_groups:
+        message = f"adv_type '{config.algorithm.adv_type}' does not compare the episodes that continue from one state"
+        able = ", ".join(name for name in ADVANTAGES if ADVANTAGES.entry(name).needs_groups)
+        yield Finding("algorithm.adv_type", message, "set it to rloo, as algorithm=branch does", able, others=(BRANCH,))
+    if config.runner.max_staleness:
+        message = "a group branches before its rollout, and rollouts that run ahead begin at resets"
+        yield Finding("runner.max_staleness", message, "set it to 0", "0", others=(BRANCH,))
+    if config.rollout.workflow is not None:
+        message = "a workflow begins episodes itself, at resets"
+        yield Finding("rollout.workflow", message, "leave it out", "null", others=(BRANCH,))
+    batched = None if context.simulator is None else context.simulator.batched_by
+    if batched is not None and getattr(config.env, batched[0]) == batched[1]:
+        message = f"'{batched[1]}' simulates all environments at once, and has no state of single ones"
+        yield Finding(f"env.{batched[0]}", message, "choose another value", f"not {batched[1]}", others=(BRANCH,))
+
+
+@rule("algorithm.branch", "env.max_episode_steps", "model.num_action_chunks")
+def branches_begin_within_episodes(context: Context) -> Iterator[Finding]:
+    """A state in the midst of an episode has a chunk before it and one after it."""
+    config, keys = context.config, ("env.max_episode_steps", "model.num_action_chunks")
+    if not config.algorithm.branch.enabled:
+        return
+    steps, chunk = config.env.max_episode_steps, config.model.num_action_chunks
+    chunks = -(-steps // chunk)
+    if chunks == 1:
+        message = f"an episode of {steps} steps is one chunk of {chunk}, and has no state in its midst to branch from"
+        hint = f"set it to at most {steps - 1}, or choose algorithm=rloo"
+        yield Finding(keys[1], message, hint, f"below {steps}", others=(keys[0], BRANCH))
+    elif config.branch_chunks >= chunks:
+        message = f"{steps} steps in chunks of {chunk} are {chunks} chunks: after {config.branch_chunks} none is left"
+        hint = f"set it to at most {chunks - 1}, or leave it out"
+        yield Finding("algorithm.branch.max_chunks", message, hint, f"1 to {chunks - 1}, null", others=keys)
 
 
 @rule("algorithm.clip_ratio_dual", "algorithm.clip_ratio_high")
@@ -414,6 +465,7 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     yield "algorithm.min_group_std", not by_group, "advantages are not normalized by group"
     for section, model, switch, used in (
         ("kl", KlConfig, "coef is 0", algorithm.kl.coef > 0),
+        ("branch", BranchConfig, "enabled is false", algorithm.branch.enabled),
         ("filter", FilterConfig, "enabled is false", algorithm.filter.enabled),
         ("srpo", SrpoConfig, "enabled is false", algorithm.srpo.enabled),
         ("decoupled", DecoupledConfig, "enabled is false", algorithm.decoupled.enabled),

@@ -5,6 +5,7 @@ Every field's description is its documentation: docs/configuration.md is generat
 
 from embodrl.config.schema.algorithm import (
     AlgorithmConfig,
+    BranchConfig,
     DaggerConfig,
     DecoupledConfig,
     FilterConfig,
@@ -55,6 +56,7 @@ from embodrl.config.schema.tagged import env_settings, model_settings
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "BranchConfig",
     "CameraConfig",
     "ClusterConfig",
     "CollectConfig",

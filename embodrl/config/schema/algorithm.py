@@ -51,6 +51,21 @@ class FilterConfig(Section):
     )
 
 
+class BranchConfig(Section):
+    """Groups that begin in the midst of an episode."""
+
+    enabled: bool = Field(
+        default=False,
+        description="the environments of a group continue an episode of the present policy from one state of it, which"
+        " is restored exactly; what led there is not trained on",
+    )
+    max_chunks: PositiveInt | None = Field(
+        default=None,
+        description="the state is one after 0 to this many chunks, equally likely; null: up to the last chunk of an"
+        " episode",
+    )
+
+
 class SrpoConfig(Section):
     """Rewards of failures by their likeness to successes."""
 
@@ -263,6 +278,7 @@ class AlgorithmConfig(Section):
     update_epoch: PositiveInt = Field(default=2, le=10_000, description="passes over a rollout")
     rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
     group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
+    branch: BranchConfig = Field(default=BranchConfig(), description="groups that begin in the midst of an episode")
     filter: FilterConfig = Field(default=FilterConfig(), description="dynamic sampling by success rate")
     srpo: SrpoConfig = Field(default=SrpoConfig(), description="rewards of failures by their likeness to successes")
     decoupled: DecoupledConfig = Field(

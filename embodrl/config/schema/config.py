@@ -91,6 +91,12 @@ class Config(Section):
         """Chunks of an environment in a rollout, its steps rounded up to whole chunks."""
         return -(-self.env.train.max_steps_per_rollout_epoch // self.model.num_action_chunks)
 
+    @property
+    def branch_chunks(self) -> int:
+        """The most chunks that the first environment of a group plays before all begin there."""
+        limit = self.algorithm.branch.max_chunks
+        return -(-self.env.max_episode_steps // self.model.num_action_chunks) - 1 if limit is None else limit
+
     @field_validator("env", "model", mode="before")
     @classmethod
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:

@@ -294,6 +294,40 @@ class EnvPool:
         self._send_call(rank, method, arguments)
         return self._wait_call(rank, method, arguments, restart=False)
 
+    def get_row_states(self, rows: Sequence[int]) -> dict[int, object]:
+        """Return the states of single environments by row, without those of a process that is lost.
+
+        The next step or reset restarts such a process.
+        """
+        return self._ask_rows("get_row_state", {row: {} for row in rows})
+
+    def set_row_states(self, states: Mapping[int, object]) -> None:
+        """Continue in each row from a state of ``get_row_states``, maybe of another row.
+
+        The next step or reset restarts a process that is lost, all of whose episodes then start again.
+        """
+        self._ask_rows("set_row_state", {row: {"state": state} for row, state in states.items()})
+
+    def _ask_rows(self, method: str, arguments: Mapping[int, Mapping[str, object]]) -> dict[int, object]:
+        """Return the answers by row; processes work at the same time, each on one row after the other."""
+        answers: dict[int, object] = {}
+        fault: EnvError | None = None
+        borders = itertools.pairwise(self._offsets)
+        for turn in itertools.zip_longest(*([row for row in arguments if a <= row < b] for a, b in borders)):
+            asked = [(rank, row) for rank, row in enumerate(turn) if row is not None]
+            for rank, row in asked:
+                self._send_call(rank, method, {"row": row - self._offsets[rank], **arguments[row]})
+            for rank, row in asked:
+                try:
+                    answers[row] = self._wait_call(rank, method, None, restart=False)
+                except _LOSSES:
+                    pass  # the next step or reset finds it
+                except EnvError as error:
+                    fault = fault or error
+            if fault is not None:
+                raise fault
+        return answers
+
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
         """Start scripted experts in ``rows``, whose episodes have just begun.
 

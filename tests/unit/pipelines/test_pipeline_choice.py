@@ -74,6 +74,7 @@ def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> No
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
     others = (
+        "branch",
         "rlpd",
         "residual",
         "dsrl",
@@ -94,6 +95,7 @@ def test_every_pipeline_has_a_preset() -> None:
         (("pipeline=gspo",), PLAIN),
         (("pipeline=cpgd",), PLAIN),
         (("pipeline=rloo",), PLAIN),
+        (("algorithm=branch",), PLAIN),
         (("pipeline=srpo",), PLAIN),
         (("pipeline=dapo",), SAMPLED),
         (("pipeline=srpo", "algorithm.filter.enabled=true"), SAMPLED),
