@@ -65,7 +65,8 @@ class OpenVLAOFTPolicy(TokenPolicy):
         super().__init__(model, processor, stats, config, value_head)
         self.keep_stop_token = config.keep_stop_token
         self.use_film = config.use_film
-        self.vision_is_frozen &= not config.use_film  # its features change with the instruction's embedding, which trains
+        # With FiLM the features change with the instruction's embedding, which trains.
+        self.vision_is_frozen &= not config.use_film
         self.normalization = normalization_of(config)[0]
         self.proprio_projector = proprio_projector
 
