@@ -101,7 +101,8 @@ REWARDING = {
 def test_every_key_has_a_case() -> None:
     keys = schema_keys(AlgorithmConfig)
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
-    elsewhere = ("off_policy.", "offline.", "bc_coef", "dagger.", "nft.", "rlt.")  # tests of their engines
+    # Tests of their engines, and of branching (test_branch.py).
+    elsewhere = ("off_policy.", "offline.", "bc_coef", "dagger.", "nft.", "rlt.", "branch.")
     leaves = {key for key in leaves if not key.startswith(elsewhere)}
     assert leaves == {*TRAINING, *ROLLING_OUT, *REWARDING}
 
