@@ -282,7 +282,7 @@ class VLAPolicy(nn.Module, ABC):
         """Return layers, numbers per key and positions of what is cached while a row is decided; zeros for nothing."""
         return 0, 0, 0
 
-    def chosen_bytes(self) -> int:
+    def chosen_bytes(self, num_cameras: int) -> int:
         """Return the bytes that a rollout keeps of a chunk besides its inputs: by default tokens and log-probs."""
         return (torch.int64.itemsize + torch.float32.itemsize) * self.num_action_chunks * self.action_dim
 

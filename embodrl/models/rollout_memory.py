@@ -59,7 +59,7 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int)
     inputs: dict[str, Tensor] = processor(observation, torch.device("cpu")) if processor is not None else {}
     seen = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
     seen = seen or observation.images.nbytes + observation.state.nbytes
-    return seen + policy.chosen_bytes() + OUTCOME_BYTES * policy.num_action_chunks + CHUNK_BYTES
+    return seen + policy.chosen_bytes(num_cameras) + OUTCOME_BYTES * policy.num_action_chunks + CHUNK_BYTES
 
 
 def _state_dim(processor: Any) -> int:

@@ -334,7 +334,7 @@ class FlowPolicy(VLAPolicy):
         """Passes of the action expert that one row of an update differentiates."""
         return self.sampler.trained_steps
 
-    def chosen_bytes(self) -> int:
+    def chosen_bytes(self, num_cameras: int) -> int:
         """Return the bytes of what the sampler stores, and of log-probs."""
         stored = self.sampler.stored_numbers(self.horizon, self.padded_action_dim)
         return torch.float32.itemsize * (stored + self.num_action_chunks * self.action_dim)

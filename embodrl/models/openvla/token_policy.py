@@ -266,8 +266,17 @@ class TokenPolicy(PublicLayout):
         """Return what training reads: with the features of frozen vision, ``patches [B,V*N,D1+D2]``, for the images."""
         if not self.vision_is_frozen:
             return inputs
-        patches = self.model.vision_backbone(self._pixels(inputs["images"]))
+        patches = self.model.vision_backbone(self._pixels(inputs["images"])).float()  # messages have no bfloat16
         return {**{name: value for name, value in inputs.items() if name != "images"}, "patches": patches}
+
+    def chosen_bytes(self, num_cameras: int) -> int:
+        """With frozen vision also those of its features, less the pictures that these stand for."""
+        chosen = super().chosen_bytes(num_cameras)
+        if not self.vision_is_frozen:
+            return chosen
+        config = self.model.config
+        features = config.num_patches * (config.dino.width + config.siglip.width)
+        return chosen + num_cameras * (torch.float32.itemsize * features - 3 * config.image_size**2)
 
     def first_read(self, length: int) -> int:
         """Return the first token whose hidden state is read, where images and prompt are ``length`` tokens."""

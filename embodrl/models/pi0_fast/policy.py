@@ -286,7 +286,7 @@ class FastPolicy(PublicLayout):
         positions = num_cameras * inputs.siglip.num_patches + inputs.max_prompt_tokens + self.max_tokens
         return inputs.vlm.depth, inputs.vlm.num_kv_heads * inputs.vlm.head_dim, positions
 
-    def chosen_bytes(self) -> int:
+    def chosen_bytes(self, num_cameras: int) -> int:
         """Return the bytes of tokens, which of them there are, and log-probs."""
         return (torch.int64.itemsize + torch.bool.itemsize + torch.float32.itemsize) * self.max_tokens
 

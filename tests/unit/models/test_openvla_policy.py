@@ -90,6 +90,19 @@ def test_frozen_vision_is_computed_in_the_rollout_alone(monkeypatch):
             torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-6)
 
 
+def test_features_of_frozen_vision_can_be_sent_whatever_they_were_computed_in():
+    policy = build_policy(
+        OpenVlaConfig(warm_start=None, architecture=ARCHITECTURE, freeze_vision=True),
+        device="cpu",
+        dtype=torch.bfloat16,
+        seed=3,
+    )[0]
+    rollout = policy.predict_action_batch(observation(), "train", SamplingParams(1.0), generator())
+    assert rollout.forward_inputs["patches"].dtype == torch.float32
+    again = policy.evaluate_actions(rollout.forward_inputs, SamplingParams(1.0))
+    assert again.logprobs.isfinite().all()
+
+
 def test_training_is_sensitive_to_the_temperature(policy):
     rollout = policy.predict_action_batch(observation(), "train", SamplingParams(1.0), generator())
     other = policy.evaluate_actions(rollout.forward_inputs, SamplingParams(0.5))

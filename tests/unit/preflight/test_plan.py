@@ -119,7 +119,9 @@ def test_idle_gpus_and_crowded_cores_are_reported():
     "arguments",
     [
         ["model=openvla"],
+        ["model=openvla", "model.freeze_vision=true"],
         ["model=openvla_oft"],
+        ["model=openvla_oft", "model.trainable=head"],
         ["model=openvla_oft", "model.use_proprio=true", "env.include_state=true"],
         ["model=pi0"],
         ["model=pi0", "model.flow.method=flow_noise"],
