@@ -239,6 +239,7 @@ class ModelSpec(Spec):
         max_cameras: pictures that it takes; None for no limit.
         num_bins: of an action token.
         autoregressive: it decodes one action token after the other, as vLLM does.
+        keeps_vision_features: a chunk records the features of frozen vision in place of the pictures.
         off_policy: it derives from ``OffPolicyActor``: its actions are re-parameterised, as sac and rlpd need.
         recognizes: whether the content of a config.json is of this family; None: never.
         public_layout: it derives from ``PublicLayout``: `embodrl model random` writes checkpoints of its layout.
@@ -264,6 +265,7 @@ class ModelSpec(Spec):
     max_cameras: int | None = None
     num_bins: int | None = None
     autoregressive: bool = False
+    keeps_vision_features: bool = False
     off_policy: bool = False
     recognizes: Callable[[Mapping[str, object]], bool] | None = None
     public_layout: bool = False
@@ -280,7 +282,10 @@ class ModelSpec(Spec):
     rl: str = ""
 
     COUNTS = ("max_cameras", "num_bins")
-    FLAGS = ("value_head", "autoregressive", "off_policy", "public_layout", "tensor_parallel", "builtin_warm_start")
+    FLAGS = (
+        *("value_head", "autoregressive", "keeps_vision_features", "off_policy", "public_layout", "tensor_parallel"),
+        "builtin_warm_start",
+    )
     NAMES = ("value_inputs", "trainable")
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the learning curves of docs/results.md: demonstrations, imitation, reinforcement learning, task by task.
 #
-#   scripts/make_results.sh [pull|lift|reach|drawer|libero ...]
+#   scripts/make_results.sh [lift|reach|drawer|libero ...]
 #
 # RESULTS_DIR holds what is made; a stage whose result is there is not done again, and a run that was stopped is resumed.
 # Demonstrations whose collection was stopped are collected again.
@@ -15,6 +15,8 @@ embodrl=${EMBODRL:-.venv/bin/embodrl}
 elsewhere=(${SIMULATORS_PYTHON:+"env.python=$SIMULATORS_PYTHON"})
 # A machine that has other work, too, may take long over a step.
 patience=(env.start_timeout_s=1500 env.reset_timeout_s=900 env.step_timeout_s=900)
+# What these runs were recorded with, where defaults have changed since.
+recorded=(actor.optim.lr=7e-5 algorithm.sampling.temperature=0.3 algorithm.bootstrap_type=truncation model.freeze_vision=false)
 mkdir -p "$work" "$target"
 
 # warm_start NAME EPISODES STEPS LR ARGS...: demonstrations, and a policy that imitates them
@@ -35,7 +37,7 @@ learn() {
     local name=$1 iterations=$2
     shift 2
     if [ ! -d "$work/$name/rl" ]; then
-        $embodrl train "$@" runner.max_iterations="$iterations" runner.output_dir="$work/$name/rl" env.video.enabled=false
+        $embodrl train "$@" "${recorded[@]}" runner.max_iterations="$iterations" runner.output_dir="$work/$name/rl" env.video.enabled=false
     elif [ ! -d "$work/$name/rl/policy" ]; then
         $embodrl resume "$work/$name/rl"
     fi
@@ -46,10 +48,6 @@ learn() {
 more() {
     [ "$(wc -l <"$work/$1/rl/metrics.jsonl")" -gt "$2" ] || $embodrl resume "$work/$1/rl" runner.max_iterations="$2"
     cp "$work/$1/rl/metrics.jsonl" "$target/$1.jsonl"
-}
-
-pull() {
-    learn pull_cube_seed_0 40 env=maniskill_pull model=openvla "${patience[@]}"
 }
 
 lift() {
@@ -79,7 +77,7 @@ libero() {
     learn libero_spatial_seed_0 3 "${args[@]}" runner.eval_at_start=false runner.eval_interval=0 env.eval.num_episodes=40
 }
 
-for task in "${@:-pull lift reach drawer libero}"; do
+for task in "${@:-lift reach drawer libero}"; do
     for each in $task; do
         date -u +"%H:%M:%S $each"
         $each

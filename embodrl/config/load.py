@@ -194,6 +194,8 @@ def finish(
     renamed = replace_former_values(tree)
     not_fetched, commits = fetch_facts(tree, verb)
     fill_derived(tree)
+    if verb in ("train", "plan", "store"):
+        fill_freeze_vision(tree)
     fill_protocol(tree)
     removed += resolve_references(tree, schema_of(tree))
     problems = composition.problems + removed + not_imported + not_fetched
@@ -260,6 +262,28 @@ def fill_derived(tree: Node) -> None:
         if name not in env.children:
             origin = Origin("preset", f"follows from env.{source}={values[source]}")
             env.children[name] = from_plain(value, origin)
+
+
+def fill_freeze_vision(tree: Node) -> None:
+    """Freeze the vision of a warm start that learns from reward, where ``model.freeze_vision`` is not given.
+
+    Families that keep vision features compute them once then, as they act. Those of a published size take much more
+    memory than the pictures, and an imitating policy has its vision to train: they stay as they are.
+    """
+
+    def value(key: str) -> object:
+        node = lookup(tree, key)
+        return None if node is None else node.plain()
+
+    family, loss = value("model.model_type"), value("algorithm.loss_type")
+    keeps = isinstance(family, str) and family in MODELS and MODELS.entry(family).keeps_vision_features
+    by_reward = isinstance(loss, str) and loss in LOSSES and not LOSSES.entry(loss).learns_from_records
+    is_small = value("model.warm_start") is not None and value("model.model_path") is None
+    trains_all = value("model.trainable") in (None, "all") and value("model.use_film") is not True
+    present = lookup(tree, "model.freeze_vision")
+    if keeps and by_reward and is_small and trains_all and (present is None or present.origin.kind == "schema"):
+        origin = Origin("preset", "follows from model.warm_start")
+        put(tree, "model.freeze_vision", from_plain(True, origin))
 
 
 def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:

@@ -19,7 +19,7 @@ from embodrl.config.schema.section import (
 class SamplingConfig(Section):
     """How actions are drawn."""
 
-    temperature: PositiveFloat = Field(default=0.3, description="of rollout and of the log-probs in training alike")
+    temperature: PositiveFloat = Field(default=0.5, description="of rollout and of the log-probs in training alike")
     top_k: NonNegativeInt = Field(default=0, description="most probable bins kept; 0 keeps all")
 
 

@@ -173,6 +173,7 @@ SPEC = ModelSpec(
     max_cameras=1,
     num_bins=NUM_BINS,
     autoregressive=True,
+    keeps_vision_features=True,
     tensor_parallel=True,
     builtin_warm_start=True,
     parity="embodrl.models.openvla.parity:run",

@@ -83,6 +83,7 @@ SPEC = ModelSpec(
     uses_state="model.use_proprio",
     max_cameras=4,
     num_bins=NUM_BINS,
+    keeps_vision_features=True,
     interface=interface,
     parity="embodrl.models.openvla_oft.parity:run",
     num_parameters=num_parameters,

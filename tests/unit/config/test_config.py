@@ -211,7 +211,7 @@ def test_overrides_on_a_resolved_file(tmp_path: Path) -> None:
 
 
 def test_a_rollout_as_long_as_an_episode_and_the_toy_preset_are_not_noted() -> None:
-    assert load_config(["env.train.max_steps_per_rollout_epoch=50"]).notes == []
+    assert load_config(["env.train.max_steps_per_rollout_epoch=25"]).notes == []
     assert load_config(["env=toy", "model.warm_start=null"]).notes == []
 
 
@@ -269,7 +269,7 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
         (["env=toy", "env.video.height=64"], "env.video.height"),
         (["env=toy", "env.render_detail=full"], "env.render_detail"),
         (["env=maniskill", "env.render_detail=fast", "env.mesh_decimation=0"], "env.render_detail"),
-        (["env.train.max_steps_per_rollout_epoch=45"], "env.train.max_steps_per_rollout_epoch"),
+        (["env.train.max_steps_per_rollout_epoch=20"], "env.train.max_steps_per_rollout_epoch"),
         (
             ["env.num_processes=4096", "env.train.total_num_envs=4096", "env.eval.total_num_envs=4096"],
             "env.num_processes",
@@ -282,7 +282,7 @@ def test_settings_without_effect_are_noted(arguments: list[str], key: str) -> No
     if key == "env.num_processes":
         arguments = [*arguments, "actor.global_batch_size=4096", "actor.micro_batch_size=4096"]
     if key == "env.train.max_steps_per_rollout_epoch":
-        arguments = [*arguments, "actor.global_batch_size=96", "actor.micro_batch_size=48"]
+        arguments = [*arguments, "actor.global_batch_size=64", "actor.micro_batch_size=32"]
     assert key in [note.key for note in load_config(arguments).notes]
 
 

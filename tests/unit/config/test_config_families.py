@@ -17,6 +17,27 @@ SAC = ("model=mlp", "env=toy", "algorithm=sac")
 PER_NUMBER = "algorithm.off_policy.target_entropy_per_number"
 
 
+@pytest.mark.parametrize(
+    ("verb", "arguments", "freezes"),
+    [
+        ("train", ["model=openvla"], True),
+        ("train", ["model=openvla", "algorithm=grpo"], True),
+        ("plan", ["model=openvla"], True),
+        ("store", ["model=openvla"], True),
+        ("train", ["model=openvla", "model.freeze_vision=false"], False),
+        ("train", ["model=openvla", "model.warm_start=null"], False),
+        ("train", ["model=openvla", "model.trainable=lora"], False),
+        ("train", ["model=openvla", "algorithm=dagger"], False),
+        ("train", ["model=smolvla"], False),
+        ("sft", ["model=openvla", "model.warm_start=null"], False),
+    ],
+)
+def test_a_warm_start_that_learns_from_reward_keeps_its_vision(verb, arguments, freezes):
+    loaded = load_config(arguments, verb=verb)
+    assert loaded.config.model.freeze_vision is freezes
+    assert (str(loaded.origins["model.freeze_vision"]) == "follows from model.warm_start") is freezes
+
+
 @pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t"])
 def test_presets_give_no_notes(model: str) -> None:
     assert not noted(f"model={model}", "env=maniskill")
