@@ -20,6 +20,8 @@ import numpy as np
 from embodrl.reporting.intervals import wilson_interval
 
 FRAMES_A_ROW = 5
+LINES = {"_mean": "-", "": "--", "_sampled": ":"}
+"""How the decodings of an evaluation are drawn: mean, greedy, sampled."""
 
 
 def run_label(path: Path) -> str:
@@ -38,23 +40,27 @@ def read(path: Path) -> list[dict[str, float]]:
 
 
 def curves(target: Path, title: str, runs: list[Path]) -> None:
-    """Draw evaluation success over wall time and over environment steps, one line a run."""
+    """Draw evaluation success over wall time and over environment steps: one colour a run, one line a decoding."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     by_time, by_steps = figure.subplots(1, 2, sharey=True)
-    for run in runs:
+    for number, run in enumerate(runs):
         rows = [row for row in read(run) if row.get("eval/success_rate") is not None]
-        rates = np.array([row["eval/success_rate"] for row in rows])
-        errors = np.sqrt(rates * (1 - rates) / np.array([row["eval/episodes"] for row in rows]))
         minutes = [row["time/elapsed_s"] / 60 for row in rows]
         steps = [row["env_steps"] / 1000 for row in rows]
-        for axis, x in ((by_time, minutes), (by_steps, steps)):
-            axis.errorbar(x, 100 * rates, 100 * errors, marker="o", markersize=3, capsize=2, label=run_label(run))
+        recorded = [end for end in LINES if f"eval/success_rate{end}" in rows[0]]
+        for end in recorded:
+            rates = np.array([row[f"eval/success_rate{end}"] for row in rows])
+            errors = np.sqrt(rates * (1 - rates) / np.array([row["eval/episodes"] for row in rows]))
+            label = f"{run_label(run)}, {end.strip('_') or 'greedy'}"
+            for axis, x in ((by_time, minutes), (by_steps, steps)):
+                style = {"color": f"C{number}", "linestyle": LINES[end] if len(recorded) > 1 else "-"}
+                axis.errorbar(x, 100 * rates, 100 * errors, marker="o", markersize=3, capsize=2, label=label, **style)
     by_time.set(xlabel="wall time, evaluation included (minutes)", ylabel="success (%)", ylim=(0, 102), title=title)
-    by_steps.set(xlabel="environment steps (thousands)", title="fixed seeds, most probable action")
+    by_steps.set(xlabel="environment steps (thousands)", title="fixed seeds")
     for axis in (by_time, by_steps):
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
