@@ -31,3 +31,10 @@ def test_an_entropy_bonus_without_a_gradient_is_noted(method: str, noted: bool) 
     """D12: the entropy of Flow-SDE depends on no weight."""
     line = ("env=toy", "model=pi0", "algorithm.entropy_bonus=0.01", f"model.flow.method={method}")
     assert ("entropy-is-constant" in codes(*line)) == noted
+
+
+@pytest.mark.parametrize(("preset", "bootstrap"), [("ppo", "none"), ("ppo_gaussian", "truncation")])
+def test_an_episode_that_the_step_limit_ends_has_failed_in_ppo(preset, bootstrap):
+    """A critic that knows little would credit it with an average success."""
+    model = "openvla" if preset == "ppo" else "mlp"
+    assert load_config([f"algorithm={preset}", f"model={model}"]).config.algorithm.bootstrap_type == bootstrap

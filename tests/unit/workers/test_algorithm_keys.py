@@ -79,7 +79,7 @@ TRAINING = {
 ROLLING_OUT = {
     "group_size": Change(2),
     "rollout_epoch": Change(2),
-    "bootstrap_type": Change("none"),
+    "bootstrap_type": Change("truncation"),
     "filter.enabled": Change(True, {"group_size": 2}),
     "filter.min_rate": Change(0.4, MIXED | {"group_size": 4}),
     "filter.max_rate": Change(0.6, MIXED | {"group_size": 4}),
