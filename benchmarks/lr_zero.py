@@ -2,7 +2,7 @@
 
 Every family at its tiny size with the shipped or random weights acts on random pictures, and one update with a learning
 rate of 1e-30 evaluates the same actions. What is clipped, and what differs, is the engine's and the precision's doing.
-Sampled actions of token models are drawn at the default temperature of 0.3. With vLLM, OpenVLA also acts with low-rank
+Sampled actions of token models are drawn at a temperature of 0.3. With vLLM, OpenVLA also acts with low-rank
 adapters, which vLLM gets merged into its weights.
 """
 

@@ -4,7 +4,7 @@ A RUN is a run directory or a metrics.jsonl. matplotlib is in the extra `plots`.
 
 python scripts/make_readme_figures.py curves docs/images/push_cube.png "PushCube-v1" RUN [RUN ...]
 python scripts/make_readme_figures.py modes docs/images/staleness.png "PushCube-v1" "synchronous=A.jsonl,B.jsonl" ...
-python scripts/make_readme_figures.py tasks docs/images/push_and_pull.png "Push and Pull" RUN.jsonl [RUN.jsonl ...]
+python scripts/make_readme_figures.py tasks outputs/mix.png "Push and Pull" RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py table RUN.jsonl [RUN.jsonl ...]
 python scripts/make_readme_figures.py film docs/images/robot.png VIDEO.mp4 [VIDEO.mp4 ...]
 """

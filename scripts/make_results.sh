@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the learning curves of docs/results.md: demonstrations, imitation, reinforcement learning, task by task.
+# Makes the greedy curves of docs/results.md with earlier defaults: demonstrations, imitation, reinforcement learning, task by task.
 #
 #   scripts/make_results.sh [lift|reach|drawer|libero ...]
 #
@@ -51,7 +51,7 @@ more() {
 }
 
 lift() {
-    local name=lift_peg_seed_0 args=(env=maniskill_lift_peg model=openvla "${patience[@]}")
+    local name=lift_peg_seed_0 args=(env=maniskill_lift_peg model=openvla model.warm_start=null "${patience[@]}")
     warm_start $name 400 500 5e-4 "${args[@]}"
     learn $name 30 "${args[@]}" model.warm_start="$work/$name/sft/policy"
 }

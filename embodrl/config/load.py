@@ -194,7 +194,7 @@ def finish(
     renamed = replace_former_values(tree)
     not_fetched, commits = fetch_facts(tree, verb)
     fill_derived(tree)
-    if verb in ("train", "plan", "store"):
+    if verb in (None, "train", "plan"):
         fill_freeze_vision(tree)
     fill_protocol(tree)
     removed += resolve_references(tree, schema_of(tree))
@@ -278,10 +278,12 @@ def fill_freeze_vision(tree: Node) -> None:
     family, loss = value("model.model_type"), value("algorithm.loss_type")
     keeps = isinstance(family, str) and family in MODELS and MODELS.entry(family).keeps_vision_features
     by_reward = isinstance(loss, str) and loss in LOSSES and not LOSSES.entry(loss).learns_from_records
-    is_small = value("model.warm_start") is not None and value("model.model_path") is None
+    is_small = value("model.model_path") is None and value("model.architecture") is None
+    begins_trained = value("model.warm_start") is not None
     trains_all = value("model.trainable") in (None, "all") and value("model.use_film") is not True
     present = lookup(tree, "model.freeze_vision")
-    if keeps and by_reward and is_small and trains_all and (present is None or present.origin.kind == "schema"):
+    is_free = present is None or present.origin.kind == "schema"
+    if keeps and by_reward and is_small and begins_trained and trains_all and is_free:
         origin = Origin("preset", "follows from model.warm_start")
         put(tree, "model.freeze_vision", from_plain(True, origin))
 

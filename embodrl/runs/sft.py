@@ -8,6 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,7 +108,7 @@ def sft(loaded: LoadedConfig) -> int:
         OutputError: the output directory can't be written or holds an earlier run, before anything has started.
         EmbodrlError: there are no demonstrations, or the loss is not finite.
     """
-    loaded = loaded.with_absolute_paths()
+    loaded = with_vision(loaded.with_absolute_paths())
     config = loaded.config
     directory = Path(config.sft.output_dir)
     if config.actor.training_backend == "megatron":
@@ -145,6 +146,16 @@ def _another_directory() -> Iterator[None]:
 def with_model(config: Config, **changes: object) -> Config:
     """Return a configuration with other settings of the section ``model``."""
     return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+
+
+def with_vision(loaded: LoadedConfig) -> LoadedConfig:
+    """Return a configuration that imitation trains the vision of, unless the user has frozen it.
+
+    One that was loaded without a verb may have it frozen, which follows from a warm start that learns from reward.
+    """
+    if loaded.config.model.freeze_vision and loaded.origins["model.freeze_vision"].kind == "preset":
+        return replace(loaded, config=with_model(loaded.config, freeze_vision=False))
+    return loaded
 
 
 def policy_with_statistics(

@@ -20,7 +20,7 @@ from embodrl.config.schema.section import (
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = Field(default=7e-5, description="peak learning rate of the policy")
+    lr: PositiveFloat = Field(default=1.5e-4, description="peak learning rate of the policy")
     value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")

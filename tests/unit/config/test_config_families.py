@@ -6,7 +6,9 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
+from embodrl.config.policy_card import SHIPPED_POLICY
 from embodrl.errors import ConfigError
+from embodrl.runs.sft import with_vision
 
 
 def noted(*arguments: str) -> set[str]:
@@ -23,7 +25,9 @@ PER_NUMBER = "algorithm.off_policy.target_entropy_per_number"
         ("train", ["model=openvla"], True),
         ("train", ["model=openvla", "algorithm=grpo"], True),
         ("plan", ["model=openvla"], True),
-        ("store", ["model=openvla"], True),
+        (None, ["model=openvla"], True),
+        ("store", ["model=openvla"], False),
+        ("train", ["model=openvla_7b", f"model.warm_start={SHIPPED_POLICY}"], False),
         ("train", ["model=openvla", "model.freeze_vision=false"], False),
         ("train", ["model=openvla", "model.warm_start=null"], False),
         ("train", ["model=openvla", "model.trainable=lora"], False),
@@ -36,6 +40,11 @@ def test_a_warm_start_that_learns_from_reward_keeps_its_vision(verb, arguments, 
     loaded = load_config(arguments, verb=verb)
     assert loaded.config.model.freeze_vision is freezes
     assert (str(loaded.origins["model.freeze_vision"]) == "follows from model.warm_start") is freezes
+
+
+def test_imitation_trains_vision_that_the_user_has_not_frozen():
+    assert not with_vision(load_config(["model=openvla"])).config.model.freeze_vision
+    assert with_vision(load_config(["model=openvla", "model.freeze_vision=true"])).config.model.freeze_vision
 
 
 @pytest.mark.parametrize("model", ["openvla", "openvla_oft", "pi0", "pi05", "gr00t"])
