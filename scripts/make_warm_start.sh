@@ -16,8 +16,12 @@ embodrl=.venv/bin/embodrl
     sft.data_dir="$work/demos" sft.output_dir="$work/sft" \
     sft.max_steps=3600 sft.lr=6e-4 sft.label_smoothing_bins=3
 
+# Its card stays: it names no interface and no place of the camera, so that the policy can be tried anywhere.
+cp "$target/embodrl.json" "$work/card.json"
 rm -rf "$target"
 cp -r "$work/sft/policy" "$target"
+rm "$target/checksums.json"
+mv "$work/card.json" "$target/embodrl.json"
 cp "$work/sft/sft_metrics.jsonl" "$work/"
 
 for env in maniskill maniskill_mix; do

@@ -98,7 +98,7 @@ def test_a_workflow_without_its_methods_is_named_with_them() -> None:
 
 def test_an_evaluation_says_that_it_plays_no_workflow() -> None:
     settings = {"rollout": {"workflow": "embodrl.workers.workflow:ChunkWorkflow"}}
-    settings["env"] = {"train": {"auto_reset": False, "max_steps_per_rollout_epoch": 50}}  # type: ignore[dict-item]
+    settings["env"] = {"train": {"auto_reset": False, "max_steps_per_rollout_epoch": 25}}  # type: ignore[dict-item]
     for verb, notes in (("eval", 1), ("train", 0)):
         found = [note.code for note in load_config([], settings, verb=verb).notes]
         assert found.count("evaluations-play-no-workflow") == notes

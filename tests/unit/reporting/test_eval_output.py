@@ -229,7 +229,7 @@ def test_other_decodings_are_compared_on_the_same_seeds(tmp_path: Path) -> None:
     lines = EvalOutput(settings(), tmp_path / "out").write(found)
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert list(content["decodings"]) == ["greedy", "sampled"] and content["settings"]["actions"].startswith("greedy")
-    assert content["settings"]["sampling"] == "temperature 0.3, top_k 0"
+    assert content["settings"]["sampling"] == "temperature 0.5, top_k 0"
     greedy, sampled = content["decodings"].values()
     assert (greedy["successes"], greedy["lost_episodes"], greedy["change"]["difference"]) == (4, 1, 0.0)
     assert sampled["success_rate"] == 0.2 and sampled["interval"] == list(wilson_interval(1, 5))

@@ -241,7 +241,7 @@ def test_two_stages_gather_what_one_gathers():
 
 
 def test_the_bootstrap_is_the_value_of_the_last_observation_where_the_step_limit_ended_an_episode():
-    worker, _ = worker_of(config_of(), KnownPolicy(0.1))
+    worker, _ = worker_of(config_of("algorithm.bootstrap_type=truncation"), KnownPolicy(0.1))
     batch, _ = worker.gather(0)
     truncated = batch.truncated.any(-1)
     assert truncated.any() and not truncated.all()

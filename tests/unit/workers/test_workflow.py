@@ -210,7 +210,8 @@ def test_an_episode_that_its_workflow_cuts_off_counts_as_truncated_there(pool: E
             return trajectory
 
     workflow = Short()
-    batch, metrics = rollout(pool, workflow).gather(0)
+    config = load_config([*SETTINGS, "algorithm.bootstrap_type=truncation"]).config
+    batch, metrics = rollout(pool, workflow, config).gather(0)
     assert metrics["rollout/episodes"] == NUM_ENVS and metrics["rollout/episode_length"] <= 2
     going = ~batch.terminated.any(-1).any(0)
     assert batch.valid[0, going].tolist() == [[True, True, False]] * int(going.sum()) and not batch.valid[1:].any()
