@@ -20,7 +20,7 @@ import numpy as np
 from embodrl.reporting.intervals import wilson_interval
 
 FRAMES_A_ROW = 5
-LINES = {"_mean": "-", "": "--", "_sampled": ":"}
+LINE_STYLES = {"_mean": "-", "": "--", "_sampled": ":"}
 """How the decodings of an evaluation are drawn: mean, greedy, sampled."""
 
 
@@ -51,13 +51,13 @@ def curves(target: Path, title: str, runs: list[Path]) -> None:
         rows = [row for row in read(run) if row.get("eval/success_rate") is not None]
         minutes = [row["time/elapsed_s"] / 60 for row in rows]
         steps = [row["env_steps"] / 1000 for row in rows]
-        recorded = [end for end in LINES if f"eval/success_rate{end}" in rows[0]]
+        recorded = [end for end in LINE_STYLES if f"eval/success_rate{end}" in rows[0]]
         for end in recorded:
             rates = np.array([row[f"eval/success_rate{end}"] for row in rows])
             errors = np.sqrt(rates * (1 - rates) / np.array([row["eval/episodes"] for row in rows]))
             label = f"{run_label(run)}, {end.strip('_') or 'greedy'}"
             for axis, x in ((by_time, minutes), (by_steps, steps)):
-                style = {"color": f"C{number}", "linestyle": LINES[end] if len(recorded) > 1 else "-"}
+                style = {"color": f"C{number}", "linestyle": LINE_STYLES[end] if len(recorded) > 1 else "-"}
                 axis.errorbar(x, 100 * rates, 100 * errors, marker="o", markersize=3, capsize=2, label=label, **style)
     by_time.set(xlabel="wall time, evaluation included (minutes)", ylabel="success (%)", ylim=(0, 102), title=title)
     by_steps.set(xlabel="environment steps (thousands)", title="fixed seeds")

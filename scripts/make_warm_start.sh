@@ -6,7 +6,10 @@ cd "$(dirname "$0")/.."
 
 work=${WARM_START_DIR:-outputs/warm_start}
 target=${WARM_START_TARGET:-embodrl/assets/openvla_tiny}
-embodrl=.venv/bin/embodrl
+embodrl=${EMBODRL:-.venv/bin/embodrl}
+# The card stays as it is: it names no interface and no place of the camera, so that the policy can be tried anywhere.
+mkdir -p "$work" "$(dirname "$target")"
+cp embodrl/assets/openvla_tiny/embodrl.json "$work/card.json"
 
 [ -f "$work/demos/index.json" ] || "$embodrl" collect env=maniskill_mix \
     env.max_episode_steps=50 collect.min_speed=0.15 collect.max_speed=0.5 \
@@ -16,12 +19,10 @@ embodrl=.venv/bin/embodrl
     sft.data_dir="$work/demos" sft.output_dir="$work/sft" \
     sft.max_steps=3600 sft.lr=6e-4 sft.label_smoothing_bins=3
 
-# Its card stays: it names no interface and no place of the camera, so that the policy can be tried anywhere.
-cp "$target/embodrl.json" "$work/card.json"
 rm -rf "$target"
 cp -r "$work/sft/policy" "$target"
 rm "$target/checksums.json"
-mv "$work/card.json" "$target/embodrl.json"
+cp "$work/card.json" "$target/embodrl.json"
 cp "$work/sft/sft_metrics.jsonl" "$work/"
 
 for env in maniskill maniskill_mix; do
