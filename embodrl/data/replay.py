@@ -27,6 +27,7 @@ POLICY, EXPERT, HUMAN = 0, 1, 2
 """Who chose an action: values of the column ``source``."""
 INPUT = "inputs."
 HEAD, STORED = "head", "stored"
+DEMOS = "demos"
 
 
 class Window(NamedTuple):
@@ -74,17 +75,6 @@ class ReplayBuffer:
     def num_bytes(self) -> int:
         """Of the frames that are there."""
         return sum(column[: self._size].nbytes for column in self._columns.values())
-
-    def add(self, batch: TrajectoryBatch) -> int:
-        """Add the chunks of a rollout with ``actions`` and ``final_inputs``; return how many.
-
-        Raises:
-            BatchKeyError: it lacks a column.
-            EmbodrlError: see ``add_frames``.
-        """
-        frames = frames_of(batch)
-        self.add_frames(frames)
-        return int(frames["acted"].sum())
 
     def add_frames(self, frames: Mapping[str, Tensor]) -> None:
         """Add whole episodes, one after the other.
@@ -201,14 +191,33 @@ class ReplayStores:
     Attributes:
         online: what the policy, or who corrects it, did in this run.
         demos: demonstrations; None without. They are read from their files again when a run is resumed.
+        interventions: chunks of an expert who takes control become demonstrations, too; checkpoints then keep all.
     """
 
     online: ReplayBuffer
     demos: ReplayBuffer | None = None
+    interventions: bool = False
+
+    def __post_init__(self) -> None:
+        self._recorded = None if self.demos is None else self.demos.checksum()
+
+    def add(self, batch: TrajectoryBatch) -> int:
+        """Add the chunks of a rollout, those of an expert to the demonstrations as well; return how many.
+
+        Raises:
+            BatchKeyError, EmbodrlError: see ``ReplayBuffer.add``.
+        """
+        frames = frames_of(batch)
+        self.online.add_frames(frames)
+        if self.interventions and self.demos is not None:
+            self.demos.add_frames(intervened(frames))
+        return int(frames["acted"].sum())
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state for a checkpoint: the online part, and a checksum of the demonstrations."""
-        known = {} if self.demos is None else {"demos": torch.tensor(self.demos.checksum())}
+        """Return the state for a checkpoint: the online part, and of the demonstrations a checksum or all of them."""
+        known = {} if self._recorded is None else {DEMOS: torch.tensor(self._recorded)}
+        if self.interventions and self.demos is not None:
+            known |= {f"{DEMOS}.{name}": tensor for name, tensor in self.demos.state().items()}
         return self.online.state() | known
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -217,16 +226,17 @@ class ReplayStores:
         Raises:
             CheckpointError: the demonstrations have changed, or the buffer is smaller.
         """
-        left = dict(state)
-        before = left.pop("demos", None)
-        now = None if self.demos is None else self.demos.checksum()
-        if (None if before is None else int(before)) != now:
+        left = {name: tensor for name, tensor in state.items() if not name.startswith(f"{DEMOS}.")}
+        before = left.pop(DEMOS, None)
+        if (None if before is None else int(before)) != self._recorded:
             raise CheckpointError(
                 "the demonstrations are not those that the run began with",
                 "resume with algorithm.off_policy.demos as it was, and the dataset unchanged",
                 code="replay-other-demos",
             )
         self.online.load_state(left)
+        if self.interventions and self.demos is not None:
+            self.demos.load_state({n.removeprefix(f"{DEMOS}."): x for n, x in state.items() if n not in (*left, DEMOS)})
 
 
 def labelled_frames(batch: TrajectoryBatch) -> dict[str, Tensor]:
@@ -304,3 +314,19 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
         seen[is_final] = final[inner[is_final], env[is_final]]
         frames[INPUT + name] = seen
     return frames
+
+
+def intervened(frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the frames in which an expert acted, and what its chunks led to, as demonstrations with ``labels``.
+
+    Args:
+        frames: of ``frames_of``.
+    """
+    by_expert = frames["acted"] & (frames["source"] == EXPERT)
+    led_here = torch.zeros_like(by_expert)
+    led_here[1:] = (by_expert & ~frames["terminated"])[:-1]
+    kept = by_expert | led_here
+    result = {name: column[kept] for name, column in frames.items()}
+    acted = by_expert[kept]
+    result |= {"acted": acted, "terminated": result["terminated"] & acted, "valid": result["valid"] & acted[:, None]}
+    return result | {"rewards": result["rewards"] * acted[:, None], "labels": result["actions"].clone()}

@@ -63,10 +63,17 @@ def train(context: Context, batch: TrajectoryBatch, advantages: Advantages) -> t
 
 
 def store(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
-    """Add the chunks of a rollout to the replay buffer."""
-    online = context.stores.online
-    added = online.add(batch)
-    return None, {"replay/added": added, "replay/size": len(online), "replay/mb": online.num_bytes / 2**20}
+    """Add the chunks of a rollout to the replay buffer, and those of an expert to the demonstrations."""
+    from embodrl.data.replay import EXPERT
+
+    stores = context.stores
+    added = stores.add(batch)
+    online = stores.online
+    metrics: Metrics = {"replay/added": added, "replay/size": len(online), "replay/mb": online.num_bytes / 2**20}
+    if stores.interventions and stores.demos is not None:
+        by_expert = batch["source"][batch.valid.any(-1)] == EXPERT
+        metrics |= {"replay/expert_share": float(by_expert.float().mean()), "replay/demos": len(stores.demos)}
+    return None, metrics
 
 
 def store_labels(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:

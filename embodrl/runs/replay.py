@@ -73,10 +73,12 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     demos = paid(demos, config)
     assert demos.outcomes is not None
     frames = demo_frames(observed(demos, config), demos.outcomes, policy)
-    kept = ReplayBuffer(len(frames["acted"]), 2**62)
+    count, more = len(frames["acted"]), settings.interventions
+    size = sum(column.nbytes for column in frames.values())
+    kept = ReplayBuffer(count + settings.capacity * more, size + int(settings.memory_gb * GB) * more)
     kept.add_frames(frames)
     logger.info("%d demonstrations: %d chunks, %.0f MB", len(demos.tasks), len(kept), kept.num_bytes / 2**20)
-    return ReplayStores(online, kept)
+    return ReplayStores(online, kept, settings.interventions)
 
 
 def check_rewards(directory: Path, config: Config) -> None:

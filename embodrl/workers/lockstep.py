@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.config.schema import Config
+from embodrl.data.replay import POLICY
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
@@ -236,7 +237,8 @@ class LockstepRunner:
         self.auto_reset = config.env.train.auto_reset
         loss = LOSSES.entry(config.algorithm.loss_type)
         self.needs_values, self.off_policy = loss.needs_values, loss.off_policy and not loss.imitates
-        self.corrector = Corrector(config.algorithm.dagger, pool) if loss.imitates else None
+        asks_expert = loss.imitates or config.algorithm.off_policy.interventions
+        self.corrector = Corrector(config.algorithm.dagger, pool) if asks_expert else None
         self.seconds = Seconds()
         self.stats = EpisodeStats()
         self.generators: list[torch.Generator] | None = None
@@ -394,7 +396,8 @@ class LockstepRunner:
         """Keep the actions, who chose them, and what was seen last where the step limit ended an episode."""
         chosen = output.forward_inputs.get(CHOSEN)
         self._steps[-1]["actions"] = torch.from_numpy(output.actions.copy()) if chosen is None else chosen.cpu()
-        self._steps[-1]["source"] = torch.zeros(len(output.actions), dtype=torch.int8)
+        by_policy = torch.full((len(output.actions),), POLICY, dtype=torch.int8)
+        self._steps[-1]["source"] = by_policy if self.corrector is None else self._labels[-1]["source"]
         rows = np.flatnonzero(step.final_mask & step.valid.any(axis=1))
         self._final_inputs.append(self._final(step.final_observation, rows))
 
@@ -531,7 +534,7 @@ class LockstepRunner:
         columns["group_id"] = group_id.expand(columns["task_id"].shape)
         self._lap("policy", clock)
         batch = TrajectoryBatch.from_rollout(forward_inputs=inputs, **columns)
-        if self.corrector is not None:
+        if self.corrector is not None and not self.off_policy:
             batch["expert"] = {name: torch.stack([step[name] for step in self._labels]) for name in self._labels[0]}
         return batch
 

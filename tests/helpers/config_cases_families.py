@@ -136,6 +136,34 @@ IQL = ("algorithm.loss_type=iql", "model=mlp", "algorithm=iql", "actor.optim.cri
 DAGGER_ONLY = ("model=mlp", "algorithm=dagger", "actor.optim.critic_warmup_iterations=0")
 DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
+HIL = (*SAC, "algorithm.off_policy.demos={tmp}", "algorithm.off_policy.demo_fraction=0.5")
+GATED = "algorithm.dagger.gate_threshold=0.3"
+FAMILIES += [
+    Wrong(
+        "interventions that nothing learns from",
+        "algorithm.off_policy.interventions",
+        "interventions-are-learned-from",
+        ("algorithm.off_policy.interventions=true", GATED),
+    ),
+    Wrong(
+        "interventions that no batch draws",
+        "algorithm.off_policy.demo_fraction",
+        "interventions-are-learned-from",
+        ("algorithm.off_policy.interventions=true", *SAC, "model.num_action_chunks=1", GATED),
+    ),
+    Wrong(
+        "interventions without a rule for them",
+        "algorithm.dagger.gate_threshold",
+        "interventions-are-learned-from",
+        ("algorithm.off_policy.interventions=true", *HIL, "model.num_action_chunks=1"),
+    ),
+    Wrong(
+        "an expert who takes control in the midst of a chunk",
+        "model.num_action_chunks",
+        "expert-labels-what-is-seen",
+        ("model.num_action_chunks=5", *HIL, "algorithm.off_policy.interventions=true", GATED),
+    ),
+]
 FAMILIES += [
     Wrong(
         "a policy that sees nothing",

@@ -65,7 +65,7 @@ def on(base: Path) -> list[object]:
 
 
 def settings(algorithm: str, config: Path, demos: Path, iterations: int, run_dir: Path) -> list[object]:
-    given = [f"algorithm.off_policy.demos={demos}"] if algorithm == "rlpd" else []
+    given = [f"algorithm.off_policy.demos={demos}"] if algorithm in ("rlpd", "hil_serl") else []
     chosen = [f"algorithm={algorithm}", *given, "algorithm.off_policy.warm_up=300", f"runner.output_dir={run_dir}"]
     return ["train", "--config", config, *chosen, f"runner.max_iterations={iterations}"]
 
@@ -189,8 +189,21 @@ def test_an_expert_teaches_the_toy(algorithm: str, config: Path, demos: Path, tm
     assert last < (0.5 if algorithm == "dagger" else first)  # episodes are as short as an intervention
 
 
+def test_interventions_teach_the_toy_and_become_rare(config: Path, demos: Path, tmp_path: Path) -> None:
+    gate = ["algorithm.dagger.gate_threshold=0.7", "algorithm.dagger.gate_steps=1"]  # episodes have about four steps
+    outcome = embodrl(*settings("hil_serl", config, demos, 12, tmp_path / "run"), *gate)
+    assert outcome.code == 0, outcome.stderr
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["eval/success_rate"] > 0.8
+    shares = [float(str(row["replay/expert_share"])) for row in rows[1:]]
+    assert 2 * shares[-1] < shares[0]
+    by_expert = [share * float(str(row["replay/added"])) for share, row in zip(shares, rows[1:], strict=True)]
+    recorded = float(str(rows[1]["replay/demos"])) - by_expert[0]
+    assert rows[-1]["replay/demos"] == pytest.approx(recorded + sum(by_expert))
+
+
 KILLED = [
-    *[("sac", "act:71"), ("rlpd", "store:5"), ("sac", "learn:400")],
+    *[("sac", "act:71"), ("rlpd", "store:5"), ("hil_serl", "learn:400"), ("sac", "learn:400")],
     *[("dagger", "act:71"), ("residual", "learn:400")],
 ]
 

@@ -57,7 +57,7 @@ def test_all_presets_are_here() -> None:
 
 
 # They have tests of their own.
-OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "rlt", "dagger", "hg_dagger", "iql", "recap")
+OFF_POLICY = ("sac", "rlpd", "residual", "dsrl", "rlt", "hil_serl", "dagger", "hg_dagger", "iql", "recap")
 OF_FLOWS = ("fpo", "pi_nft")
 EXPECTED = {
     "ppo": {"train/value_loss"},

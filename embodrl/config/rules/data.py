@@ -13,9 +13,10 @@ STATISTICS = ("auto", "checkpoint", "data")
 
 @rule("env.env_type", "env.tasks", "algorithm.loss_type")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
-    """For `embodrl collect` and DAgger: there is a scripted expert for every task."""
+    """For `embodrl collect`, DAgger and interventions: there is a scripted expert for every task."""
     env, spec = context.config.env, context.simulator
     asks = context.loss.imitates and context.verb != "store"  # which imitates by itself
+    asks = asks or context.config.algorithm.off_policy.interventions
     if not (context.collecting or asks) or spec is None or spec.expert_tasks is None:
         return
     shown = spec.expert_tasks

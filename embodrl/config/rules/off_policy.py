@@ -234,11 +234,13 @@ def replay_holds_a_rollout(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule("algorithm.loss_type", "algorithm.off_policy.demos", "env.train", "model.num_action_chunks")
+@rule("algorithm.loss_type", "algorithm.off_policy", "env.train", "model.num_action_chunks")
 def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
-    """DAgger has an expert, who is asked before every action."""
-    config, others = context.config, ("algorithm.loss_type",)
-    if not context.loss.imitates:
+    """DAgger and interventions have an expert, who is asked before every action."""
+    config = context.config
+    intervenes = config.algorithm.off_policy.interventions and config.algorithm.loss_type == "sac"
+    others = (f"{SECTION}.interventions" if intervenes else "algorithm.loss_type",)
+    if not (context.loss.imitates or intervenes):
         return
     if config.model.num_action_chunks != 1:
         message = f"the expert is asked once per policy step, which is a chunk of {config.model.num_action_chunks}"
@@ -246,22 +248,45 @@ def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
     if not config.env.train.auto_reset:
         message = "the expert would label what no episode sees any more"
         yield Finding("env.train.auto_reset", message, "set it to true", "true", others=others)
-    if config.algorithm.off_policy.demos is not None:
+    if context.loss.imitates and config.algorithm.off_policy.demos is not None:
         message = "demonstrations are not added to the expert's labels yet"
         hint = "set it to null: with algorithm.dagger.beta=1 the first rollout is the expert's"
         yield Finding(f"{SECTION}.demos", message, hint, "null", others=others)
+
+
+@rule("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type", "model.small_actor.kind")
+def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
+    """Who takes control has a rule for it, and what it does serves SAC's critics and actor as demonstrations do."""
+    algorithm, kind = context.config.algorithm, context.config.model.small_actor.kind
+    key = f"{SECTION}.interventions"
+    if not algorithm.off_policy.interventions:
+        return
+    if algorithm.loss_type != "sac" or kind == "dsrl":
+        message = "interventions are transitions of SAC's critics, in actions"
+        hint = "choose algorithm=hil_serl, or set it to false"
+        others = ("algorithm.loss_type",) if algorithm.loss_type != "sac" else ("model.small_actor.kind",)
+        yield Finding(key, message, hint, "false", others=others)
+        return
+    if not algorithm.off_policy.demo_fraction:
+        message = "what the expert does would not be drawn: no part of a batch is from demonstrations"
+        yield Finding(f"{SECTION}.demo_fraction", message, "set it to 0.5", "above 0, below 1", others=(key,))
+    if algorithm.dagger.gate_threshold is None:
+        message = "nothing says when the expert takes control"
+        hint = "set it to 0.3, or choose algorithm=hil_serl"
+        yield Finding("algorithm.dagger.gate_threshold", message, hint, "above 0", others=(key,))
 
 
 @note("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type")
 def imitation_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings of critics, where there are none, and of an expert's turns."""
     loss, gate = context.loss, context.config.algorithm.dagger.gate_threshold
-    if not loss.imitates:
+    intervenes = context.config.algorithm.off_policy.interventions
+    if not loss.imitates and not intervenes:
         if context.by_user("algorithm.dagger"):
             message = f"has no effect: loss_type '{context.config.algorithm.loss_type}' asks no expert"
             yield Finding("algorithm.dagger", message, "leave it out")
         return
-    for name in OffPolicyConfig.model_fields:
+    for name in OffPolicyConfig.model_fields if loss.imitates else ():
         if name not in ("utd", "warm_up", "capacity", "memory_gb", "demos") and context.by_user(f"{SECTION}.{name}"):
             yield Finding(f"{SECTION}.{name}", "has no effect: there are no critics", "leave it out")
     idle = ("gate_steps",) if gate is None else ("beta", "beta_decay")

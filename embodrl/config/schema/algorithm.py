@@ -153,6 +153,11 @@ class OffPolicyConfig(Section):
         default=None, description="directory of demonstrations with rewards, made by `embodrl collect`"
     )
     demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
+    interventions: bool = Field(
+        default=False,
+        description="a scripted expert takes control where algorithm.dagger.gate_threshold says so, and its chunks are"
+        " added to the demonstrations (HIL-SERL)",
+    )
 
 
 class RltConfig(Section):
@@ -207,7 +212,7 @@ class NftConfig(Section):
 
 
 class DaggerConfig(Section):
-    """DAgger and HG-DAgger: who acts while an expert labels what is seen."""
+    """DAgger, HG-DAgger and interventions: when an expert acts in the policy's place."""
 
     beta: Fraction = Field(default=1.0, description="probability that the expert acts, in the first iteration")
     beta_decay: Fraction = Field(default=0.5, description="what the probability is multiplied with per iteration")

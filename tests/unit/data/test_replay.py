@@ -9,7 +9,7 @@ import torch
 from expect import raises_code
 
 from embodrl.config.schema.algorithm import AlgorithmConfig
-from embodrl.data.replay import ReplayBuffer, ReplayStores, frames_of
+from embodrl.data.replay import EXPERT, ReplayBuffer, ReplayStores, frames_of, intervened
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.training.off_policy import sample_transitions
@@ -69,7 +69,8 @@ def test_a_rollout_becomes_episodes_with_their_last_observations() -> None:
 
 def test_what_is_drawn_is_followed_by_what_it_led_to() -> None:
     buffer = ReplayBuffer(100, 10**9)
-    assert buffer.add(rollout()) == len(buffer) == buffer.stored == sum(acted for _, acted in FRAMES)
+    buffer.add_frames(frames_of(rollout()))
+    assert len(buffer) == buffer.stored == sum(acted for _, acted in FRAMES)
     places = buffer.draw(200, torch.Generator().manual_seed(0))
     seen = buffer.inputs(places)["state"].squeeze(-1)
     assert set(seen.int().tolist()) == {number for number, acted in FRAMES if acted}
@@ -84,7 +85,7 @@ def test_what_is_drawn_is_followed_by_what_it_led_to() -> None:
 def test_the_oldest_make_room() -> None:
     buffer = ReplayBuffer(30, 10**9)
     for _ in range(3):
-        buffer.add(rollout())
+        buffer.add_frames(frames_of(rollout()))
     assert (buffer.capacity, buffer.stored) == (30, 3 * 16)
     kept = (FRAMES * 3)[-30:]
     order = (torch.arange(30) + 3 * len(FRAMES)) % 30
@@ -112,10 +113,10 @@ def test_bytes_bound_it() -> None:
 def test_a_restored_buffer_draws_and_forgets_the_same(rollouts: int) -> None:
     buffer, again = ReplayBuffer(30, 10**9), ReplayBuffer(30, 10**9)
     for _ in range(rollouts):
-        buffer.add(rollout())
+        buffer.add_frames(frames_of(rollout()))
     again.load_state({name: tensor.clone() for name, tensor in buffer.state().items()})
     for one in (buffer, again):
-        one.add(rollout())
+        one.add_frames(frames_of(rollout()))
     draws = [one.draw(50, torch.Generator().manual_seed(1)) for one in (buffer, again)]
     assert torch.equal(*draws) and (again.stored, len(again)) == (buffer.stored, len(buffer))
     assert all(torch.equal(x, buffer.state()[name]) for name, x in again.state().items())
@@ -124,7 +125,7 @@ def test_a_restored_buffer_draws_and_forgets_the_same(rollouts: int) -> None:
 def test_a_state_that_does_not_fit_is_refused() -> None:
     buffer = ReplayBuffer(30, 10**9)
     for _ in range(2):
-        buffer.add(rollout())
+        buffer.add_frames(frames_of(rollout()))
     for capacity in (20, 40):  # a ring that has come round has its size
         with raises_code("replay-other-size", CheckpointError):
             ReplayBuffer(capacity, 10**9).load_state(buffer.state())
@@ -132,7 +133,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     empty.load_state(ReplayBuffer(30, 10**9).state())
     assert len(empty) == 0
     demos = ReplayBuffer(30, 10**9)
-    demos.add(rollout())
+    demos.add_frames(frames_of(rollout()))
     state = ReplayStores(buffer, demos).state()
     ReplayStores(ReplayBuffer(30, 10**9), demos).load_state(state)
     for other in (None, buffer):
@@ -152,3 +153,45 @@ def test_what_follows_the_last_chunk_is_no_memory_that_was_never_written(n_step,
     found = sample_transitions(ReplayStores(buffer), 1, algorithm, torch.Generator())
     assert found.discount.item() == 0 and found.returns.item() == 60
     assert found.next_inputs["state"].item() == 0
+
+
+def corrected_rollout() -> TrajectoryBatch:
+    """The rollout in which an expert acted in chunks 0 and 1 of row 0, 2 of 1, 2 (lost) of 2, 0 of 3, and 1 of 4."""
+    batch = rollout()
+    for time, row in ((0, 0), (1, 0), (2, 1), (2, 2), (0, 3), (1, 4)):
+        batch["source"][time, row] = EXPERT
+    return batch
+
+
+def test_interventions_are_kept_with_what_they_led_to() -> None:
+    frames = intervened(frames_of(corrected_rollout()))
+    seen = frames["inputs.state"].squeeze(-1).int().tolist()
+    expected = [(0, True), (1, True), (12, True), (112, False), (30, True), (41, True), (42, False)]
+    assert list(zip(seen, frames["acted"].tolist(), strict=True)) == expected
+    assert frames["terminated"].tolist() == [number in (1, 30) for number in seen]
+    assert frames["valid"].any(-1).tolist() == frames["acted"].tolist()
+    assert frames["rewards"][-1].tolist() == [0, 0]  # of an action of the policy
+    assert torch.equal(frames["labels"], frames["actions"])
+
+
+def stores_with(interventions: bool) -> ReplayStores:
+    demos = ReplayBuffer(100, 10**9)
+    demos.add_frames(intervened(frames_of(corrected_rollout())))
+    return ReplayStores(ReplayBuffer(100, 10**9), demos, interventions)
+
+
+@pytest.mark.parametrize(("interventions", "demonstrations"), [(False, 5), (True, 10)])
+def test_interventions_are_added_to_both_stores_and_restored(interventions: bool, demonstrations: int) -> None:
+    stores, again = stores_with(interventions), stores_with(interventions)
+    assert stores.add(corrected_rollout()) == len(stores.online) == 16
+    assert stores.demos is not None and again.demos is not None
+    assert len(stores.demos) == demonstrations
+    again.load_state({name: tensor.clone() for name, tensor in stores.state().items()})
+    assert (len(again.online), len(again.demos)) == (16, demonstrations)
+    draws = [one.demos.draw(20, torch.Generator().manual_seed(0)) for one in (stores, again)]
+    assert torch.equal(*(one.demos.column("labels", at) for one, at in zip((stores, again), draws, strict=True)))
+    other = stores_with(interventions)
+    assert other.demos is not None
+    other.demos.add_frames(intervened(frames_of(corrected_rollout())))
+    with raises_code("replay-other-demos", CheckpointError):
+        ReplayStores(other.online, other.demos, interventions).load_state(stores.state())

@@ -79,6 +79,7 @@ def test_every_pipeline_has_a_preset() -> None:
         "residual",
         "dsrl",
         "rlt",
+        "hil_serl",
         "hg_dagger",
         "ppo_gaussian",
         "fpo",
