@@ -328,7 +328,8 @@ class LockstepRunner:
         output = self._predict(self._observation)
         if self.corrector is not None:
             output, labels = self.corrector.correct(self._observation, output)
-            self._labels.append(labels)
+            # Beside critics only who acted is of use; pictures are in the policy's inputs.
+            self._labels.append({"source": labels["source"]} if self.off_policy else labels)
         self._output = output
         self._sent = {
             "task_id": torch.from_numpy(self._observation.task_id.astype(np.int64)),

@@ -54,6 +54,7 @@ def test_every_preset_loads_and_says_what_it_is(group: str, name: str, tmp_path:
         "robot": ["model=mlp", "env.instruction=lift", *ONE_ROBOT, "actor.global_batch_size=200"],
         "robot_sim": ["model=mlp", *ONE_ROBOT, "actor.global_batch_size=100"],
         "rlpd": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
+        "hil_serl": ["env=toy", "model=mlp", f"algorithm.off_policy.demos={tmp_path}"],
         "ppo_gaussian": ["model=mlp"],
         "fpo": ["model=pi0"],
         "pi_nft": ["model=pi0"],
