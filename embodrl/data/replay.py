@@ -205,7 +205,8 @@ class ReplayStores:
         """Add the chunks of a rollout, those of an expert to the demonstrations as well; return how many.
 
         Raises:
-            BatchKeyError, EmbodrlError: see ``ReplayBuffer.add``.
+            BatchKeyError: it lacks ``actions`` or ``final_inputs``.
+            EmbodrlError: see ``ReplayBuffer.add_frames``.
         """
         frames = frames_of(batch)
         self.online.add_frames(frames)
