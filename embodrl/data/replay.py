@@ -236,8 +236,9 @@ class ReplayStores:
                 code="replay-other-demos",
             )
         self.online.load_state(left)
-        if self.interventions and self.demos is not None:
-            self.demos.load_state({n.removeprefix(f"{DEMOS}."): x for n, x in state.items() if n not in (*left, DEMOS)})
+        kept = {name.removeprefix(f"{DEMOS}."): tensor for name, tensor in state.items() if name.startswith(f"{DEMOS}.")}
+        if self.interventions and self.demos is not None and kept:  # none of a run that was not corrected until now
+            self.demos.load_state(kept)
 
 
 def labelled_frames(batch: TrajectoryBatch) -> dict[str, Tensor]:

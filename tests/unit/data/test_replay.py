@@ -195,3 +195,10 @@ def test_interventions_are_added_to_both_stores_and_restored(interventions: bool
     other.demos.add_frames(intervened(frames_of(corrected_rollout())))
     with raises_code("replay-other-demos", CheckpointError):
         ReplayStores(other.online, other.demos, interventions).load_state(stores.state())
+
+
+def test_a_run_that_was_not_corrected_can_be_from_now_on() -> None:
+    before, after = stores_with(False), stores_with(True)
+    before.add(corrected_rollout())
+    after.load_state(before.state())
+    assert after.demos is not None and (len(after.online), len(after.demos)) == (16, 5)
