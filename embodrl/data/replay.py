@@ -236,7 +236,9 @@ class ReplayStores:
                 code="replay-other-demos",
             )
         self.online.load_state(left)
-        kept = {name.removeprefix(f"{DEMOS}."): tensor for name, tensor in state.items() if name.startswith(f"{DEMOS}.")}
+        kept = {
+            name.removeprefix(f"{DEMOS}."): tensor for name, tensor in state.items() if name.startswith(f"{DEMOS}.")
+        }
         if self.interventions and self.demos is not None and kept:  # none of a run that was not corrected until now
             self.demos.load_state(kept)
 
