@@ -47,6 +47,7 @@ class VectorEnv(ABC):
         "get_row_state",
         "set_row_state",
         "check_state",
+        "check_row_state",
         "check_episodes",
         "status",
     )
@@ -125,6 +126,11 @@ class VectorEnv(ABC):
     def check_state(self) -> str:
         """Return why ``get_state`` can't be asked, which a run wants to know before it begins; "" if it can."""
         return ""
+
+    def check_row_state(self) -> str:
+        """Return why ``get_row_state`` can't be asked; "" if it can."""
+        kept = type(self).get_row_state is not VectorEnv.get_row_state
+        return "" if kept else f"{type(self).__name__} keeps no state of single environments"
 
     def check_episodes(self) -> list[str]:
         """Return the codes of what is wrong with episodes: ``seed-ignored``, ``instruction-empty``. Before any reset.

@@ -150,7 +150,7 @@ class Figures:
         env_steps: done.
         minutes: wall time.
         steps_per_s: environment steps per second, all included.
-        first: greedy success of the first evaluation, 0 to 1.
+        first: ``eval/success_rate`` of the first evaluation, 0 to 1: greedy unless ``env.eval.decoding`` says else.
         last: of the last one.
         interval: of the last one.
         best: of the best one.

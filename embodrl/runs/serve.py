@@ -14,7 +14,7 @@ from embodrl.runs.files import PUBLISHED_DIR
 from embodrl.runs.policies import PolicySource
 from embodrl.runs.provenance import compute_text
 from embodrl.serving.server import PolicyServer
-from embodrl.workers.policy import build_policy, check_decodings, check_memory, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, check_memory, check_policy_decoding, configure_torch, num_threads
 
 
 def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
@@ -62,9 +62,9 @@ def serve(
 
     async def run() -> int:
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
-        check_memory(config, loaded.deployment, training=False, device=device)
+        check_memory(config, loaded.deployment, False, device, config.serve.decoding)
         policy = make_policy(config)
-        check_decodings(config, policy)
+        check_policy_decoding(config, policy, config.serve.decoding)
         engine = make_rollout_engine(config, policy, num_threads(config))
         say(compute_text(config))
         server = PolicyServer(engine, config, weights_dir, say)

@@ -57,7 +57,7 @@ from embodrl.types import Observation
 from embodrl.workers.actor import make_train_engine, saves_shards
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.policy import build_policy, check_decodings, configure_torch, num_threads
+from embodrl.workers.policy import build_policy, check_policy_decoding, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -321,6 +321,9 @@ def _train(
     ):
         progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
         progress.message(compute_text(config))
+        if config.model.freeze_vision:  # maybe of a run that learnt from reward, whose config.yaml says so
+            frozen = loaded.origins["model.freeze_vision"]
+            progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
         check_robot(config)
         demos = load_configured_demos(config)
         check_demos(demos, config)
@@ -333,7 +336,7 @@ def _train(
         else:
             weights_from, policy = policy_with_statistics(weights_from, demos, statistics, progress.message)
         check_range(policy, demos, settings)
-        check_decodings(config, policy)
+        check_policy_decoding(config, policy, config.env.eval.decoding)
         training = engine_config(weights_from, policy.device)
         launcher = make_launcher(training, deployment)
         if launcher is not None:

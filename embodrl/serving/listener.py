@@ -91,12 +91,15 @@ class Service:
         first d are executed before the answer arrives.
 
         Raises:
-            WireError: it has another form.
+            WireError: it has another form, or ``serve.decoding`` is not greedy, as chunks are continued.
         """
         content = message.get("rtc") if isinstance(message, Mapping) else None
         if content is None:
             return None
-        model = self.config.model
+        model, decoding = self.config.model, self.config.serve.decoding
+        if decoding != "greedy":
+            message = f"chunks are continued greedily, and serve.decoding={decoding}"
+            raise WireError(message, "leave 'rtc' out, or serve with serve.decoding=greedy", code="wire-rtc")
         hint = (
             f"send {{'actions': [N,{model.action_dim}], 'delay': 0 to N}} with 1 to {model.num_action_chunks} actions"
         )

@@ -64,9 +64,15 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
         logger.warning("env %s has an empty instruction, and the policy gets no task; set Simulator.instruction", name)
 
 
+def _missing(pool: EnvPool, question: str) -> str:
+    return next((str(answer) for answer in pool.call(question, restart=True) if answer), "")
+
+
 def _check_state(config: Config, pool: EnvPool) -> None:
-    missing = next((str(answer) for answer in pool.call("check_state", restart=True) if answer), "")
+    missing = _missing(pool, "check_state")
     pool.keeps_state = not missing
+    if not missing and config.algorithm.branch.enabled:
+        missing = _missing(pool, "check_row_state")
     if not missing:
         return
     hint = "give the simulator get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed"

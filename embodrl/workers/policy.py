@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -15,7 +16,7 @@ from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.models import registry
-from embodrl.models.base import VLAPolicy, check_decoding
+from embodrl.models.base import Decoding, VLAPolicy, check_decoding
 from embodrl.models.common.condition import conditioned
 from embodrl.models.memory import state_memory
 from embodrl.preflight.doctor import memory_limit_bytes
@@ -41,11 +42,15 @@ def resolve_device(config: Config) -> torch.device:
 
 
 def check_memory(
-    config: Config, deployment: Deployment, training: bool = True, device: torch.device | None = None
+    config: Config,
+    deployment: Deployment,
+    training: bool = True,
+    device: torch.device | None = None,
+    decoding: Decoding | Literal["all"] = "all",
 ) -> None:
     """Refuse a model whose weights, gradients and optimizer, or prompts, can't fit, from its shapes and files alone.
 
-    Refuse decodings that it lacks, too: its family may have more than a small actor on it, or than its action head.
+    Refuse a decoding that it lacks, too: its family may have more than a small actor on it, or than its action head.
 
     A checkpoint on the hub is not looked at: only its files tell its size.
 
@@ -54,10 +59,11 @@ def check_memory(
         deployment: of it.
         training: there are gradients and an optimizer.
         device: of the policy; None takes that of the configuration.
+        decoding: what the verb chooses actions by; ``all`` takes those that there are.
 
     Raises:
-        EmbodrlError: the device has less memory, an instruction of the tasks is longer than a prompt may be, or see
-            ``check_decodings``.
+        EmbodrlError: the device has less memory, an instruction of the tasks is longer than a prompt may be, or there
+            is no such decoding.
         CheckpointError: see the family's builder.
     """
     model = config.model
@@ -69,7 +75,7 @@ def check_memory(
     policy, _ = registry.build_policy(model, device="meta", dtype=param_dtype(config), seed=0)
     known = [conditioned(text, config.model.condition) for text in known_instructions(config).values() if text]
     policy.check_instructions(known, len(config.env.cameras))
-    check_decodings(config, policy)
+    check_policy_decoding(config, policy, decoding)
     weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
     needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
@@ -86,15 +92,14 @@ def check_memory(
         )
 
 
-def check_decodings(config: Config, policy: VLAPolicy) -> None:
-    """Refuse decodings that the policy lacks, before simulators start and clients ask.
+def check_policy_decoding(config: Config, policy: VLAPolicy, decoding: Decoding | Literal["all"]) -> None:
+    """Refuse a decoding that the policy lacks, before simulators start and clients ask.
 
     Raises:
-        EmbodrlError: ``env.eval.decoding`` or ``serve.decoding`` names one.
+        EmbodrlError: see above.
     """
-    for wanted in (config.env.eval.decoding, config.serve.decoding):
-        if wanted != "all":
-            check_decoding(wanted, policy.decodings, config.model.model_type)
+    if decoding != "all":
+        check_decoding(decoding, policy.decodings, config.model.model_type)
 
 
 def _memory_hint(config: Config, training: bool) -> str:

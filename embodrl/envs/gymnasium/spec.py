@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -27,6 +28,13 @@ class GymnasiumConfig(EnvConfig):
 RULES = RuleSet()
 
 
+def fill(given: object) -> tuple[str, dict[str, object]]:
+    """Return a bootstrap at the step limit where rewards are dense: the task may be endless."""
+    env: dict[str, Any] = cast(dict[str, Any], given).get("env") or {}
+    endless = env.get("reward_mode") == "dense"
+    return "env.reward_mode", {"algorithm.bootstrap_type": "truncation"} if endless else {}
+
+
 @RULES.rule("env.env_type", "env.id", "env.instruction")
 def gymnasium_needs_id(context: Context) -> Iterator[Finding]:
     """Gymnasium needs an id, and provides no language instruction."""
@@ -49,6 +57,7 @@ SPEC = SimulatorSpec(
     target="embodrl.envs.gymnasium.env:GymnasiumVectorEnv",
     description="any environment registered with Gymnasium: env.id, env.instruction, model.action_dim",
     settings=GymnasiumConfig,
+    fill=fill,
     rules=(RULES,),
     reads=("cameras", "reward_mode", "success_bonus", "action_dim", "render_detail", "video"),
     reward_modes=("dense", "sparse"),

@@ -111,3 +111,22 @@ def test_a_checkpoint_that_reads_the_state_wants_it() -> None:
     assert not noted("model=pi0", "model.model_path=somebody/pi0_libero", "env=libero_wrist")
     bridge = ("model.unnorm_key=bridge_orig", "model.gripper=bridge")
     assert not noted("model=openvla", "model.model_path=openvla/openvla-7b", *bridge)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "bootstrap"),
+    [
+        (["env=gymnasium_reacher"], "truncation"),
+        (["env=gymnasium", "algorithm.bootstrap_type=none"], "none"),
+        (["env=gymnasium_reacher", "env.reward_mode=sparse"], "none"),
+        (["env=maniskill"], "none"),
+    ],
+)
+def test_gymnasiums_own_rewards_may_go_on_after_the_step_limit(arguments: list[str], bootstrap: str) -> None:
+    loaded = load_config(arguments)
+    assert loaded.config.algorithm.bootstrap_type == bootstrap
+    assert not [note for note in loaded.notes if note.key == "algorithm.bootstrap_type"]
+
+
+def test_a_robot_is_not_moved_by_draws_unless_asked_to() -> None:
+    assert load_config(["env=robot", "env.instruction=push"], verb="eval").config.env.eval.decoding == "greedy"

@@ -75,6 +75,19 @@ def test_a_request_that_says_what_is_left_of_its_chunk_is_continued():
     run(test, rtc_max_guidance_weight=4.0)
 
 
+def test_a_chunk_is_not_continued_greedily_where_actions_are_drawn():
+    array = {b"__ndarray__": True, b"data": np.zeros((1, 7), np.float32).tobytes(), b"dtype": "<f4", b"shape": [1, 7]}
+
+    async def test(server):
+        async with websocket(server.urls["openpi"]) as socket:
+            await socket.receive_bytes(timeout=10)
+            content = {"observation/base_camera": picture(3), "prompt": "push"}
+            await socket.send_bytes(raw(content | {"rtc": {"actions": array, "delay": 0}}))
+            assert "[wire-rtc]" in await socket.receive_str(timeout=10)
+
+    run(test, decoding="mean")
+
+
 def test_errors_are_text_and_the_connection_goes_on():
     async def test(server):
         async with websocket(server.urls["openpi"], scheme="Bearer") as socket:

@@ -11,8 +11,10 @@ import torch
 from expect import raises_code
 
 from embodrl.algorithms.advantages import compute_advantages
+from embodrl.bench.echo_env import EchoVectorEnv
 from embodrl.config import load_config
 from embodrl.config.schema import Config
+from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import EpisodeSchedule, Share, SyncCollector
@@ -196,10 +198,16 @@ def test_branch_points_are_uniform_equal_within_a_group_and_new_in_every_rollout
     assert set(EpisodeSchedule(shorter, 4000, 1).branch_points(0, 0)) == {0, 1}
 
 
-def test_simulators_that_cannot_tell_their_state_are_refused() -> None:
+@pytest.mark.parametrize("question", ["check_state", "check_row_state"])
+def test_simulators_that_cannot_tell_their_state_are_refused(question: str) -> None:
     class Stateless(Adder):
         def call(self, method: str, *, restart: bool = False) -> Any:
-            return ["World has no get_state" if method == "check_state" else []]
+            return ["World keeps no state" if method == question else []]
 
     with raises_code("env-state-unsupported", EnvError, "algorithm.branch"):
         check_environments(config_of(), Stateless())  # pyright: ignore[reportArgumentType]
+
+
+def test_an_environment_tells_whether_it_keeps_states_of_single_rows() -> None:
+    assert "EchoVectorEnv" in str(EchoVectorEnv(1, 8, 2).call("check_row_state", {}))
+    assert ToyVectorEnv(num_envs=1).call("check_row_state", {}) == ""

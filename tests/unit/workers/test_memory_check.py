@@ -11,6 +11,7 @@ from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
 from embodrl.runs import evaluate as verb
 from embodrl.runs import serve as serving
+from embodrl.runs.build import check_machine
 from embodrl.runs.random_model import write_random_model
 from embodrl.workers import policy
 
@@ -106,3 +107,11 @@ def test_a_decoding_that_the_policy_lacks_is_not_served(monkeypatch: pytest.Monk
     settings = ["cluster.device=cpu", "env=toy", "model=openvla_oft", "model.action_head=l1", "serve.decoding=sampled"]
     with raises_code("policy-has-no-decoding"):
         serving.serve(load_config(settings, verb="serve"), say=lambda line: None)
+
+
+def test_a_decoding_of_another_verb_stops_nothing() -> None:
+    residual = ["cluster.device=cpu", "env=toy", "model=openvla", "algorithm=residual"]
+    loaded = load_config([*residual, "serve.decoding=mean"], verb="train")
+    check_machine(loaded.config, loaded.deployment)
+    with raises_code("policy-has-no-decoding"):
+        check_machine(load_config([*residual, "env.eval.decoding=mean"]).config, loaded.deployment)
