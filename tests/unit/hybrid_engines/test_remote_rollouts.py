@@ -119,6 +119,11 @@ def test_servers_act_with_the_newest_weights_and_answer_all_of_an_update(tmp_pat
         # What is drawn follows from the run's seed, and not from who computes it.
         other = engine(urls[:1], tmp_path)
         other.update_weights([], 4)
+        drawn = [
+            one.decide(seen(7, 8, 9), "sampled", one.row_generators([[1], [2], [3]])).logprobs for one in (acting, other)
+        ]
+        assert (drawn[0] == drawn[1]).all() and len({row.mean().item() for row in drawn[0]}) == 3
+        assert acting.random_state() == before
         again, once = engine(urls, tmp_path), other.act(seen(7, 8, 9), False)
         again.update_weights([], 4)
         assert (again.act(seen(7, 8, 9), False).logprobs == once.logprobs).all()
