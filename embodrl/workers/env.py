@@ -71,9 +71,11 @@ def _missing(pool: EnvPool, question: str) -> str:
 def _check_state(config: Config, pool: EnvPool) -> None:
     missing = _missing(pool, "check_state")
     pool.keeps_state = not missing
-    if not missing and config.algorithm.branch.enabled:
-        missing = _missing(pool, "check_row_state")
     if not missing:
+        if config.algorithm.branch.enabled and (message := _missing(pool, "check_row_state")):
+            hint = "give it get_row_state and set_row_state, or choose algorithm=rloo"
+            message += ", and algorithm.branch.enabled=true continues single episodes from their states"
+            raise EnvError(message, hint, code="env-state-unsupported")
         return
     hint = "give the simulator get_state and set_state, or wrap it in embodrl.envs.simulator.Replayed"
     if config.env.enable_offload:
