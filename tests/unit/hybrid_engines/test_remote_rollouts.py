@@ -120,7 +120,8 @@ def test_servers_act_with_the_newest_weights_and_answer_all_of_an_update(tmp_pat
         other = engine(urls[:1], tmp_path)
         other.update_weights([], 4)
         drawn = [
-            one.decide(seen(7, 8, 9), "sampled", one.row_generators([[1], [2], [3]])).logprobs for one in (acting, other)
+            one.decide(seen(7, 8, 9), "sampled", one.row_generators([[1], [2], [3]])).logprobs
+            for one in (acting, other)
         ]
         assert (drawn[0] == drawn[1]).all() and len({row.mean().item() for row in drawn[0]}) == 3
         assert acting.random_state() == before
