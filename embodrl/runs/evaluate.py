@@ -135,7 +135,7 @@ def evaluate(
     output = EvalOutput(config, output_dir, weights)
     with removed_if_empty(output.directory):
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
-        check_memory(config, loaded.deployment, False, device, config.env.eval.decoding)
+        check_memory(config, loaded.deployment, training=False, device=device, decoding=config.env.eval.decoding)
         check_simulator(config)
 
         @cache

@@ -62,7 +62,7 @@ def serve(
 
     async def run() -> int:
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
-        check_memory(config, loaded.deployment, False, device, config.serve.decoding)
+        check_memory(config, loaded.deployment, training=False, device=device, decoding=config.serve.decoding)
         policy = make_policy(config)
         check_policy_decoding(config, policy, config.serve.decoding)
         engine = make_rollout_engine(config, policy, num_threads(config))

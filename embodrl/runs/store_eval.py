@@ -92,7 +92,7 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     config = loaded.config
     store = open_store(config)
     device = configure_torch(config, loaded.deployment.of("rollout")[0])
-    check_memory(config, loaded.deployment, False, device, config.env.eval.decoding)
+    check_memory(config, loaded.deployment, training=False, device=device, decoding=config.env.eval.decoding)
     check_simulator(config)
     with ExitStack() as closing:
         pool = make_pool(config.evaluated, config.env.eval.total_num_envs)
