@@ -20,10 +20,10 @@ from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
 from embodrl.algorithms.decoupled import set_proximal
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine

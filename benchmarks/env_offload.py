@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.workers.env import make_pool
 
 ENVIRONMENTS = {

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from embodrl.bench.hardware import describe_hardware
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.specs import MODELS
 
 NUM_DEMOS = 400

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import psutil
 
-from embodrl.bench.hardware import describe_hardware
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 
 CELL_S = 600.0

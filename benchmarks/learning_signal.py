@@ -33,12 +33,12 @@ from torch import Tensor
 
 from embodrl.algorithms.advantages import Advantages, compute_advantages
 from embodrl.algorithms.decoupled import STALENESS, proximal_columns
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import UsageError
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import concat_outputs, make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine

@@ -18,10 +18,10 @@ import torch
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import set_proximal
-from embodrl.bench.hardware import describe_hardware
-from embodrl.bench.inference import make_observation
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, RolloutConfig, model_settings
 from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.extras.bench.hardware import describe_hardware
+from embodrl.extras.bench.inference import make_observation
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from embodrl.bench.hardware import describe_hardware
-from embodrl.bench.inference import make_observation, make_policy
-from embodrl.bench.plain import stock_llama
 from embodrl.config.schema import RolloutConfig, SamplingConfig
+from embodrl.extras.bench.hardware import describe_hardware
+from embodrl.extras.bench.inference import make_observation, make_policy
+from embodrl.extras.bench.plain import stock_llama
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine

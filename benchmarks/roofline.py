@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.bench.e2e import Clock
-from embodrl.bench.hardware import describe_hardware
+from embodrl.extras.bench.e2e import Clock
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions

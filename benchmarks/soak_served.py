@@ -34,8 +34,8 @@ import psutil
 from fault_matrix import inflict
 from soak_verdict import Check, growth
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.errors import RemotePolicyError
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.models.remote.clients import CLIENTS, Client
 from embodrl.models.remote.spec import TOKEN_VARIABLE, RemoteConfig
 from embodrl.storage.json_file import write_json_file

@@ -22,7 +22,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.bench.hardware import describe_hardware
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.task_runner import AsyncTaskRunner
 

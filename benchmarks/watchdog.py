@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config import load_config
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.processes.frames import Connection, Frame
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import make_pool

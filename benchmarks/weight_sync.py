@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.errors import EmbodrlError
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.weight_sync.base import WeightReceiver, WeightSender
 from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender, SyncGroup
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender

@@ -93,6 +93,11 @@ class Registry(Generic[E]):
         """Return all names: built in, registered, then those of entry points."""
         return list(dict.fromkeys((*self.builtin, *self._entries, *self._discovered())))
 
+    def shipped(self) -> list[str]:
+        """Return the names that come with embodrl: built in, or of its own entry points."""
+        own = (name for name, point in self._discovered().items() if point.module.partition(".")[0] == "embodrl")
+        return list(dict.fromkeys((*self.builtin, *own)))
+
     def entry(self, name: str) -> E:
         """Return the spec of that name; its target is not imported.
 

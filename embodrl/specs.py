@@ -1,9 +1,10 @@
 """What embodrl knows about simulators, model families, algorithms and pipelines: one spec each, without torch.
 
 Built-in specs stand with what they describe: ``embodrl/envs/<simulator>/spec.py``, ``embodrl/models/<family>/spec.py``,
-``embodrl/algorithms/spec.py``, ``embodrl/pipelines/builtin.py``. Others come from a module named in ``extensions``; for
-simulators and models also from an installed package with an entry point in the group ``embodrl.envs`` or
-``embodrl.models``, which is imported when its name is first asked for.
+``embodrl/algorithms/spec.py``, ``embodrl/pipelines/builtin.py``. Others come from a module named in ``extensions``, or
+from an installed package with an entry point in one of the groups ``embodrl.envs``, ``embodrl.models``,
+``embodrl.engines``, ``embodrl.protocols`` and ``embodrl.verbs``, which is imported when its name is first asked for.
+embodrl's own optional features (``embodrl/extras/``) register by such entry points, too.
 """
 
 from __future__ import annotations
@@ -370,6 +371,20 @@ class ProtocolSpec(Entry):
     differs: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerbSpec(Entry):
+    """A verb of the command line. ``target`` is a function whose parameters are typer's, or a ``typer.Typer`` of verbs.
+
+    Attributes:
+        sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, as
+            ``module:Class``.
+        rules: checks of the configuration that run for this verb.
+    """
+
+    sections: Mapping[str, str] = field(default_factory=dict[str, str])
+    rules: tuple[RuleSet, ...] = ()
+
+
 class FunctionRegistry(Registry[FunctionSpec]):
     """A registry whose names may also be ``module:function``: what validation needs follows from the signature.
 
@@ -512,6 +527,10 @@ PROTOCOLS = Registry(
         for name in ("openvla", "openvla_oft", "openpi", "simplevla", "rlinf")
     },
 )
+
+
+VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
+"""Verbs of the command line that are not the core's."""
 
 
 class RegisteredName(str):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +12,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from embodrl.errors import UsageError
+from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import nearest
+from embodrl.specs import VERBS
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -23,14 +25,43 @@ class Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As click's; adds the nearest name to the error."""
         name = args[0] if args else ""
-        if name and not name.startswith("-") and name not in self.commands:
+        known = self.list_commands(ctx)
+        if name and not name.startswith("-") and name not in known:
             hint = "`embodrl --help` lists all commands"
             if name == "help":
                 hint = f"write `{ctx.command_path} --help`, or `{ctx.command_path} COMMAND --help`"
-            elif near := nearest(name, list(self.commands)):
+            elif near := nearest(name, known):
                 hint = f"did you mean `{ctx.command_path} {near}`?"
             ctx.fail(f"there is no command '{name}'\n  hint: {hint}\n  code: command-unknown")
         return super().resolve_command(ctx, args)
+
+
+class Verbs(Group):
+    """The commands of `embodrl`: the core's, and those of entry points, imported when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return all names, the core's first."""
+        return [*super().list_commands(ctx), *(name for name in VERBS if name not in self.commands)]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """Return a command; None if there is none of that name, or it can't be imported, which stderr says."""
+        if name in self.commands or name not in VERBS:
+            return super().get_command(ctx, name)
+        try:
+            target = VERBS.get(name)
+        except (EmbodrlError, ImportError) as error:
+            print(f"the verb '{name}' can't be imported: {error}", file=sys.stderr)
+            return None
+        holder = make_app()
+        if isinstance(target, typer.Typer):
+            callback = target.registered_callback
+            about = callback.callback if callback is not None else None
+            holder.add_typer(target, name=name, short_help=None if about is None else summary(about))
+        else:
+            add(holder, target, name)
+        command = typer.main.get_group(holder).commands[name]
+        self.commands[name] = command
+        return command
 
 
 class Command(TyperCommand):
@@ -70,11 +101,11 @@ class Command(TyperCommand):
                     formatter.write_dl(rows)
 
 
-def make_app(name: str | None = None, completion: bool = False) -> typer.Typer:
+def make_app(name: str | None = None, completion: bool = False, cls: type[Group] = Group) -> typer.Typer:
     """Return an application whose commands are added by ``add``."""
     return typer.Typer(
         name=name,
-        cls=Group,
+        cls=cls,
         no_args_is_help=True,
         add_completion=completion,
         rich_markup_mode=None,

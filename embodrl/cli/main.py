@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from embodrl.cli import config, data, env, model, pipeline, plan, reward, store
-from embodrl.cli.app import add, make_app, summary
-from embodrl.cli.bench import bench
+from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.compare import compare
 from embodrl.cli.convert import convert
@@ -35,7 +34,7 @@ from embodrl.processes.ending import own_process
 SIGNALLED = 128
 """Exit codes above it are 128 + the signal that has stopped the command."""
 
-app = make_app("embodrl", completion=True)
+app = make_app("embodrl", completion=True, cls=Verbs)
 
 
 def _version(wanted: bool) -> None:
@@ -101,7 +100,6 @@ add(app, compare)
 add(app, watch)
 add(app, list_names, "list")
 add(app, doctor)
-add(app, bench)
 add(app, parity)
 
 

@@ -11,7 +11,7 @@ import pytest
 import task_runner as tasks
 import weight_sync
 
-from embodrl.bench import e2e, transport
+from embodrl.extras.bench import e2e, transport
 
 
 def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

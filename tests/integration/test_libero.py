@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from expect import raises_code
 
-from embodrl.bench import envs
 from embodrl.config import load_config
 from embodrl.config.isolated import installed_python
 from embodrl.envs.libero.assets import PACKAGE
@@ -28,6 +27,7 @@ from embodrl.envs.libero.probe import find_package
 from embodrl.envs.libero.suites import SUITES
 from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
 from embodrl.errors import EnvRaised
+from embodrl.extras.bench import envs
 from embodrl.preflight.simulators import check_simulator, missing_gl
 from embodrl.types import EnvStep
 

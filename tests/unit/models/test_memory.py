@@ -13,9 +13,9 @@ from tiny_families import FLOW_FAMILIES, NETWORKS, observation, tiny_config
 from torch import Tensor, nn
 from toy_policy import ToyPolicy
 
-from embodrl.bench.inference import FULL
 from embodrl.config.schema import ModelConfig, model_settings
 from embodrl.errors import CheckpointError
+from embodrl.extras.bench.inference import FULL
 from embodrl.models.base import VLAPolicy
 from embodrl.models.memory import estimate, estimate_training_memory, token_counts
 from embodrl.models.registry import build_policy

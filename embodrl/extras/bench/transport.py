@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.envs.pool.manager import EnvManager
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 
 NUM_ENVS = 16
@@ -91,7 +91,7 @@ def run() -> dict[str, Any]:
         {"num_envs": NUM_ENVS, "image_size": IMAGE_SIZE, "action_dim": ACTION_DIM},
         name="bench",
         cpu=child_cpu,
-        extensions=["embodrl.bench.echo_env"],
+        extensions=["embodrl.extras.bench.echo_env"],
     )
     times: dict[str, list[float]] = {name: [] for name in BLOCK}
     try:

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
@@ -33,7 +33,7 @@ from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 ITERATIONS = 4
-BASELINE = {"env_type": "bench_every_step", "extensions": ("embodrl.bench.every_step_env",)}
+BASELINE = {"env_type": "bench_every_step", "extensions": ("embodrl.extras.bench.every_step_env",)}
 
 
 @dataclass

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.bench.hardware import describe_hardware
-from embodrl.bench.plain import plain_actions
 from embodrl.config.schema import model_settings
+from embodrl.extras.bench.hardware import describe_hardware
+from embodrl.extras.bench.plain import plain_actions
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.parity import CHAIN_TOLERANCE
 from embodrl.models.registry import build_policy

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.bench.hardware import describe_hardware
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.storage.json_file import write_json_file
 
 TASK = "PushCube-v1"

@@ -27,9 +27,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.bench import inference, render
-from embodrl.bench.hardware import describe_hardware
 from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.extras.bench import inference, render
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair
 from embodrl.runs.provenance import git_state
@@ -234,7 +234,7 @@ def run(names: Collection[str] | None = None) -> Record:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
     return Record(
-        commit=git_state(Path(__file__).resolve().parents[2])["commit"],
+        commit=git_state(Path(__file__).resolve().parents[3])["commit"],
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         hardware=describe_hardware(),
         ratios=ratios,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from tiny_families import FAMILIES, build, observation
 
-from embodrl.bench import inference
-from embodrl.bench.inference import FULL, check, sides
 from embodrl.config.schema import model_settings
+from embodrl.extras.bench import inference
+from embodrl.extras.bench.inference import FULL, check, sides
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from expect import raises_code
 
-from embodrl.bench import ratios
-from embodrl.bench.ratios import Figures, Record, last_record, lost, main, measure
 from embodrl.errors import OutputError
+from embodrl.extras.bench import ratios
+from embodrl.extras.bench.ratios import Figures, Record, last_record, lost, main, measure
 
 
 def record(**found: tuple[float, float]) -> Record:

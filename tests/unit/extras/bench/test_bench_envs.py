@@ -13,8 +13,8 @@ import psutil
 import pytest
 from expect import raises_code
 
-from embodrl.bench import envs
 from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.extras.bench import envs
 
 
 def test_steps_a_second_count_every_environment_and_every_action_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

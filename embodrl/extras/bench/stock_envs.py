@@ -128,7 +128,7 @@ def build(options: dict[str, Any]) -> tuple[Step, int]:
 
 def main(options: dict[str, Any]) -> None:
     """Make the environments, warm them up, and step them on demand."""
-    sys.path[:1] = [str(Path(__file__).resolve().parents[2])]
+    sys.path[:1] = [str(Path(__file__).resolve().parents[3])]
     answers, sys.stdout = sys.stdout, sys.stderr
     step, action_dim = build(options)
     rng = np.random.default_rng(0)

@@ -27,12 +27,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.bench.hardware import describe_hardware
 from embodrl.config.isolated import interpreter_of
 from embodrl.config.schema import Config
 from embodrl.envs.maniskill.spec import ManiSkillConfig
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, MissingDependencyError
+from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.runs.load import load_config
 from embodrl.specs import ENVS
 from embodrl.storage.json_file import write_json_file

@@ -113,8 +113,8 @@ def load_benchmark(name: Benchmark) -> ModuleType:
     """
     module = IN_REPOSITORY.get(name)
     if module is None:
-        return importlib.import_module(f"embodrl.bench.{name.name}")
-    directory = Path(__file__).resolve().parents[2] / "benchmarks"
+        return importlib.import_module(f"embodrl.extras.bench.{name.name}")
+    directory = Path(__file__).resolve().parents[3] / "benchmarks"
     if not (directory / f"{module}.py").is_file():
         raise UsageError(
             f"the benchmark '{name.value}' is part of the repository, not of the installed package",

@@ -1,0 +1,7 @@
+"""The verb `embodrl bench`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="bench", target="embodrl.extras.bench.cli:bench")
