@@ -54,7 +54,7 @@ test-gpu: setup ## run the tests that need a CUDA GPU
 
 test-megatron: setup ## install megatron-core and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/megatron $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/unit/extras/megatron $(ARGS)
 
 # These tests start whole Ray clusters, so they run one at a time.
 RAY_TESTS := tests/integration/test_ray_machines.py tests/integration/test_ray_runs.py \

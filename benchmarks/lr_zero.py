@@ -22,8 +22,8 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, Rol
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.extras.bench.inference import make_observation
+from embodrl.extras.vllm.engine import VllmRolloutEngine
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.precision import autocast

@@ -27,9 +27,9 @@ from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.extras.bench.inference import make_observation, make_policy
 from embodrl.extras.bench.plain import stock_llama
+from embodrl.extras.vllm.engine import VllmRolloutEngine
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
-from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation, SamplingParams

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from embodrl.config.rules.base import Context, RuleSet
     from embodrl.config.schema import EnvConfig, ModelConfig
+    from embodrl.config.schema.section import Section
     from embodrl.interface import Interface
 
 DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
@@ -372,16 +373,69 @@ class ProtocolSpec(Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EngineSpec(Entry):
+    """A training backend, a rollout backend, or both under one name.
+
+    Attributes:
+        training: ``module:function`` from the policy, the configuration, ``EngineOptions`` and the device mesh of the
+            training processes to a ``PolicyTrainEngine``; None if it does not train.
+        rollout: ``module:function`` from ``RolloutParts`` to a ``RolloutEngine``; None if it does not act.
+        training_settings: the class of the section ``actor.NAME``, derived from ``Section``, or ``module:Class``.
+        rollout_settings: the class of the section ``rollout.NAME``; likewise.
+        rules: checks of the configuration that run when it is chosen.
+        shards: its training processes hold parts of the weights, with which no rollout can act.
+        trains_adapters: it trains ``model.trainable: lora``.
+        imitates: `embodrl sft` trains with it.
+        keeps_masters: it heeds ``actor.optim.master_weights``.
+        frees_gradients: ``actor.enable_offload`` drops gradients, and does not move them.
+        training_memory: ``module:function`` from configuration, deployment, ``ModelFigures`` and the bytes of the
+            reference to the bytes of one training process by component; "" for shares as of fsdp.
+        own_weights: what acts has a copy of the weights, even in the process that trains.
+        decodes_all: as it acts, every way of decoding that the model family has is there.
+    """
+
+    target: Callable[..., object] | str = ""
+    training: Callable[..., object] | str | None = None
+    rollout: Callable[..., object] | str | None = None
+    training_settings: type[Section] | str | None = None
+    rollout_settings: type[Section] | str | None = None
+    rules: tuple[RuleSet, ...] = ()
+    shards: bool = False
+    trains_adapters: bool = True
+    imitates: bool = True
+    keeps_masters: bool = True
+    frees_gradients: bool = True
+    training_memory: str = ""
+    own_weights: bool = False
+    decodes_all: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeProtocolSpec(Entry):
+    """A protocol of `embodrl serve`. ``target`` is a class derived from ``Listener``.
+
+    Attributes:
+        settings: the class of the section ``serve.NAME``, derived from ``WireKeysConfig``, or ``module:Class``.
+        rules: checks of the configuration that run when it is served.
+        has_tls: its clients can speak TLS.
+    """
+
+    settings: type[Section] | str | None = None
+    rules: tuple[RuleSet, ...] = ()
+    has_tls: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerbSpec(Entry):
     """A verb of the command line. ``target`` is a function whose parameters are typer's, or a ``typer.Typer`` of verbs.
 
     Attributes:
-        sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, as
+        sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, or
             ``module:Class``.
         rules: checks of the configuration that run for this verb.
     """
 
-    sections: Mapping[str, str] = field(default_factory=dict[str, str])
+    sections: Mapping[str, type[Section] | str] = field(default_factory=dict[str, "type[Section] | str"])
     rules: tuple[RuleSet, ...] = ()
 
 
@@ -529,6 +583,19 @@ PROTOCOLS = Registry(
 )
 
 
+ENGINES = Registry(
+    "engine",
+    EngineSpec,
+    "embodrl.engines",
+    {name: f"embodrl.hybrid_engines.spec:{name.upper()}" for name in ("native", "fsdp", "remote")},
+)
+"""Backends of training and of rollouts."""
+SERVE_PROTOCOLS = Registry(
+    "protocol of a policy server",
+    ServeProtocolSpec,
+    "embodrl.protocols",
+    {name: f"embodrl.serving.spec:{name.upper()}" for name in ("openpi", "http")},
+)
 VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
 """Verbs of the command line that are not the core's."""
 

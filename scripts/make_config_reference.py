@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from embodrl.config.check import allowed_values, model_of
+from embodrl.config.check import allowed_values, model_of, shipped_schemas
 from embodrl.config.explain import flow
 from embodrl.config.presets import describe, groups, presets
 from embodrl.config.rules import Rule, shipped_rules
@@ -165,12 +165,14 @@ def schema_part() -> list[str]:
     """Return the tables of all keys."""
     lines = ["## Keys", ""]
     top = ["### Top level", "", *HEAD]
-    for name, info in Config.model_fields.items():
-        found = model_of(info.annotation)
+    schema = shipped_schemas()[0]
+    sections = {"env": EnvConfig, "model": ModelConfig}  # without what the simulators and families add, which follows
+    for name, info in schema.model_fields.items():
+        found = sections.get(name) or model_of(info.annotation)
         if found is None:
-            top.append(row(name, name, info, Config))
+            top.append(row(name, name, info, schema))
         else:
-            lines += section(found, name, info.description or "")
+            lines += section(found, name, info.description or "", schema)
             lines += own_settings(name)
     return [*lines, *top, ""]
 
@@ -182,13 +184,13 @@ def own_settings(name: str) -> list[str]:
         return []
     registry, settings_of, base = kinds[name]
     classes: dict[type[BaseModel], list[str]] = {}
-    for spec in registry.builtin:
+    for spec in registry.shipped():
         classes.setdefault(settings_of(spec), []).append(spec)
     lines: list[str] = []
     for cls, specs in classes.items():
         # a family may add to what another one has
         above = next((parent for parent in cls.__mro__[1:] if parent in classes), base)
-        schema = config_class(cls, ModelConfig) if name == "env" else config_class(EnvConfig, cls)
+        schema = config_class(**{name: cls})
         owners = " and ".join(specs)
         text = f"Settings of {owners}"
         text += f" beside those of {' and '.join(classes[above])}" if above in classes and above is not base else ""

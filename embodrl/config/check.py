@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
@@ -18,9 +19,10 @@ from embodrl.config.schema import (
     model_settings,
     schema_for,
 )
+from embodrl.config.schema.section import NameOf
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
-from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS, MODELS
+from embodrl.specs import DEFAULT_ENV, ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, VERBS
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""
@@ -29,15 +31,18 @@ RETIRED: dict[str, object] = {"env.control_mode": "pd_ee_delta_pose", "model.tru
 
 
 def schema_of(tree: Node) -> type[Config]:
-    """Return the schema for the simulator and the model that a tree names."""
-    env, model = lookup(tree, "env.env_type"), lookup(tree, "model.model_type")
-    return schema_for(DEFAULT_ENV if env is None else env.value, DEFAULT_MODEL if model is None else model.value)
+    """Return the schema for the simulator, the model, the engines and the further sections that a tree names."""
+    return schema_for(cast(dict[str, object], tree.plain()))
 
 
 def shipped_schemas() -> list[type[Config]]:
-    """Return schemas that together have every key of the built-in simulators and models."""
-    with_envs = [schema_for(name, DEFAULT_MODEL) for name in ENVS.builtin]
-    return [*with_envs, *(schema_for(DEFAULT_ENV, name) for name in MODELS.builtin)]
+    """Return schemas that together have every key of the simulators, models and features that come with embodrl."""
+    further: dict[str, object] = {name: {} for verb in VERBS.shipped() for name in VERBS.entry(verb).sections}
+    for section in ("actor", "rollout"):
+        further[section] = {name: {} for name in ENGINES.shipped()}
+    further["serve"] = {name: {} for name in SERVE_PROTOCOLS.shipped()}
+    schemas = [schema_for({**further, "env": {"env_type": name}}) for name in ENVS.shipped()]
+    return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.shipped())]
 
 
 def take_foreign(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
@@ -352,12 +357,18 @@ def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
     for _ in range(indices):
         inner = [arg for arg in get_args(annotation) if arg is not Ellipsis]
         annotation = inner[0] if inner else annotation
-    words = in_words(annotation, [] if indices else list(info.metadata))
-    return words, options_of(annotation)
+    metadata = [] if indices else list(info.metadata)
+    return in_words(annotation, metadata), options_of(annotation, metadata)
 
 
-def options_of(annotation: object) -> list[str]:
-    """Return the values of the literals in an annotation, as written in YAML."""
+def options_of(annotation: object, metadata: Sequence[Any] = ()) -> list[str]:
+    """Return the values of the literals in an annotation, as written in YAML, and the names of a registry."""
+    named = next((found for found in metadata if isinstance(found, NameOf)), None)
+    if named is not None:
+        return named.names()
+    if get_origin(annotation) is typing.Annotated:
+        base, *extra = get_args(annotation)
+        return options_of(base, extra)
     if get_origin(annotation) is Literal:
         return [_yaml(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, types.UnionType):
@@ -391,6 +402,9 @@ def in_words(annotation: object, metadata: list[Any]) -> str:
         return in_words(base, [*extra, *metadata])
     if origin in (Union, types.UnionType):
         return " or ".join(in_words(arg, metadata if arg is not type(None) else []) for arg in get_args(annotation))
+    named = next((found for found in metadata if isinstance(found, NameOf)), None)
+    if named is not None:
+        return ", ".join(named.names())
     if origin is Literal:
         return ", ".join(_yaml(value) for value in get_args(annotation))
     bounds = [item for meta in metadata for item in [*getattr(meta, "metadata", []), meta]]

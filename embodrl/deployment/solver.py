@@ -24,13 +24,12 @@ from embodrl.deployment.grammar import (
 from embodrl.deployment.topology import GIB, Gpu, Machine, Topology, assign_cpus, read_machine
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
+from embodrl.specs import ENGINES
 
 if TYPE_CHECKING:  # the rules of the configuration read deployments, so this package is below it
     from embodrl.config.schema import Config
     from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig
 
-SINGLE_PROCESS = {"actor": ("native",), "rollout": ("native", "vllm", "remote")}
-"""Backends that are one process on one device."""
 # Stands for a number of GPUs that is not known, so that all else about the placement can be checked.
 _MANY_GPUS = 100_000
 
@@ -201,8 +200,8 @@ def is_single(config: Config, component: str) -> bool:
     """Tell whether ``all`` is one process on one device, rather than a process on each."""
     if component == "rollout" and (config.actor.training_backend != "native" or config.cluster.launcher == "ray"):
         return False
-    backend = {"actor": config.actor.training_backend, "rollout": config.rollout.backend}.get(component, "")
-    return backend in SINGLE_PROCESS.get(component, ())
+    shards = ENGINES.entry(config.actor.training_backend).shards
+    return component == "rollout" or (component == "actor" and not shards)
 
 
 def _place(config: Config, gpus: int) -> tuple[dict[str, list[ProcessPlace]], tuple[Unplaced, ...]]:

@@ -17,8 +17,9 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.memory import TrainingMemory, estimate, token_counts
 from embodrl.models.registry import build_policy
 from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
+from embodrl.names import import_object
 from embodrl.preflight.doctor import memory_limit_bytes
-from embodrl.specs import ENVS, MODELS
+from embodrl.specs import ENGINES, ENVS, MODELS
 
 MIB = 1 << 20
 HOST = -1
@@ -127,16 +128,17 @@ class ModelFigures:
     """Bytes of the model, and of what it leaves behind.
 
     Attributes:
+        policy: without its weights.
         training: weights, gradients, optimizer and activations of one process.
         trained: of the trained parameters.
         plain: of the weights without copies.
         kv_cache: of one rollout process.
         recorded: of one chunk of one environment.
-        gathered: of the weights that a process of fsdp has whole at a time, beside its part, and one of megatron
-            always.
+        gathered: of the weights that a process of fsdp has whole at a time, in addition to its part.
         num_parameters: of the policy.
     """
 
+    policy: VLAPolicy
     training: TrainingMemory
     trained: int
     plain: int
@@ -183,10 +185,9 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
     height, width = cameras[0].height, cameras[0].width
     recorded = recorded_bytes(policy, len(cameras), height, width)
     cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
-    backend = config.actor.training_backend
-    gathered = gathered_bytes(policy) if backend == "fsdp" else uncut_bytes(policy) if backend == "megatron" else 0
+    gathered = gathered_bytes(policy) if ENGINES.entry(config.actor.training_backend).shards else 0
     count = sum(parameter.numel() for parameter in policy.parameters())
-    return ModelFigures(training, training.gradients, plain, cache, recorded, gathered, count)
+    return ModelFigures(policy, training, training.gradients, plain, cache, recorded, gathered, count)
 
 
 @lru_cache(maxsize=2)
@@ -202,12 +203,6 @@ def gathered_bytes(policy: VLAPolicy) -> int:
     sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks_of(policy)]
     total = sum(p.numel() * p.element_size() for p in policy.parameters())
     return total - sum(sizes) + 2 * max(sizes, default=0)
-
-
-def uncut_bytes(policy: VLAPolicy) -> int:
-    """Return the bytes of what tensor parallelism leaves whole: all but the language model."""
-    cut = sum(p.numel() * p.element_size() for p in policy.parts()["language"].parameters())
-    return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
 
 
 def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
@@ -288,7 +283,7 @@ def _add_model(
     for place in deployment.of("actor") if deployment.trains_in_processes else ():  # each gets all of it
         add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
-        own = config.rollout.backend == "vllm" or not _shared(deployment, place)
+        own = ENGINES.entry(config.rollout.backend).own_weights or not _shared(deployment, place)
         weights = figures.plain if own else 0
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
@@ -313,7 +308,8 @@ def _add_actors(
             add((place.node, HOST), "allocator", min(KEPT_FREED_BYTES, sum(parts.values())))
     if config.actor.enable_offload:
         for place in (place for place in actors if place.devices):
-            freed = {"activations"} if config.actor.training_backend == "megatron" else {"activations", "gradients"}
+            drops = ENGINES.entry(config.actor.training_backend).frees_gradients
+            freed = {"activations", "gradients"} if drops else {"activations"}
             moved = sum(parts[component] for component in _training_only(deployment) - freed)
             add((place.node, HOST), "offloaded", moved)
 
@@ -326,7 +322,8 @@ def _training_only(deployment: Deployment) -> frozenset[str]:
 
 def _rollout_leaves(config: Config, deployment: Deployment) -> bool:
     """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
-    return config.rollout.enable_offload and (config.rollout.backend == "vllm" or _apart(deployment))
+    own = ENGINES.entry(config.rollout.backend).own_weights
+    return config.rollout.enable_offload and (own or _apart(deployment))
 
 
 def _apart(deployment: Deployment) -> bool:
@@ -363,8 +360,9 @@ def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> 
             "reference": reference,
             "activations": training.activations,
         }
-    if actor.training_backend == "megatron":
-        return _of_megatron(config, deployment, figures, reference)
+    estimate_process = ENGINES.entry(actor.training_backend).training_memory
+    if estimate_process:
+        return import_object(estimate_process)(config, deployment, figures, reference)
     cut, layers = num_actors, actor.tensor_parallel_size
     share = actor.global_batch_size // max(1, num_actors // layers)
     # While gradients of several micro-batches add up, they are whole.
@@ -374,20 +372,6 @@ def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> 
         "gradients": training.gradients // (layers if adds_up else cut),
         "optimizer": training.optimizer // cut,
         "reference": reference // cut,
-        "activations": training.activations,
-    }
-
-
-def _of_megatron(config: Config, deployment: Deployment, figures: ModelFigures, reference: int) -> dict[str, int]:
-    training, layers = figures.training, config.actor.tensor_parallel_size
-    # The part of all weights that a process has; of what trains, about the same.
-    part = figures.gathered / figures.plain + (1 - figures.gathered / figures.plain) / layers
-    shares = len(deployment.of("actor")) // layers if deployment.gpus_per_node else 1
-    return {
-        "weights": int(training.weights * part),
-        "gradients": int(training.gradients * part),
-        "optimizer": int(training.optimizer * part) // max(1, shares),
-        "reference": int(reference * part),
         "activations": training.activations,
     }
 

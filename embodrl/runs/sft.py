@@ -50,7 +50,7 @@ from embodrl.runs.provenance import add_provenance, changes_so_far, compute_text
 from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.settings import STATE_KEY, load_saved, write_settings
 from embodrl.runs.stop import StopSignal
-from embodrl.specs import ENVS
+from embodrl.specs import ENGINES, ENVS
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums
 from embodrl.types import Observation
@@ -111,9 +111,10 @@ def sft(loaded: LoadedConfig) -> int:
     loaded = with_vision(loaded.with_absolute_paths())
     config = loaded.config
     directory = Path(config.sft.output_dir)
-    if config.actor.training_backend == "megatron":
+    backend = config.actor.training_backend
+    if not ENGINES.entry(backend).imitates:
         raise UsageError(
-            "`embodrl sft` does not support actor=megatron", "use actor=native or actor=fsdp", code="sft-megatron"
+            f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )
     read_facts(data_directory(config.sft.data_dir))  # raises, before anything is written
     for name in (POLICY_DIR, METRICS_FILE):

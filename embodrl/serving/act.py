@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from embodrl.config.schema import section_in
+from embodrl.extras.protocols.spec import ActServeConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import Handler, HttpListener, Service
 from embodrl.wire.codec import read_json, write_json
@@ -29,8 +31,9 @@ class ActListener(HttpListener):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        keys = service.wire_map(service.settings.act, "{}_image", "state", "instruction")
-        if not service.settings.act.images:
+        settings = section_in(service.settings, "act", ActServeConfig)
+        keys = service.wire_map(settings, "{}_image", "state", "instruction")
+        if not settings.images:
             keys = replace(keys, images=("full_image", *keys.images[1:]))
         self.keys = keys
         self._one_picture = replace(keys, images=("image",))

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from embodrl.config.schema import section_in
 from embodrl.errors import WireError
+from embodrl.extras.protocols.spec import GrootServeConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import Listener, Service
 from embodrl.wire import door
@@ -44,7 +46,7 @@ class GrootListener(Listener):
         super().__init__(service)
         self._zmq = need("zmq")
         self._asyncio = need("zmq.asyncio")
-        settings = service.settings.gr00t
+        settings = section_in(service.settings, "gr00t", GrootServeConfig)
         self.keys = service.wire_map(settings, "video.{}", "state.state", "annotation.human.task_description")
         whole = (f"action:{service.config.model.action_dim}",)
         self.actions = [Part.parse(text) for text in settings.actions or whole]

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from embodrl.config.schema import section_in
 from embodrl.errors import EmbodrlError, WireError
+from embodrl.extras.protocols.spec import LerobotServeConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import CLOSE_S, Listener, Service
 from embodrl.types import Observation
@@ -87,8 +89,10 @@ class LerobotListener(Listener):
         self._grpc: Any = need("grpc")
         self._aio: Any = need("grpc.aio")
         self._messages = _messages()
-        self._own_state = bool(service.settings.lerobot.state)
-        self.keys = service.wire_map(service.settings.lerobot, "{}", "observation.state", "task")
+        self._own_state = bool(section_in(service.settings, "lerobot", LerobotServeConfig).state)
+        self.keys = service.wire_map(
+            section_in(service.settings, "lerobot", LerobotServeConfig), "{}", "observation.state", "task"
+        )
         self._robots: OrderedDict[str, _Robot] = OrderedDict()
         self._server: Any = None
 

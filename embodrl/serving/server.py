@@ -9,30 +9,21 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from embodrl.config.schema import Config, ServeConfig
 from embodrl.errors import ServingError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.names import import_object
 from embodrl.processes.ending import SecondSignal, owns_process
 from embodrl.processes.guard import keep_time, release_signals, watch_signals
 from embodrl.serving.core import ModelCore
 from embodrl.serving.listener import Listener, Service
 from embodrl.serving.weights import WeightFollower
+from embodrl.specs import SERVE_PROTOCOLS
 
 logger = logging.getLogger(__name__)
 
-LISTENERS: Mapping[str, str] = {
-    "openpi": "embodrl.serving.openpi:OpenpiListener",
-    "vla_eval": "embodrl.serving.vla_eval:VlaEvalListener",
-    "gr00t": "embodrl.serving.gr00t:GrootListener",
-    "lerobot": "embodrl.serving.lerobot:LerobotListener",
-    "act": "embodrl.serving.act:ActListener",
-    "http": "embodrl.serving.api:ApiListener",
-}
-"""Protocol -> where its listener is."""
 CLOSING_S = 5.0
 """What closing may take once requests are answered."""
 
@@ -56,9 +47,7 @@ class PolicyServer:
         self.config, self.say = config, say
         self.core = ModelCore(engine, config.serve)
         self.service = Service(self.core, config, token_of(config.serve))
-        self.listeners: list[Listener] = [
-            import_object(LISTENERS[name])(self.service) for name in config.serve.protocols
-        ]
+        self.listeners: list[Listener] = [SERVE_PROTOCOLS.get(name)(self.service) for name in config.serve.protocols]
         self._follower = None if weights_dir is None else WeightFollower(self.service.source, weights_dir)
         self._stop = asyncio.Event()
         self._second = SecondSignal()

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from embodrl import __version__
+from embodrl.config.schema import section_in
 from embodrl.errors import WireError
+from embodrl.extras.protocols.spec import VlaEvalKeysConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import HttpListener, Service
 from embodrl.serving.session import Session
@@ -29,7 +31,7 @@ class VlaEvalListener(HttpListener):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        settings = service.settings.vla_eval
+        settings = section_in(service.settings, "vla_eval", VlaEvalKeysConfig)
         self.keys = service.wire_map(settings, "images.{}", "states", "task_description")
         self.observation_params = dict(settings.observation_params)
 

@@ -31,11 +31,12 @@ from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.rlt import RltEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_net import ObservationSpec
+from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import dispatch
-from embodrl.specs import LOSSES
+from embodrl.specs import ENGINES, LOSSES
 from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.weights import SendingWorker
 
@@ -128,19 +129,11 @@ def _native_engine(config: Config, policy: VLAPolicy, cores: int, shares_weights
 
 
 def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> PolicyTrainEngine:
-    options = EngineOptions.of(config)
-    if config.actor.training_backend == "fsdp":
-        from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine  # imports torch's compiler: 1.5 s
-
-        return FsdpTrainEngine(policy, options, mesh)
-    # Only here: importing them takes longer than a simulator needs to start.
-    from embodrl.hybrid_engines.training.megatron.core import start
-    from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
-    from embodrl.models.openvla.policy import OpenVLAPolicy
-
-    assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
-    start(config.actor.tensor_parallel_size)
-    return MegatronTrainEngine(policy, config.model, options, mesh)
+    maker = ENGINES.entry(config.actor.training_backend).training
+    assert maker is not None, "the configuration was checked"
+    # Imported only here: torch's compiler and megatron-core take longer than a simulator needs to start.
+    make = import_object(maker) if isinstance(maker, str) else maker
+    return make(policy, config, mesh)
 
 
 class ActorWorker(SendingWorker):

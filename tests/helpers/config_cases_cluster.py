@@ -6,7 +6,7 @@ import importlib.util
 
 from config_case import Wrong
 
-from embodrl.config.rules.actor import has_megatron
+from embodrl.extras.megatron.spec import has_megatron
 
 PLACES = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 MEGATRON = ("actor=megatron", PLACES, "cluster.device=cpu")
@@ -185,7 +185,7 @@ CLUSTER = [
     Wrong(
         "adapters by megatron",
         "actor.training_backend",
-        "megatron-can-train",
+        "backend-trains-adapters",
         ("model.trainable=lora", *MEGATRON),
     ),
     Wrong(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from toy_policy import ToyPolicy
 
-from embodrl.config.schema import CameraConfig, Config, ServeConfig
+from embodrl.config.schema import CameraConfig, Config, ServeConfig, section_class
 from embodrl.config.schema.env import EnvConfig
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
@@ -65,7 +65,8 @@ def wanted(pixel: float, text: str, offset: float = 0.0) -> np.ndarray:
 
 def config_of(*protocols: str, cameras: tuple[str, ...] = ("base_camera",), **settings: Any) -> Config:
     chosen = {"protocols": protocols, "port": 0, "token": TOKEN, "max_wait_ms": 0.0} | settings
-    serve = ServeConfig.model_validate(chosen)
+    serve = section_class("serve", chosen).model_validate(chosen)
+    assert isinstance(serve, ServeConfig)
     env = EnvConfig(cameras=tuple(CameraConfig(name=name, height=4, width=4) for name in cameras))
     return Config(serve=serve, env=env)
 

@@ -20,7 +20,7 @@ import psutil
 POINTS = {
     "act": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.act",
     "decide": "embodrl.hybrid_engines.rollout.native:NativeRolloutEngine.decide",
-    "vllm_token": "embodrl.hybrid_engines.rollout.vllm_decoder:_Step.choose",
+    "vllm_token": "embodrl.extras.vllm.decoder:_Step.choose",
     "optimizer_step": "embodrl.hybrid_engines.training.native:NativeTrainEngine.optimizer_step",
     "fsdp_step": "embodrl.hybrid_engines.training.fsdp:FsdpTrainEngine.optimizer_step",
     "join": "embodrl.workers.rollout_process:make_receiver",

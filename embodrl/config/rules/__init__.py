@@ -31,7 +31,7 @@ from embodrl.config.rules import (
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
 from embodrl.config.rules.verbs import Verb, concerns, reads, settings_without_effect
 from embodrl.errors import ConfigProblem
-from embodrl.specs import ENVS, MODELS
+from embodrl.specs import ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, VERBS
 
 __all__ = [
     "NOTES",
@@ -100,7 +100,9 @@ def run_rules(
         found = ((rule, finding) for rule in read for finding in rule.check(context))
         return [context.problem(finding, rule.code) for rule, finding in found if concerns(verb, finding)]
 
-    specs = [spec for spec in (context.simulator, context.family) if spec is not None]
+    protocols = [SERVE_PROTOCOLS.entry(name) for name in context.config.serve.protocols] if verb == "serve" else []
+    engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
+    specs = [spec for spec in (context.simulator, context.family, *engines.values(), *protocols) if spec is not None]
     chosen = [rules for spec in specs for rules in spec.rules]
     every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in chosen for note in one.notes)]
@@ -112,8 +114,9 @@ def run_rules(
 
 
 def shipped_rules() -> RuleSet:
-    """Return the rules of the core and of all built-in simulators and model families, for the references in docs/."""
-    specs = [registry.entry(name) for registry in (ENVS, MODELS) for name in registry.builtin]
+    """Return all rules that come with embodrl, for the references in docs/."""
+    registries = (ENVS, MODELS, ENGINES, SERVE_PROTOCOLS, VERBS)
+    specs = [registry.entry(name) for registry in registries for name in registry.shipped()]
     sets = {id(rules): rules for spec in specs for rules in spec.rules}.values()  # families share some
     return RuleSet(
         [*RULES, *(rule for one in sets for rule in one.rules)], [*NOTES, *(note for one in sets for note in one.notes)]

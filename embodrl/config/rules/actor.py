@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, divisors, note, rule
+from embodrl.config.rules.base import Context, Finding, divisors, rule
 from embodrl.config.rules.cluster import KEY
-from embodrl.specs import MODELS
 
 BACKEND = "actor.training_backend"
 
@@ -78,36 +76,14 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         yield Finding(key, message, hint, f"a divisor of {count}", others=(KEY,))
 
 
-@rule(BACKEND, "model.model_type", "model.trainable")
-def megatron_can_train(context: Context) -> Iterator[Finding]:
-    """The backend megatron has the layers of some families, without adapters."""
-    model, allowed = context.config.model, "native, fsdp"
-    if context.config.actor.training_backend != "megatron":
-        return
-    if context.family is None or not context.family.tensor_parallel:
-        able = ", ".join(spec.name for spec in MODELS.all() if spec.tensor_parallel)
-        message = f"'megatron' trains {able}, and model.model_type is '{model.model_type}'"
-        yield Finding(BACKEND, message, f"set actor=fsdp, or model={able}", allowed, others=("model.model_type",))
-    elif model.trainable == "lora":
-        message = "'megatron' has no low-rank adapters, and model.trainable is 'lora'"
-        yield Finding(BACKEND, message, "set actor=fsdp, or model.trainable=all", allowed, others=("model.trainable",))
-
-
-@rule(BACKEND, "model.model_type", "model.trainable", here=True)
-def megatron_is_installed(context: Context) -> Iterator[Finding]:
-    """The package of the backend megatron is an extra."""
-    model = context.config.model
-    if context.config.actor.training_backend != "megatron" or has_megatron():
-        return
-    if context.family is not None and context.family.tensor_parallel and model.trainable != "lora":  # else of no use
-        message = "'megatron' needs the package megatron-core, which is not installed"
-        hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
-        yield Finding(BACKEND, message, hint, "native, fsdp")
-
-
-def has_megatron() -> bool:
-    """Tell whether megatron-core is installed, without importing it."""
-    return importlib.util.find_spec("megatron") is not None and importlib.util.find_spec("megatron.core") is not None
+@rule(BACKEND, "model.trainable")
+def backend_trains_adapters(context: Context) -> Iterator[Finding]:
+    """Some training backends have no low-rank adapters."""
+    backend, model = context.config.actor.training_backend, context.config.model
+    if model.trainable == "lora" and not context.training_engine.trains_adapters:
+        message = f"'{backend}' has no low-rank adapters, and model.trainable is 'lora'"
+        hint = "set actor=fsdp, or model.trainable=all"
+        yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.trainable",))
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")
@@ -121,12 +97,3 @@ def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
             "false",
             others=("cluster.device",),
         )
-
-
-@note("actor.fsdp", BACKEND)
-def fsdp_settings_need_fsdp(context: Context) -> Iterator[Finding]:
-    """Settings of fsdp do nothing elsewhere."""
-    backend = context.config.actor.training_backend
-    for name in type(context.config.actor.fsdp).model_fields:
-        if backend != "fsdp" and context.by_user(f"actor.fsdp.{name}"):
-            yield Finding(f"actor.fsdp.{name}", f"has no effect: {BACKEND} is {backend}", "set actor=fsdp")

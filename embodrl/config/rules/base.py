@@ -13,7 +13,17 @@ from embodrl.config.nodes import Node, Origin, lookup, origin_of
 from embodrl.config.schema import Config, EnvConfig, ModelConfig, defaults_of
 from embodrl.deployment import Deployment, Solution
 from embodrl.errors import ConfigProblem
-from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, FunctionSpec, ModelSpec, SimulatorSpec
+from embodrl.specs import (
+    ADVANTAGES,
+    ENGINES,
+    ENVS,
+    LOSSES,
+    MODELS,
+    EngineSpec,
+    FunctionSpec,
+    ModelSpec,
+    SimulatorSpec,
+)
 
 E = TypeVar("E", bound=EnvConfig)
 M = TypeVar("M", bound=ModelConfig)
@@ -92,6 +102,16 @@ class Context:
         """What is known about ``model.model_type``; None if there is no such family."""
         name = self.config.model.model_type
         return MODELS.entry(name) if name in MODELS else None
+
+    @property
+    def training_engine(self) -> EngineSpec:
+        """What is known about ``actor.training_backend``, whose name was checked."""
+        return ENGINES.entry(self.config.actor.training_backend)
+
+    @property
+    def rollout_engine(self) -> EngineSpec:
+        """What is known about ``rollout.backend``, whose name was checked."""
+        return ENGINES.entry(self.config.rollout.backend)
 
     @property
     def estimator(self) -> FunctionSpec:

@@ -239,28 +239,19 @@ def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
     actor, model = context.config.actor, context.config.model
     if actor.param_dtype != "bf16" or model.trainable == "lora":
         return
-    lost = "and 80 to 90 % of the movement is rounded away at learning rates of 1e-5 and below"
-    if actor.training_backend == "megatron":
-        if not context.solution.gpus_per_node:
-            message = f"is bf16, and megatron has no float32 copies of weights on a CPU, {lost}"
-            hint = "set actor=fsdp, which has them, or actor.param_dtype=fp32"
-            yield Finding("actor.param_dtype", message, hint, others=("actor.training_backend",))
-    elif actor.optim.master_weights is False:
-        message = f"is false: weights that train (model.trainable={model.trainable}) are held in bf16 alone, {lost}"
+    if actor.optim.master_weights is False and context.training_engine.keeps_masters:
+        message = f"is false: weights that train (model.trainable={model.trainable}) are held in bf16 alone, and 80 to"
+        message += " 90 % of the movement is rounded away at learning rates of 1e-5 and below"
         yield Finding(MASTERS, message, "leave it out, or set model.trainable=lora, whose adapters stay in float32")
 
 
 @rule(MASTERS, "actor.training_backend", "actor.param_dtype", "model.trainable")
 def masters_have_a_use(context: Context) -> Iterator[Finding]:
-    """Float32 copies are asked for where there are weights in half precision, of an engine that has the choice."""
+    """Float32 copies are asked for where there are weights in half precision."""
     actor = context.config.actor
-    if actor.training_backend == "megatron" and actor.optim.master_weights != "auto":
-        message = f"is {str(actor.optim.master_weights).lower()}, and megatron-core decides by itself: copies on CUDA,"
-        message += " none on a CPU"
-        yield Finding(MASTERS, message, "leave it out, or set actor=fsdp", "auto", others=("actor.training_backend",))
-    elif actor.optim.master_weights is True and (
-        actor.param_dtype == "fp32" or context.config.model.trainable == "lora"
-    ):
+    if not context.training_engine.keeps_masters:
+        return
+    if actor.optim.master_weights is True and (actor.param_dtype == "fp32" or context.config.model.trainable == "lora"):
         message = "is true, and all that trains is in float32 already"
         yield Finding(MASTERS, message, "leave it out", "auto", others=("actor.param_dtype", "model.trainable"))
 

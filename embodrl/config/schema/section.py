@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from embodrl.errors import EmbodrlError
+from embodrl.registry import Registry
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -34,6 +39,35 @@ def _group_text(value: object) -> object:
 
 
 GroupRanks = Annotated[str, BeforeValidator(_group_text)]
+
+
+@dataclass(frozen=True)
+class NameOf:
+    """Metadata of a text: it is a name of a registry, whose spec has a fact.
+
+    Attributes:
+        registry: with the names.
+        fact: attribute of the spec that is neither None nor empty; "" for all names.
+    """
+
+    registry: Registry[Any]
+    fact: str = ""
+
+    def names(self) -> list[str]:
+        """Return the allowed names."""
+        return [spec.name for spec in self.registry.all() if not self.fact or getattr(spec, self.fact)]
+
+    def check(self, value: str) -> str:
+        """Return the value if it is allowed; pydantic reports the error."""
+        try:
+            if value in self.registry and (not self.fact or getattr(self.registry.entry(value), self.fact)):
+                return value
+        except EmbodrlError as error:  # an entry point that can't be imported
+            raise PydanticCustomError("entry_point", "{text}", {"text": str(error)}) from None
+        raise PydanticCustomError("literal_error", "not one of the allowed values")
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
 
 
 class Section(BaseModel):

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import NameOf, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from embodrl.specs import SERVE_PROTOCOLS
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-ServeProtocol = Literal["openpi", "vla_eval", "gr00t", "lerobot", "act", "http"]
 
 
 class WireKeysConfig(Section):
@@ -28,14 +28,6 @@ class WireKeysConfig(Section):
     instruction: str | None = Field(default=None, description="key of the instruction; null: the protocol's own")
 
 
-class VlaEvalKeysConfig(WireKeysConfig):
-    """The same for vla-evaluation-harness, whose benchmarks are asked for what they send."""
-
-    observation_params: dict[str, bool] = Field(
-        default={}, description="arguments of the benchmark that the server asks for, e.g. {send_state: true}"
-    )
-
-
 class GrootKeysConfig(WireKeysConfig):
     """The same for GR00T's protocol, whose actions have names as well."""
 
@@ -47,7 +39,7 @@ class GrootKeysConfig(WireKeysConfig):
 class ServeConfig(Section):
     """`embodrl serve`."""
 
-    protocols: tuple[ServeProtocol, ...] = Field(
+    protocols: tuple[Annotated[str, NameOf(SERVE_PROTOCOLS)], ...] = Field(
         default=("openpi",),
         min_length=1,
         description="what is spoken, each on a port of its own; on the command line also protocol=openpi,http",
@@ -105,12 +97,4 @@ class ServeConfig(Section):
         description="take up newer weights that the served run publishes (rollout.publish_weights=true)",
     )
     openpi: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of openpi's messages")
-    vla_eval: VlaEvalKeysConfig = Field(default=VlaEvalKeysConfig(), description="keys of vla-evaluation-harness's")
-    gr00t: GrootKeysConfig = Field(
-        default=GrootKeysConfig(), description="keys of GR00T's, as video.NAME and state.NAME"
-    )
-    lerobot: WireKeysConfig = Field(
-        default=WireKeysConfig(), description="keys of lerobot's: names of cameras, and of joints in the state's order"
-    )
-    act: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of OpenVLA's POST /act")
     http: WireKeysConfig = Field(default=WireKeysConfig(), description="keys of embodrl's own HTTP API")

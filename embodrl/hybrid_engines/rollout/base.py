@@ -6,12 +6,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodrl.config.schema import RolloutConfig, SamplingConfig
+from embodrl.config.schema import Config, RolloutConfig, SamplingConfig
 from embodrl.data.rng import RandomSource, RowGenerators, generator_state, restore_generator
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.training.parallel import on_threads
@@ -36,6 +37,34 @@ class ActRequest:
     mode: ActMode
     compute_values: bool
     generators: Sequence[RandomSource]
+
+
+@dataclass(frozen=True)
+class RolloutParts:
+    """What a rollout engine is made of.
+
+    Attributes:
+        config: the run.
+        policy: on its device; shared with the train engine, or a copy (``frozen_copy``).
+        num_threads: of ``cluster.num_threads``.
+        part: see RolloutEngine.
+        memory: of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
+        weights_dir: where a training run publishes its weights.
+    """
+
+    config: Config
+    policy: VLAPolicy
+    num_threads: int = 1
+    part: tuple[int, int] = (0, 1)
+    memory: Offload | None = None
+    weights_dir: Path | None = None
+
+    @property
+    def common(self) -> tuple[VLAPolicy, RolloutConfig, SamplingConfig, int, int, tuple[int, int]]:
+        """The first arguments of every rollout engine."""
+        config = self.config
+        sampling, seed = config.algorithm.sampling, config.runner.seed
+        return self.policy, config.rollout, sampling, seed, self.num_threads, self.part
 
 
 class RolloutEngine(ABC):

@@ -13,10 +13,12 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.rng import RandomSource
 from embodrl.hybrid_engines.offload import Offload
-from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
+from embodrl.names import import_object
+from embodrl.specs import ENGINES
 from embodrl.types import Observation, PolicyOutput
 
 
@@ -74,31 +76,20 @@ def make_rollout_engine(
     memory: Offload | None = None,
     weights_dir: Path | None = None,
 ) -> RolloutEngine:
-    """Return the engine that ``rollout.backend`` names.
-
-    Args:
-        config: the run.
-        policy: on its device; shared with the train engine, or a copy (``frozen_copy``).
-        num_threads: of ``cluster.num_threads``.
-        part: see RolloutEngine.
-        memory: of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
-        weights_dir: where a training run publishes its weights, for ``rollout.backend: remote``.
+    """Return the engine that ``rollout.backend`` names; arguments as the attributes of ``RolloutParts``.
 
     Raises:
         EmbodrlError: what the backend needs is missing.
     """
-    arguments = (policy, config.rollout, config.algorithm.sampling, config.runner.seed, num_threads, part)
-    if config.rollout.backend == "native":
-        return NativeRolloutEngine(*arguments, memory)
-    if config.rollout.backend == "remote":
-        from embodrl.hybrid_engines.rollout.remote import RemoteRolloutEngine
+    maker = ENGINES.entry(config.rollout.backend).rollout
+    assert maker is not None, "the configuration was checked"
+    make = import_object(maker) if isinstance(maker, str) else maker
+    return make(RolloutParts(config, policy, num_threads, part, memory, weights_dir))
 
-        assert weights_dir is not None, "a rule restricts it to training in lockstep"
-        return RemoteRolloutEngine(*arguments, memory, weights_dir=weights_dir)
-    from embodrl.hybrid_engines.rollout.vllm_engine import VllmRolloutEngine
 
-    most = config.rollout.vllm.max_num_seqs or max_batch_rows(config)
-    return VllmRolloutEngine(*arguments, max_num_seqs=most)
+def make_native(parts: RolloutParts) -> NativeRolloutEngine:
+    """Return the engine that acts with the policy's own modules."""
+    return NativeRolloutEngine(*parts.common, parts.memory)
 
 
 def max_batch_rows(config: Config) -> int:

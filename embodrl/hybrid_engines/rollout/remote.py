@@ -29,7 +29,7 @@ from embodrl.config.schema import RemoteRolloutConfig, RolloutConfig, SamplingCo
 from embodrl.data.rng import RowGenerators
 from embodrl.errors import RemotePolicyError
 from embodrl.hybrid_engines.offload import Offload
-from embodrl.hybrid_engines.rollout.base import ActRequest
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutParts
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, concat_outputs
 from embodrl.models.base import VLAPolicy
 from embodrl.models.remote.spec import TOKEN_VARIABLE
@@ -251,3 +251,9 @@ def _output(answer: Mapping[str, Any]) -> PolicyOutput:
     found = {str(name): torch.from_numpy(np.array(array)) for name, array in tensors.items()}
     worth = None if values is None else torch.from_numpy(np.array(values))
     return PolicyOutput(np.asarray(actions), found.pop("logprobs"), worth, found)
+
+
+def make_remote(parts: RolloutParts) -> RemoteRolloutEngine:
+    """Return the engine that asks the servers of ``rollout.remote``."""
+    assert parts.weights_dir is not None, "a rule restricts it to training in lockstep"
+    return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir)

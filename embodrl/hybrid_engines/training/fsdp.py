@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from embodrl.config.schema import Config
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import (
@@ -132,3 +133,8 @@ class FsdpTrainEngine(SharedTrainEngine):
 
     def _assign(self, target: Tensor, whole: Tensor) -> None:
         held(target).copy_(part_of(whole, target))
+
+
+def make_fsdp(policy: VLAPolicy, config: Config, mesh: DeviceMesh) -> FsdpTrainEngine:
+    """Return the engine of one training process."""
+    return FsdpTrainEngine(policy, EngineOptions.of(config), mesh)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, divisors, multiples
+from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
 from embodrl.models.common.config_file import own_section
@@ -52,7 +52,7 @@ class OpenVlaConfig(ModelConfig):
     )
 
 
-DIMENSIONS, SHIPPED, MEGATRON = RuleSet(), RuleSet(), RuleSet()
+DIMENSIONS, SHIPPED = RuleSet(), RuleSet()
 
 
 @DIMENSIONS.rule("model.model_type", "model.model_path", "model.architecture")
@@ -116,27 +116,6 @@ def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
         )
 
 
-@MEGATRON.rule("actor.training_backend", "actor.tensor_parallel_size", "model")
-def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
-    """Heads and MLP units of a model without a checkpoint can be shared out; a checkpoint's are checked later."""
-    actor, model = context.config.actor, context.model(OpenVlaConfig)
-    if actor.training_backend != "megatron" or model.model_path is not None:
-        return
-    size, shape = actor.tensor_parallel_size, model.architecture
-    for name, number in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("intermediate_size", shape.intermediate_size),
-    ):
-        if number % size:
-            yield Finding(
-                "actor.tensor_parallel_size",
-                f"is {size}, and model.architecture.{name} = {number}: {number} / {size} leaves {number % size}",
-                f"set it to {divisors(number, size)}",
-                f"a divisor of {number}",
-                others=(f"model.architecture.{name}",),
-            )
-
-
 def num_parameters(config: ModelConfig) -> int:
     """Return about how many parameters a policy without a checkpoint has: matrices only, no biases and norms."""
     assert isinstance(config, OpenVlaConfig)
@@ -163,7 +142,7 @@ SPEC = ModelSpec(
     description="OpenVLA: DINOv2 + SigLIP vision, Llama, 256-bin action tokens",
     recognizes=lambda raw: raw.get("model_type") == "openvla" and "keep_stop_token" not in own_section(raw),
     settings=OpenVlaConfig,
-    rules=(DIMENSIONS, SHIPPED, MEGATRON, PUBLISHED),
+    rules=(DIMENSIONS, SHIPPED, PUBLISHED),
     kind="tokens",
     public_layout=True,
     public_preset="openvla_7b",

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.training.megatron.core import tensor_group
-from embodrl.hybrid_engines.training.megatron.layout import parallelize
-from embodrl.hybrid_engines.training.megatron.vocab import ActionDistribution, action_windows
+from embodrl.extras.megatron.core import tensor_group
+from embodrl.extras.megatron.layout import parallelize
+from embodrl.extras.megatron.vocab import ActionDistribution, action_windows
 from embodrl.models.common.llama import Llama
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.types import EvalOutput, SamplingParams

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.hybrid_engines.training.megatron.core import megatron, tensor_group
+from embodrl.extras.megatron.core import megatron, tensor_group
 from embodrl.types import SamplingParams
 
 

@@ -15,9 +15,9 @@ from parallel import config_of, copied, different_copies, megatron_engine, nativ
 from tiny_training import deployment_of, largest_difference
 from torch.distributed.device_mesh import init_device_mesh
 
+from embodrl.extras.megatron.core import stop
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.fsdp import FsdpTrainEngine
-from embodrl.hybrid_engines.training.megatron.core import stop
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import DP, TP
 from embodrl.workers.actor import make_train_engine

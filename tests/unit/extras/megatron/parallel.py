@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from embodrl.config.schema import Config
+from embodrl.extras.megatron.core import start
+from embodrl.extras.megatron.engine import MegatronTrainEngine
+from embodrl.extras.megatron.policy import ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.base import EngineState, TrainEngine
-from embodrl.hybrid_engines.training.megatron.core import start
-from embodrl.hybrid_engines.training.megatron.engine import MegatronTrainEngine
-from embodrl.hybrid_engines.training.megatron.policy import ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import DP, TP

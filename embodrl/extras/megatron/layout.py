@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from embodrl.hybrid_engines.training.megatron.core import tensor_group
-from embodrl.hybrid_engines.training.megatron.llama import ParallelAttention, ParallelLlama
+from embodrl.extras.megatron.core import tensor_group
+from embodrl.extras.megatron.llama import ParallelAttention, ParallelLlama
 from embodrl.models.common.llama import Llama
 
 Select = Callable[[Tensor], Tensor]

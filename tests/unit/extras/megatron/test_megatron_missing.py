@@ -8,19 +8,19 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
-from embodrl.config.rules import actor
 from embodrl.errors import MissingDependencyError
-from embodrl.hybrid_engines.training.megatron.core import megatron
+from embodrl.extras.megatron import spec
+from embodrl.extras.megatron.core import megatron
 
 ARGUMENTS = ("actor=megatron", "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}", "cluster.device=cpu")
 
 
 def test_the_configuration_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "has_megatron", lambda: False)
+    monkeypatch.setattr(spec, "has_megatron", lambda: False)
     with raises_code("megatron-is-installed") as caught:
         load_config(list(ARGUMENTS))
     assert [problem.key for problem in caught.value.problems] == ["actor.training_backend"]
-    monkeypatch.setattr(actor, "has_megatron", lambda: True)
+    monkeypatch.setattr(spec, "has_megatron", lambda: True)
     assert load_config(list(ARGUMENTS)).config.actor.tensor_parallel_size == 2
 
 

@@ -16,9 +16,9 @@ from tiny_families import build, observation
 from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import ConfigError, MissingDependencyError
-from embodrl.hybrid_engines.rollout import vllm_engine
+from embodrl.extras.vllm import engine as vllm_engine
+from embodrl.extras.vllm.decoder import import_vllm, kv_cache_bytes
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, max_batch_rows
-from embodrl.hybrid_engines.rollout.vllm_decoder import import_vllm, kv_cache_bytes
 from embodrl.models.common.sampling import draw
 from embodrl.preflight.plan import make_plan
 

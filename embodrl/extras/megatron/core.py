@@ -49,7 +49,7 @@ def start(tensor_parallel: int) -> None:
             raise EmbodrlError(
                 f"this process takes part in tensor parallelism of size {found} already, and {tensor_parallel} is "
                 "asked for",
-                "call embodrl.hybrid_engines.training.megatron.core.stop first",
+                "call embodrl.extras.megatron.core.stop first",
                 code="tensor-parallel-size",
             )
         return

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodrl.config.schema import RolloutConfig, SamplingConfig
+from embodrl.config.schema import RolloutConfig, SamplingConfig, section_in
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
+from embodrl.extras.vllm.decoder import VllmDecoder
+from embodrl.extras.vllm.spec import VllmConfig
 from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
-from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine
-from embodrl.hybrid_engines.rollout.vllm_decoder import VllmDecoder
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
+from embodrl.hybrid_engines.rollout.native import max_batch_rows
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
@@ -169,3 +171,9 @@ def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
     """Yield names, those of transformers' Llama, and weights of the language model, adapters merged."""
     for name, tensor in merged_state_dict(policy.model.language_model).items():
         yield name, tensor.detach()
+
+
+def make(parts: RolloutParts) -> VllmRolloutEngine:
+    """Return the engine of a rollout."""
+    settings = section_in(parts.config.rollout, "vllm", VllmConfig)
+    return VllmRolloutEngine(*parts.common, max_num_seqs=settings.max_num_seqs or max_batch_rows(parts.config))

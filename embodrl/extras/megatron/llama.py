@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.training.megatron.core import ParallelConfig, megatron, parallel_config, tensor_group
+from embodrl.extras.megatron.core import ParallelConfig, megatron, parallel_config, tensor_group
 from embodrl.models.common.attention import attention
 from embodrl.models.common.llama import Llama, LlamaSpec, rotary
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from embodrl.hybrid_engines.training.megatron.core import data_group, megatron, tensor_group
+from embodrl.extras.megatron.core import data_group, megatron, tensor_group
 
 
 class DistributedAdamW:

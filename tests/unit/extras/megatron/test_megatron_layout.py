@@ -15,8 +15,8 @@ from torch import Tensor
 from embodrl.algorithms.losses import LossOutput
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.hybrid_engines.training.megatron.layout import publish
-from embodrl.hybrid_engines.training.megatron.vocab import action_logits, action_windows
+from embodrl.extras.megatron.layout import publish
+from embodrl.extras.megatron.vocab import action_logits, action_windows
 from embodrl.hybrid_engines.training.sharding import whole
 from embodrl.types import SamplingParams
 

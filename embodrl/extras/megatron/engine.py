@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from embodrl.config.schema import ModelConfig
+from embodrl.config.schema import Config, ModelConfig
+from embodrl.extras.megatron.core import start
+from embodrl.extras.megatron.layout import policy_pieces, publish
+from embodrl.extras.megatron.optimizer import DistributedAdamW
+from embodrl.extras.megatron.policy import LLAMA, ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, FLOAT32_BYTES, MASTER, StateShapes
-from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
-from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
-from embodrl.hybrid_engines.training.megatron.policy import LLAMA, ParallelOpenVLAPolicy
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import TP, held, whole
 from embodrl.hybrid_engines.training.shares import SharedTrainEngine
+from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 
 
@@ -274,3 +276,10 @@ class MegatronTrainEngine(SharedTrainEngine):
         piece.select(chosen).fill_(True)
         span = self.zero.span(parameter)
         mine.copy_(torch.where(chosen.flatten()[span], holder.flatten()[span], mine))
+
+
+def make(policy: VLAPolicy, config: Config, mesh: DeviceMesh) -> MegatronTrainEngine:
+    """Return the engine of one training process, after megatron-core's process groups have been made."""
+    assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
+    start(config.actor.tensor_parallel_size)
+    return MegatronTrainEngine(policy, config.model, EngineOptions.of(config), mesh)

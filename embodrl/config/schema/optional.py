@@ -1,0 +1,79 @@
+"""Sections of optional features and other packages: a configuration has those whose keys it has."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from pydantic import Field, create_model
+
+from embodrl.config.schema.section import Section
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_object
+from embodrl.specs import ENGINES, SERVE_PROTOCOLS, VERBS
+
+S = TypeVar("S", bound=Section)
+CHOSEN_BY = {"actor": "training_backend", "rollout": "backend", "serve": "protocols"}
+"""Section with further ones -> its key that names those in use."""
+
+
+def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
+    """Return the classes of those sections, of these names, that engines, protocols or verbs bring.
+
+    Args:
+        path: of the section that they are in; "" for the whole configuration.
+        names: of keys, of which others are left out.
+    """
+    wanted = list(names)
+    if path == "":
+        known = {name: section for spec in VERBS.all() for name, section in spec.sections.items()} if wanted else {}
+        found: dict[str, object] = {name: known.get(name) for name in wanted}
+    elif path == "serve":
+        found = {name: SERVE_PROTOCOLS.entry(name).settings for name in wanted if name in SERVE_PROTOCOLS}
+    else:
+        fact = "training_settings" if path == "actor" else "rollout_settings"
+        found = {name: getattr(ENGINES.entry(name), fact) for name in wanted if name in ENGINES}
+    return {name: _class_of(name, section) for name, section in found.items() if section is not None}
+
+
+def _class_of(name: str, section: object) -> type[Section]:
+    found: object = import_object(section) if isinstance(section, str) else section
+    if not isinstance(found, type) or not issubclass(found, Section):
+        raise EmbodrlError(
+            f"the settings of '{name}' are {found!r}, which is not derived from Section",
+            "write class MySettings(Section) with a default for every field",
+            code="settings-class-invalid",
+        )
+    return found
+
+
+def present_in(path: str, section: Mapping[str, object], base: type[Section]) -> dict[str, type[Section]]:
+    """Return the further sections of a mapping: those that it has keys for, and those in use."""
+    names = [name for name in section if name not in base.model_fields]
+    chosen = section.get(CHOSEN_BY[path]) if path else None
+    names += [chosen] if isinstance(chosen, str) else []
+    items = cast(Iterable[object], chosen) if isinstance(chosen, (list, tuple)) else ()
+    names += [name for name in items if isinstance(name, str)]
+    return sections_of(path, (name for name in dict.fromkeys(names) if name not in base.model_fields))
+
+
+def with_sections(base: type[S], sections: Mapping[str, type[Section]]) -> type[S]:
+    """Return the class with further sections, each with its defaults; ``base`` itself if there are none."""
+    return _with_sections(base, tuple(sorted(sections.items()))) if sections else base
+
+
+@cache
+def _with_sections(base: type[S], sections: tuple[tuple[str, type[Section]], ...]) -> type[S]:
+    fields: dict[str, Any] = {
+        name: (cls, Field(default=cls(), description=(inspect.getdoc(cls) or "").partition("\n")[0].rstrip(".")))
+        for name, cls in sections
+    }
+    return create_model(base.__name__, __base__=base, **fields)
+
+
+def section_in(section: Section, name: str, cls: type[S]) -> S:
+    """Return a further section of one; its defaults where the configuration has no keys of it."""
+    found = getattr(section, name, None)
+    return found if isinstance(found, cls) else cls()
