@@ -20,7 +20,6 @@ from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
 from embodrl.cli.label import label
 from embodrl.cli.list import list_names
-from embodrl.cli.parity import parity
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
 from embodrl.cli.run import run
@@ -100,7 +99,6 @@ add(app, compare)
 add(app, watch)
 add(app, list_names, "list")
 add(app, doctor)
-add(app, parity)
 
 
 def main() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 import torch
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
-from embodrl.models.common.norm_stats import choose_stats
-from embodrl.models.common.parity import ACTION_TOLERANCE, LOGITS_TOLERANCE, Comparison, compare
-from embodrl.models.openvla.parity import (
+from embodrl.extras.parity.common import ACTION_TOLERANCE, LOGITS_TOLERANCE, Comparison, compare
+from embodrl.extras.parity.openvla import (
     action_columns,
     decode_actions,
     load_fixture,
     recorded_logits,
 )
+from embodrl.models.base import LoadReport
+from embodrl.models.common.norm_stats import choose_stats
 from embodrl.models.openvla_oft.components import (
     ACTION_HEAD,
     PROPRIO,

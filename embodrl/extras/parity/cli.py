@@ -17,9 +17,16 @@ from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import import_object, nearest
 
 if TYPE_CHECKING:
-    from embodrl.models.common.parity import Comparison
+    from embodrl.extras.parity.common import Comparison
 
 INPUTS_FILE = "io.safetensors"
+OWN = ("openvla", "openvla_oft", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
+"""Families whose comparison is the module of their name."""
+COMPARISONS = {
+    **{name: f"embodrl.extras.parity.{name}:run" for name in OWN},
+    **dict.fromkeys(("pi0", "pi05"), "embodrl.extras.parity.pi:run"),
+}
+"""Built-in family -> ``module:function`` that compares it; of another family its ``ModelSpec.parity``."""
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="a fixture, or a directory of fixtures")]
 Family = Annotated[
@@ -129,7 +136,7 @@ def family_of(directory: Path, family: str | None = None) -> str:
     """
     from embodrl.specs import MODELS
 
-    known = [spec.name for spec in MODELS.all() if spec.parity]
+    known = [spec.name for spec in MODELS.all() if spec.parity or spec.name in COMPARISONS]
     words = re.sub(r"[^a-z0-9]+", "_", directory.name.lower())
     named = [name for name in known if f"_{name}_" in f"_{words}_"]
     chosen = family if family is not None else max(named, key=len, default=None)
@@ -148,7 +155,7 @@ def run(directory: Path, family: str, debug: bool = False) -> Outcome:
     from embodrl.specs import MODELS
 
     try:
-        comparisons = import_object(MODELS.entry(family).parity)(directory)
+        comparisons = import_object(COMPARISONS.get(family) or MODELS.entry(family).parity)(directory)
     except EmbodrlError as error:
         problem = error.message
     except (LookupError, ValueError, TypeError, RuntimeError) as error:

@@ -11,11 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodrl.models.base import LoadReport
-from embodrl.models.common.checkpoint import load_strict
-from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.common.flow import integrate, reversed_velocity
-from embodrl.models.common.parity import (
+from embodrl.extras.parity.common import (
     CHAIN_TOLERANCE,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
@@ -23,6 +19,10 @@ from embodrl.models.common.parity import (
     compare,
     read_tensors,
 )
+from embodrl.models.base import LoadReport
+from embodrl.models.common.checkpoint import load_strict
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
+from embodrl.models.common.flow import integrate, reversed_velocity
 from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.sidecars import identity_sidecars

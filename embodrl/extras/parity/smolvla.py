@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodrl.models.base import LoadReport
-from embodrl.models.common.checkpoint import load_strict, stored_shapes
-from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.common.parity import (
+from embodrl.extras.parity.common import (
     INPUTS_FILE,
     Comparison,
     compare_flow,
     read_tensors,
 )
+from embodrl.models.base import LoadReport
+from embodrl.models.common.checkpoint import load_strict, stored_shapes
+from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.models.smolvla.files import aliases_and_ignored
 from embodrl.models.smolvla.modeling import SmolVlaModel

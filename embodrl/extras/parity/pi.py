@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
-from embodrl.models.common.checkpoint import load_strict
-from embodrl.models.common.flow import accumulated_times
-from embodrl.models.common.gemma import GemmaSpec
-from embodrl.models.common.parity import (
+from embodrl.extras.parity.common import (
     INPUTS_FILE,
     Comparison,
     compare_flow,
@@ -27,6 +23,10 @@ from embodrl.models.common.parity import (
     read_settings,
     read_tensors,
 )
+from embodrl.models.base import LoadReport
+from embodrl.models.common.checkpoint import load_strict
+from embodrl.models.common.flow import accumulated_times
+from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.modeling import PiModel

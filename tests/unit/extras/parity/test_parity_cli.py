@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
-from embodrl.cli.parity import family_of
 from embodrl.errors import UsageError
-from embodrl.models.common.parity import Comparison, compare, read_tensors
+from embodrl.extras.parity.cli import family_of
+from embodrl.extras.parity.common import Comparison, compare, read_tensors
 from embodrl.specs import MODELS
 
-SHARED = Path(__file__).parents[4] / "shared" / "parity"
+SHARED = Path(__file__).parents[5] / "shared" / "parity"
 RECORDED = ("openvla", "openvla_oft", "pi0", "pi05", "gr00t_n1_5_action_head")
 recorded = pytest.mark.skipif(not SHARED.is_dir(), reason=f"no recorded reference outputs in {SHARED}")
 

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models.base import LoadReport
-from embodrl.models.common.checkpoint import load_strict
-from embodrl.models.common.dit import TransformerSpec
-from embodrl.models.common.parity import (
+from embodrl.extras.parity.common import (
     INPUTS_FILE,
     LOGITS_TOLERANCE,
     Comparison,
@@ -22,6 +19,9 @@ from embodrl.models.common.parity import (
     read_settings,
     read_tensors,
 )
+from embodrl.models.base import LoadReport
+from embodrl.models.common.checkpoint import load_strict
+from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.gr00t.action_head import ActionHead
 from embodrl.models.gr00t.config import ActionHeadSpec
 
