@@ -13,7 +13,6 @@ from embodrl.cli import config, data, env, model, pipeline, plan, reward, store
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.compare import compare
-from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
@@ -81,7 +80,6 @@ add(app, train)
 add(app, evaluate, "eval")
 add(app, serve)
 add(app, collect)
-add(app, convert)
 add(app, sft)
 add(app, label)
 add(app, run)

@@ -59,8 +59,8 @@ def convert(
         chosen = Format(choose(to, Format, "format"))
         from embodrl.data.dataset_writer import DatasetWriter
         from embodrl.data.lerobot_writer import LeRobotWriter
-        from embodrl.data.libero_hdf5 import convert as run
         from embodrl.data.raw import RawWriter
+        from embodrl.extras.converters.libero_hdf5 import convert as run
 
         def make_writer() -> DatasetWriter:
             if chosen is Format.raw:

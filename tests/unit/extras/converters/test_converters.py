@@ -1,4 +1,4 @@
-"""Batches as dictionaries of checkpoints, verl and AReaL: a round trip changes nothing."""
+"""Batches as dictionaries of verl and AReaL: a round trip changes nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import JSON_THINGS, PATIENT, batches, numbered, same, tensor
+from batches import JSON_THINGS, PATIENT, batches, same, tensor
 from expect import raises_code
 from hypothesis import given
 from hypothesis import strategies as st
 
 from embodrl.data.columns import is_same
-from embodrl.data.converters import (
-    batch_from_tensors,
-    batch_to_tensors,
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
+from embodrl.extras.converters.batches import (
     from_areal,
     from_areal_list,
     from_verl,
@@ -23,24 +23,6 @@ from embodrl.data.converters import (
     to_areal_list,
     to_verl,
 )
-from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
-
-
-@PATIENT
-@given(batches())
-def test_tensors_of_a_checkpoint_give_the_same_columns(batch: TrajectoryBatch) -> None:
-    batch = batch.select(*(path for path, _ in batch.leaves()))  # neither objects nor empty groups
-    tensors = batch_to_tensors(batch)
-    assert all(isinstance(value, torch.Tensor) for value in tensors.values())
-    assert same(batch_from_tensors(tensors, list(batch.batch_size), batch.meta), batch)
-
-
-def test_objects_and_foreign_names_are_not_read_as_tensors() -> None:
-    with raises_code("batch", BatchError, "name"):
-        batch_to_tensors(numbered(2))
-    with raises_code("batch", BatchError, "'weight'"):
-        batch_from_tensors({"weight": torch.zeros(2)}, [2], {})
 
 
 @PATIENT

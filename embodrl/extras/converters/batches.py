@@ -1,4 +1,4 @@
-"""Batches as dictionaries: of checkpoint files, of verl and of AReaL; neither library is required.
+"""Batches as dictionaries of verl and of AReaL; neither library is required.
 
 verl and AReaL keep rows in the first axis. A batch with time becomes ``[N,T,...]``, and a column of a group gets a
 dotted name; what that hides (nesting, time) is stored under the key ``embodrl``, so that a round trip gives the same
@@ -9,23 +9,20 @@ Shapes: N rows, T steps, L tokens or steps of the longest trajectory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodrl.data.columns import Array
+from embodrl.data.columns import Array, Group, group_at
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
 
 NOTE = "embodrl"
 MASK = "attention_mask"
 VERL_PARTS = {"batch", "non_tensor_batch", "meta_info"}
-
-_Tree: TypeAlias = "dict[str, Tensor | _Tree]"
 
 
 class Note(TypedDict, total=False):
@@ -61,38 +58,6 @@ class VerlParts(TypedDict):
     batch: dict[str, Tensor]
     non_tensor_batch: dict[str, Array]
     meta_info: dict[str, Any]
-
-
-def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
-    """Return the columns under names that ``batch_from_tensors`` can read, for files that hold more than a batch.
-
-    Raises:
-        BatchError: the batch has objects, which are not tensors.
-    """
-    if batch.objects:
-        raise BatchError(f"objects {', '.join(batch.objects)} are not tensors", "remove them from the batch")
-    return {json.dumps(list(path)): tensor for path, tensor in batch.leaves()}
-
-
-def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: dict[str, Any]) -> TrajectoryBatch:
-    """Return the batch of ``batch_to_tensors``.
-
-    Args:
-        tensors: the result of ``batch_to_tensors``.
-        batch_size: ``[N]`` or ``[T,N]``.
-        meta: of the batch.
-
-    Raises:
-        BatchError: these are not the tensors of a batch.
-    """
-    tree: _Tree = {}
-    for name, tensor in tensors.items():
-        try:
-            path = json.loads(name)
-            _group(tree, path[:-1])[path[-1]] = tensor
-        except (ValueError, TypeError, IndexError) as error:
-            raise BatchError(f"'{name}' is not a column of a batch", "read what batch_to_tensors wrote") from error
-    return TrajectoryBatch(tree, None, meta, batch_size)
 
 
 def to_verl(batch: TrajectoryBatch) -> VerlParts:
@@ -256,7 +221,7 @@ def _flatten(batch: TrajectoryBatch) -> tuple[dict[str, Tensor], dict[str, Array
     return columns, objects, note
 
 
-def _empty_groups(node: _Tree, path: list[str]) -> list[list[str]]:
+def _empty_groups(node: Group, path: list[str]) -> list[list[str]]:
     found: list[list[str]] = []
     for name, child in node.items():
         if isinstance(child, dict):
@@ -277,20 +242,14 @@ def _unflatten(
                 f"entry '{name}' has shape {list(column.shape)}, and the first one {num_rows} rows",
                 "the first axis of every tensor is its rows",
             )
-    tree: _Tree = {}
+    tree: Group = {}
     for path in note.get("empty", []):
-        _group(tree, path)
+        group_at(tree, path)
     for name, column in columns.items():
         path = note.get("nested", {}).get(name, [name])
-        _group(tree, path[:-1])[path[-1]] = column if num_steps is None else column.transpose(0, 1)
+        group_at(tree, path[:-1])[path[-1]] = column if num_steps is None else column.transpose(0, 1)
     arrays = {name: values if num_steps is None else values.swapaxes(0, 1) for name, values in objects.items()}
     return TrajectoryBatch(tree, arrays, meta, batch_size)
-
-
-def _group(tree: _Tree, path: Sequence[str]) -> _Tree:
-    for name in path:
-        tree = cast(_Tree, tree.setdefault(name, {}))
-    return tree
 
 
 def _array(values: list[Any], kind: _ArrayKind) -> Array:

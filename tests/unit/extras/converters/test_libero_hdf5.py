@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from expect import raises_code
 
-from embodrl.data.libero_hdf5 import convert, moving
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
+from embodrl.extras.converters.libero_hdf5 import convert, moving
 
 h5py = pytest.importorskip("h5py")
 TASK = "turn_on_the_stove"
