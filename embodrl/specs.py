@@ -380,10 +380,13 @@ class VerbSpec(Entry):
         sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, as
             ``module:Class``.
         rules: checks of the configuration that run for this verb.
+        resumes: name of a file -> ``module:function``, with which `embodrl resume` continues a directory that has the
+            file: ``function(directory, settings, trust)`` returns the exit code.
     """
 
     sections: Mapping[str, str] = field(default_factory=dict[str, str])
     rules: tuple[RuleSet, ...] = ()
+    resumes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class FunctionRegistry(Registry[FunctionSpec]):

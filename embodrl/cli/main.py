@@ -24,7 +24,6 @@ from embodrl.cli.resume import resume
 from embodrl.cli.run import run
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
-from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
 from embodrl.cli.watch import watch
 from embodrl.processes.ending import own_process
@@ -83,7 +82,6 @@ add(app, collect)
 add(app, sft)
 add(app, label)
 add(app, run)
-add(app, sweep)
 add(app, resume)
 add(app, fetch)
 add(app, export)

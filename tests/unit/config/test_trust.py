@@ -157,6 +157,7 @@ def test_a_reference_is_taken_for_code() -> None:
 SITES = {
     "api.py": "",
     "__init__.py": "",
+    "cli/resume.py": "",
     "config/__init__.py": "",
     "config/isolated.py": "env.python",
     "config/load.py": "extensions",
@@ -170,6 +171,7 @@ SITES = {
     "extras/bench/envs.py": "",
     "extras/bench/ratios.py": "",
     "extras/parity/cli.py": "",
+    "extras/sweep/runs.py": "",
     "hybrid_engines/training/megatron/core.py": "",
     "names.py": "reward.fn rollout.workflow pipeline.fn",
     "preflight/extras.py": "",
@@ -183,7 +185,6 @@ SITES = {
     "processes/guard.py": "",
     "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
     "runs/provenance.py": "",
-    "runs/sweep.py": "",
     "scheduler/launchers/host.py": "",
     "scheduler/launchers/ray.py": "cluster.ray_address",
     "serving/server.py": "",

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from expect import raises_code
+from typer.testing import CliRunner
 
-from embodrl.config.sweep import SweptRun, expand_sweep
+from embodrl.cli.main import app
 from embodrl.errors import ConfigError, EmbodrlError, OutputError
-from embodrl.runs import sweep as sweeps
-from embodrl.runs.sweep import Sweep, make_slots, new_sweep, read_sweep, run_sweep, slurm_script, submit_to_slurm
+from embodrl.extras.sweep import runs as sweeps
+from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
+from embodrl.extras.sweep.runs import Sweep, make_slots, new_sweep, read_sweep, run_sweep, slurm_script, submit_to_slurm
 
 ROW = '{{"iteration": 3, "env_steps": 30}}'
 DONE = f"mkdir -p {{run}}/policy; echo '{ROW}' > {{run}}/metrics.jsonl; touch {{run}}/report.html"
@@ -73,6 +75,15 @@ def test_a_sweep_is_written_and_read_again(tmp_path: Path) -> None:
     assert made.max_iterations == (3, 3)
     with raises_code("sweep-exists", OutputError, str(tmp_path)):
         new_sweep(["env=toy", "runner.seed=0,1"], None, tmp_path)
+
+
+def test_resume_continues_a_sweep_without_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = new_sweep(["env=toy", "runner.seed=0,1"], None, tmp_path)
+    done: list[Sweep] = []
+    monkeypatch.setattr(sweeps, "run_sweep", lambda sweep: done.append(sweep) or 7)
+    assert CliRunner().invoke(app, ["resume", str(tmp_path)]).exit_code == 7 and done == [made]
+    refused = CliRunner().invoke(app, ["resume", str(tmp_path), "runner.seed=3"])
+    assert refused.exit_code == 2 and "sweep-settings" in refused.stderr and done == [made]
     content = json.loads((tmp_path / "sweep.json").read_text())
     content["runs"][0]["name"] = "../elsewhere"
     (tmp_path / "sweep.json").write_text(json.dumps(content))

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.config.compose import assignment
-from embodrl.config.sweep import SweptRun, expand_sweep
 from embodrl.deployment.topology import read_machine
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError
+from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
+from embodrl.extras.sweep.spec import SWEEP_FILE
 from embodrl.fields import read_fields
 from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.comparison import RunView, comparison_page, read_runs
@@ -32,7 +33,6 @@ from embodrl.runs.lock import run_lock
 from embodrl.runs.stop import StopSignal
 from embodrl.storage.json_file import write_json_file, write_text_file
 
-SWEEP_FILE = "sweep.json"
 COMPARISON_FILE = "comparison.html"
 SCRIPT_FILE = "sweep.sbatch"
 BACKENDS = ("local", "slurm")

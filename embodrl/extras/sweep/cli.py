@@ -11,9 +11,10 @@ import typer
 from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute
 from embodrl.cli.compare import show_runs
+from embodrl.errors import UsageError
 
 if TYPE_CHECKING:
-    from embodrl.runs.sweep import Sweep
+    from embodrl.extras.sweep.runs import Sweep
 
 BACKENDS = ("local", "slurm")
 
@@ -48,7 +49,7 @@ def sweep(
     """
 
     def action() -> int:
-        from embodrl.runs.sweep import new_sweep
+        from embodrl.extras.sweep.runs import new_sweep
 
         choose(backend, BACKENDS, "backend")
         return work(new_sweep(overrides or [], config, output, jobs, backend, shlex.split(slurm), trust))
@@ -56,10 +57,24 @@ def sweep(
     execute(action, debug)
 
 
+def resume(directory: Path, settings: list[str], trust: bool) -> int:
+    """Continue the sweep of a directory.
+
+    Raises:
+        UsageError: there are settings, which a sweep keeps as they were.
+    """
+    from embodrl.extras.sweep.runs import read_sweep
+
+    if settings:
+        message = "a sweep is continued with the settings that it began with"
+        raise UsageError(message, "leave out the settings, or start another sweep", code="sweep-settings")
+    return work(read_sweep(directory))
+
+
 def work(swept: Sweep) -> int:
     """Do what is left of a sweep, or submit it; print how its runs compare."""
+    from embodrl.extras.sweep.runs import COMPARISON_FILE, run_sweep, submit_to_slurm
     from embodrl.runs.afterwards import afterwards
-    from embodrl.runs.sweep import COMPARISON_FILE, run_sweep, submit_to_slurm
 
     print(f"sweep: {swept.directory}, {len(swept.unfinished())} of {len(swept.runs)} runs to do")
     if swept.backend == "slurm":
