@@ -12,7 +12,6 @@ import typer
 from embodrl.cli import config, data, env, model, pipeline, plan, reward, store
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
-from embodrl.cli.compare import compare
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
@@ -25,7 +24,6 @@ from embodrl.cli.run import run
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
-from embodrl.cli.watch import watch
 from embodrl.processes.ending import own_process
 
 SIGNALLED = 128
@@ -91,8 +89,6 @@ for module, name in (
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, profile)
-add(app, compare)
-add(app, watch)
 add(app, list_names, "list")
 add(app, doctor)
 

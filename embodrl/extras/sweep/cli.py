@@ -10,8 +10,8 @@ import typer
 
 from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute
-from embodrl.cli.compare import show_runs
 from embodrl.errors import UsageError
+from embodrl.extras.compare.cli import show_runs
 
 if TYPE_CHECKING:
     from embodrl.extras.sweep.runs import Sweep

@@ -19,11 +19,11 @@ from typing import Any
 from embodrl.config.compose import assignment
 from embodrl.deployment.topology import read_machine
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError
+from embodrl.extras.compare.comparison import RunView, comparison_page, read_runs
 from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
 from embodrl.extras.sweep.spec import SWEEP_FILE
 from embodrl.fields import read_fields
 from embodrl.processes.ending import stop_with_parent
-from embodrl.reporting.comparison import RunView, comparison_page, read_runs
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.progress import Progress
 from embodrl.runs.afterwards import afterwards

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from embodrl.errors import OutputError
+from embodrl.extras.compare.comparison import run_names
 from embodrl.fields import Fields, read_fields
-from embodrl.reporting.comparison import run_names
 from embodrl.reporting.eval_report import UNPERTURBED
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.reporting.paired import PairedFigures, change_text, compare_pairs

@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.errors import OutputError
-from embodrl.reporting.comparison import ABSENT, comparison_page, differing_settings, figures_of, find_runs, read_runs
+from embodrl.extras.compare.comparison import (
+    ABSENT,
+    comparison_page,
+    differing_settings,
+    figures_of,
+    find_runs,
+    read_runs,
+)
 from embodrl.reporting.page import table
 from embodrl.runs.lock import run_lock
 

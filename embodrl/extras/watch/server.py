@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError
-from embodrl.reporting.comparison import (
+from embodrl.extras.compare.comparison import (
     RunView,
     comparison_json,
     comparison_page,

@@ -18,7 +18,7 @@ pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from embodrl.reporting.watch import Watch, serve
+from embodrl.extras.watch.server import Watch, serve
 from embodrl.wire import door
 
 Client = TestClient  # type: ignore[type-arg]

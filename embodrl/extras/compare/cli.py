@@ -15,7 +15,7 @@ from embodrl.errors import OutputError, without_controls
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from embodrl.reporting.comparison import RunView
+    from embodrl.extras.compare.comparison import RunView
 
 MAX_SETTINGS = 40
 
@@ -45,7 +45,7 @@ def compare(
     """
 
     def action() -> None:
-        from embodrl.reporting.paired_evals import comparison_of, is_evaluation, rows_of
+        from embodrl.extras.compare.paired_evals import comparison_of, is_evaluation, rows_of
 
         if all(map(is_evaluation, runs)):
             if html is not None:
@@ -57,7 +57,7 @@ def compare(
                 for one in compared:
                     show_table(*rows_of(one), f"{one['second']} - {one['first']}")
             return
-        from embodrl.reporting.comparison import comparison_json, comparison_page, find_runs, read_runs
+        from embodrl.extras.compare.comparison import comparison_json, comparison_page, find_runs, read_runs
         from embodrl.storage.json_file import check_json_file, write_text_file
 
         found = read_runs(find_runs(runs))
@@ -76,7 +76,7 @@ def compare(
 
 def show_runs(runs: Sequence[RunView]) -> None:
     """Print the figures of runs and the settings that differ."""
-    from embodrl.reporting.comparison import differing_settings, figure_rows, in_sections_of_all
+    from embodrl.extras.compare.comparison import differing_settings, figure_rows, in_sections_of_all
 
     titles, cells = figure_rows(runs)
     differing = differing_settings(runs)

@@ -40,7 +40,7 @@ def watch(
         import secrets
 
         from embodrl.errors import OutputError
-        from embodrl.reporting.watch import Watch, serve
+        from embodrl.extras.watch.server import Watch, serve
 
         chosen = directories or [Path("outputs")]
         for directory in chosen:
