@@ -20,7 +20,6 @@ from embodrl.cli.label import label
 from embodrl.cli.list import list_names
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
-from embodrl.cli.run import run
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
@@ -79,7 +78,6 @@ add(app, serve)
 add(app, collect)
 add(app, sft)
 add(app, label)
-add(app, run)
 add(app, resume)
 add(app, fetch)
 add(app, export)

@@ -17,8 +17,8 @@ from documented import ROOT
 from embodrl.config import load_config
 from embodrl.config.presets import presets
 from embodrl.errors import ConfigError, EmbodrlError, MissingDependencyError, OutputError, UsageError
-from embodrl.runs import recipe as module
-from embodrl.runs.recipe import Recipe, plan_recipe
+from embodrl.extras.recipe import stages as module
+from embodrl.extras.recipe.stages import Recipe, plan_recipe
 from embodrl.storage.integrity import write_checksums
 
 TOY = """

@@ -22,7 +22,7 @@ def run(overrides: Overrides = None, config: ConfigFile = None, trust: Trust = F
 
     def action() -> int:
         with importing():
-            from embodrl.runs.recipe import plan_recipe, run_recipe
+            from embodrl.extras.recipe.stages import plan_recipe, run_recipe
 
         recipe = plan_recipe(overrides or [], config, trust)
         if recipe.expected:
