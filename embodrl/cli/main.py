@@ -9,14 +9,13 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline, plan, reward, store
+from embodrl.cli import config, data, env, model, pipeline, plan, store
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
-from embodrl.cli.label import label
 from embodrl.cli.list import list_names
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
@@ -77,13 +76,12 @@ add(app, evaluate, "eval")
 add(app, serve)
 add(app, collect)
 add(app, sft)
-add(app, label)
 add(app, resume)
 add(app, fetch)
 add(app, export)
 for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
-    *((reward, "reward"), (store, "store")),
+    (store, "store"),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, profile)

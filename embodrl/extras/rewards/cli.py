@@ -9,10 +9,10 @@ import typer
 
 from embodrl.cli.app import add, choose, make_app, one_of
 from embodrl.cli.common import EXIT_OK, Debug, JsonFile, execute
-from embodrl.cli.label import INPUTS, BatchSize, Rate, Seed, Seen, Steps
+from embodrl.extras.rewards.label_cli import INPUTS, BatchSize, Rate, Seed, Seen, Steps
 
 if TYPE_CHECKING:
-    from embodrl.runs.reward_model import Judged
+    from embodrl.extras.rewards.reward_model import Judged
 
 app = make_app()
 KINDS = ("success", "progress")
@@ -90,8 +90,8 @@ def train(
     def action() -> int:
         from dataclasses import asdict
 
-        from embodrl.runs.observe import Fitting
-        from embodrl.runs.reward_model import RewardTraining, train_reward
+        from embodrl.extras.rewards.observe import Fitting
+        from embodrl.extras.rewards.reward_model import RewardTraining, train_reward
         from embodrl.storage.json_file import check_json_file, write_json_file
 
         choose(kind, KINDS, "kind")
@@ -131,7 +131,7 @@ def check(
     def action() -> int:
         from dataclasses import asdict
 
-        from embodrl.runs.reward_model import check_reward
+        from embodrl.extras.rewards.reward_model import check_reward
         from embodrl.storage.json_file import check_json_file, write_json_file
 
         if json is not None:

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from demo_files import episode, write
 from expect import raises_code
-from test_replay_demos import episode, write
 from tiny_families import build
 from typer.testing import CliRunner
 
@@ -20,10 +20,10 @@ from embodrl.data.advantages import frame_numbers, read_indicator, sidecar, writ
 from embodrl.data.load import load_demos
 from embodrl.data.replay import EXPERT
 from embodrl.errors import ConfigError, EmbodrlError, FileDamagedError
+from embodrl.extras.rewards.label import LabelSettings, label, positive_frames
+from embodrl.extras.rewards.observe import Fitting, held_out_episodes, spearman
 from embodrl.models.common.observation_model import ObservationModel
-from embodrl.runs.label import LabelSettings, label, positive_frames
 from embodrl.runs.load import load_config
-from embodrl.runs.observe import Fitting, held_out_episodes, spearman
 from embodrl.runs.offline import load_offline
 
 QUICK = Fitting(inputs="state", steps=60, batch_size=32, lr=1e-2)

@@ -81,9 +81,9 @@ def label(
         from dataclasses import asdict
 
         from embodrl.errors import UsageError
-        from embodrl.runs.label import LabelSettings
-        from embodrl.runs.label import label as run
-        from embodrl.runs.observe import Fitting
+        from embodrl.extras.rewards.label import LabelSettings
+        from embodrl.extras.rewards.label import label as run
+        from embodrl.extras.rewards.observe import Fitting
         from embodrl.storage.json_file import check_json_file, write_json_file
 
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", tag):

@@ -20,10 +20,18 @@ from embodrl.config.rules.reward import REWARD_MODEL
 from embodrl.data.demos import Demos
 from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError, UsageError
+from embodrl.extras.rewards.observe import (
+    Fitting,
+    fit,
+    frame_inputs,
+    held_out_episodes,
+    make_model,
+    spearman,
+    successes,
+)
 from embodrl.models.common.config_file import CONFIG_FILE, read_file
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.reporting.progress import Progress
-from embodrl.runs.observe import Fitting, fit, frame_inputs, held_out_episodes, make_model, spearman, successes
 
 Kind = Literal["success", "progress"]
 BINS = 10

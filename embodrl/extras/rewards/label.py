@@ -26,10 +26,18 @@ from embodrl.data.demos import Demos
 from embodrl.data.load import load_demos
 from embodrl.data.replay import POLICY
 from embodrl.errors import EmbodrlError, UsageError
+from embodrl.extras.rewards.observe import (
+    Fitting,
+    fit,
+    frame_inputs,
+    held_out_episodes,
+    make_model,
+    spearman,
+    successes,
+)
+from embodrl.extras.rewards.reward_model import judged_successes
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.reporting.progress import Progress
-from embodrl.runs.observe import Fitting, fit, frame_inputs, held_out_episodes, make_model, spearman, successes
-from embodrl.runs.reward_model import judged_successes
 
 
 @dataclass(frozen=True)

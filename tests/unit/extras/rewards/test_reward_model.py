@@ -9,19 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from demo_files import config, episode, write
 from expect import raises_code
-from test_replay_demos import config, episode, write
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.config.schema import Config
 from embodrl.data.load import load_demos
 from embodrl.errors import CheckpointError, ConfigError, EmbodrlError, UsageError
-from embodrl.models.common.observation_model import ObservationModel
-from embodrl.runs.label import LabelSettings, label
-from embodrl.runs.load import load_config
-from embodrl.runs.observe import Fitting
-from embodrl.runs.reward_model import (
+from embodrl.extras.rewards.label import LabelSettings, label
+from embodrl.extras.rewards.observe import Fitting
+from embodrl.extras.rewards.reward_model import (
     RewardTraining,
     auc,
     best_threshold,
@@ -31,6 +29,8 @@ from embodrl.runs.reward_model import (
     split,
     train_reward,
 )
+from embodrl.models.common.observation_model import ObservationModel
+from embodrl.runs.load import load_config
 from embodrl.workers.learned_reward import LearnedReward
 from embodrl.workers.reward import Episode, RewardWorker
 
