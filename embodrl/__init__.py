@@ -72,7 +72,7 @@ _EXPORTS = {
     **dict.fromkeys(("AsyncTaskRunner", "TaskResult"), "embodrl.workers.task_runner"),
     **dict.fromkeys(
         ("to_verl", "from_verl", "to_areal", "from_areal", "to_areal_list", "from_areal_list"),
-        "embodrl.data.converters",
+        "embodrl.extras.converters.batches",
     ),
 }
 
@@ -99,12 +99,6 @@ if TYPE_CHECKING:
     from embodrl.config.schema import Config as Config
     from embodrl.config.schema import EnvConfig as EnvConfig
     from embodrl.config.schema import ModelConfig as ModelConfig
-    from embodrl.data.converters import from_areal as from_areal
-    from embodrl.data.converters import from_areal_list as from_areal_list
-    from embodrl.data.converters import from_verl as from_verl
-    from embodrl.data.converters import to_areal as to_areal
-    from embodrl.data.converters import to_areal_list as to_areal_list
-    from embodrl.data.converters import to_verl as to_verl
     from embodrl.data.trajectory import TrajectoryBatch as TrajectoryBatch
     from embodrl.envs.base import VectorEnv as VectorEnv
     from embodrl.envs.environment import Environment as Environment
@@ -119,6 +113,12 @@ if TYPE_CHECKING:
     from embodrl.errors import ConfigError as ConfigError
     from embodrl.errors import ConfigProblem as ConfigProblem
     from embodrl.errors import EmbodrlError as EmbodrlError
+    from embodrl.extras.converters.batches import from_areal as from_areal
+    from embodrl.extras.converters.batches import from_areal_list as from_areal_list
+    from embodrl.extras.converters.batches import from_verl as from_verl
+    from embodrl.extras.converters.batches import to_areal as to_areal
+    from embodrl.extras.converters.batches import to_areal_list as to_areal_list
+    from embodrl.extras.converters.batches import to_verl as to_verl
     from embodrl.hybrid_engines.rollout.batched import EpisodeEngine as EpisodeEngine
     from embodrl.models.base import LoadReport as LoadReport
     from embodrl.models.base import VLAPolicy as VLAPolicy

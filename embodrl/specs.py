@@ -248,7 +248,8 @@ class ModelSpec(Spec):
         public_preset: preset of ``model`` with the dimensions of the published weights.
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
-        parity: ``module:function`` that compares it with recordings of the reference implementation.
+        parity: ``module:function`` that compares it with recordings of the reference implementation, for `embodrl
+            parity`, which knows the built-in families itself.
         num_parameters: from the section ``model`` to about how many parameters a model without a checkpoint has.
         missing_config: hint for a directory with weights and no config.json, if public tools write such ones.
         interface: from a configuration with a checkpoint not written by embodrl to what is known of its conventions;
@@ -433,10 +434,13 @@ class VerbSpec(Entry):
         sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, or
             ``module:Class``.
         rules: checks of the configuration that run for this verb.
+        resumes: name of a file -> ``module:function``, with which `embodrl resume` continues a directory that has the
+            file: ``function(directory, settings, trust)`` returns the exit code.
     """
 
     sections: Mapping[str, type[Section] | str] = field(default_factory=dict[str, "type[Section] | str"])
     rules: tuple[RuleSet, ...] = ()
+    resumes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class FunctionRegistry(Registry[FunctionSpec]):

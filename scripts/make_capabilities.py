@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import cast
 
 from embodrl.config.rules.verbs import Verb
-from embodrl.config.sweep import expand_sweep
 from embodrl.errors import ConfigError
+from embodrl.extras.sweep.combinations import expand_sweep
 from embodrl.runs.load import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

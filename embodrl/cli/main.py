@@ -9,26 +9,19 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline, plan, reward, store
+from embodrl.cli import config, data, env, model, pipeline, plan, store
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
-from embodrl.cli.compare import compare
-from embodrl.cli.convert import convert
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
-from embodrl.cli.label import label
 from embodrl.cli.list import list_names
-from embodrl.cli.parity import parity
 from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
-from embodrl.cli.run import run
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
-from embodrl.cli.sweep import sweep
 from embodrl.cli.train import train
-from embodrl.cli.watch import watch
 from embodrl.processes.ending import own_process
 
 SIGNALLED = 128
@@ -82,25 +75,18 @@ add(app, train)
 add(app, evaluate, "eval")
 add(app, serve)
 add(app, collect)
-add(app, convert)
 add(app, sft)
-add(app, label)
-add(app, run)
-add(app, sweep)
 add(app, resume)
 add(app, fetch)
 add(app, export)
 for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
-    *((reward, "reward"), (store, "store")),
+    (store, "store"),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, profile)
-add(app, compare)
-add(app, watch)
 add(app, list_names, "list")
 add(app, doctor)
-add(app, parity)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from embodrl.cli.common import Debug, Overrides, Trust, execute
-from embodrl.cli.sweep import work
-from embodrl.errors import UsageError
+from embodrl.names import import_object
+from embodrl.specs import VERBS
 
 
 def resume(
@@ -27,13 +27,12 @@ def resume(
     """
 
     def action() -> int | None:
-        from embodrl.runs import sft, sweep, train
+        for spec in VERBS.all():
+            for file, function in spec.resumes.items():
+                if (directory / file).is_file():
+                    return import_object(function)(directory, overrides or [], trust)
+        from embodrl.runs import sft, train
 
-        if sweep.is_sweep(directory):
-            if overrides:
-                message = "a sweep is continued with the settings that it began with"
-                raise UsageError(message, "leave out the settings, or start another sweep", code="sweep-settings")
-            return work(sweep.read_sweep(directory))
         verb = sft if sft.is_sft_run(directory) else train
         return verb.resume(directory, overrides or [], trust)
 

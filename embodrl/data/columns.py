@@ -64,6 +64,13 @@ def at_path(group: Group, path: tuple[str, ...]) -> Tensor | Group | None:
     return found
 
 
+def group_at(group: Group, path: Sequence[str]) -> Group:
+    """Return the group of a path; what is missing of it is made."""
+    for name in path:
+        group = cast("Group", group.setdefault(name, {}))
+    return group
+
+
 def num_rows_of(columns: Columns, objects: Mapping[str, Sequence[object] | Array]) -> int:
     """Return the length of the first column, or of the first objects; 0 without any.
 

@@ -6,6 +6,7 @@ H x W image.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from embodrl.data.batch import Batch
-from embodrl.errors import BatchKeyError, BatchShapeError
+from embodrl.data.columns import Group, group_at
+from embodrl.errors import BatchError, BatchKeyError, BatchShapeError
 from embodrl.types import TOKEN_MASK
 
 
@@ -176,3 +178,35 @@ class TrajectoryBatch(Batch):
         end = torch.zeros_like(values[:-1])
         end[-1] = values[-1]
         self["values"], self["end_values"] = values[:-1], end
+
+
+def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
+    """Return the columns under names that ``batch_from_tensors`` can read, for files that hold more than a batch.
+
+    Raises:
+        BatchError: the batch has objects, which are not tensors.
+    """
+    if batch.objects:
+        raise BatchError(f"objects {', '.join(batch.objects)} are not tensors", "remove them from the batch")
+    return {json.dumps(list(path)): tensor for path, tensor in batch.leaves()}
+
+
+def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: dict[str, Any]) -> TrajectoryBatch:
+    """Return the batch of ``batch_to_tensors``.
+
+    Args:
+        tensors: the result of ``batch_to_tensors``.
+        batch_size: ``[N]`` or ``[T,N]``.
+        meta: of the batch.
+
+    Raises:
+        BatchError: these are not the tensors of a batch.
+    """
+    tree: Group = {}
+    for name, tensor in tensors.items():
+        try:
+            path = json.loads(name)
+            group_at(tree, path[:-1])[path[-1]] = tensor
+        except (ValueError, TypeError, IndexError) as error:
+            raise BatchError(f"'{name}' is not a column of a batch", "read what batch_to_tensors wrote") from error
+    return TrajectoryBatch(tree, None, meta, batch_size)

@@ -20,8 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from embodrl.config.schema import Config
-from embodrl.data.converters import batch_from_tensors, batch_to_tensors
-from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine

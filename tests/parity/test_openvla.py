@@ -10,9 +10,10 @@ from expect import raises_code
 from safetensors.torch import load_file, save_file
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.parity import openvla as parity
+from embodrl.extras.parity.common import Comparison
 from embodrl.models.common.action_bins import ActionBins
-from embodrl.models.common.parity import Comparison
-from embodrl.models.openvla import modeling, parity
+from embodrl.models.openvla import modeling
 from embodrl.models.openvla.modeling import OpenVLAModel
 
 FIXTURE = Path(__file__).parents[3] / "shared" / "parity" / "openvla"

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.parity import pi as parity
 from embodrl.models.common import gemma
 from embodrl.models.common.flow import reversed_velocity
-from embodrl.models.pi import modeling, parity
+from embodrl.models.pi import modeling
 from embodrl.models.pi.modeling import PiModel
 from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodrl.models.pi0_fast import modeling, parity
+from embodrl.extras.parity import pi0_fast as parity
+from embodrl.models.pi0_fast import modeling
 from embodrl.models.pi0_fast.files import public_state
 from embodrl.models.pi0_fast.modeling import FastModel
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodrl.models.smolvla import parity
+from embodrl.extras.parity import smolvla as parity
 from embodrl.models.smolvla.files import public_state
 from embodrl.models.smolvla.modeling import SmolVlaModel
 

@@ -29,8 +29,8 @@ from rich.table import Table
 from embodrl.config.schema import model_settings
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.extras.bench.plain import plain_actions
+from embodrl.extras.parity.common import CHAIN_TOLERANCE
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.parity import CHAIN_TOLERANCE
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
 from embodrl.storage.json_file import write_json_file

@@ -227,14 +227,12 @@ def flow_family(
     max_cameras: int = 3,
     actions: str = ACTIONS,
     suffix: str = "",
-    has_recording: bool = True,
     missing_config: str = "",
     public_preset: str = "",
 ) -> ModelSpec:
     """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``.
 
-    ``suffix`` tells its modules ``build`` and ``parity`` from those of another family in the package; ``parity`` exists
-    where there is a recording of a reference.
+    ``suffix`` tells its module ``build`` from that of another family in the package.
     """
     return ModelSpec(
         name=name,
@@ -251,7 +249,6 @@ def flow_family(
         uses_state=uses_state,
         interface=interface,
         max_cameras=max_cameras,
-        parity=f"embodrl.models.{package}.parity{suffix}:run" if has_recording else "",
         sizes=sizes,
         actions=actions,
         missing_config=missing_config,

@@ -243,5 +243,4 @@ N1_6 = flow_family(
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
     suffix="_n1_6",
-    has_recording=False,
 )

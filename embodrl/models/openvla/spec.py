@@ -155,7 +155,6 @@ SPEC = ModelSpec(
     keeps_vision_features=True,
     tensor_parallel=True,
     builtin_warm_start=True,
-    parity="embodrl.models.openvla.parity:run",
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",
     actions="256 bins per dimension, decoded one after the other",

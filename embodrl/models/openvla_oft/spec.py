@@ -85,7 +85,6 @@ SPEC = ModelSpec(
     num_bins=NUM_BINS,
     keeps_vision_features=True,
     interface=interface,
-    parity="embodrl.models.openvla_oft.parity:run",
     num_parameters=num_parameters,
     sizes="2.3 M (tiny), 7.54 B",
     actions="256 bins per dimension, or regressed (L1); the whole chunk at once",

@@ -108,7 +108,6 @@ SPEC = ModelSpec(
     uses_state=True,
     max_cameras=3,
     interface=libero_interface,
-    parity="embodrl.models.pi0_fast.parity:run",
     sizes="1.3 M (tiny), about 2.9 B",
     actions="cosine coefficients of the chunk, byte-pair encoded, decoded one after the other",
     missing_config="give a checkpoint in lerobot's pi0_fast layout",

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from embodrl.data.columns import is_same
-from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.errors import BatchError, BatchIndexError, BatchKeyError, BatchShapeError
 
 TIMES = (None, 3)
@@ -223,3 +223,19 @@ def test_attributes_are_the_columns() -> None:
         rollout(reward=torch.zeros(2, 3))
     with raises_code("batch-shape", BatchShapeError, "'logprobs'"):
         rollout(logprobs=torch.zeros(2, 4))
+
+
+@PATIENT
+@given(batches())
+def test_tensors_of_a_checkpoint_give_the_same_columns(batch: TrajectoryBatch) -> None:
+    batch = batch.select(*(path for path, _ in batch.leaves()))  # neither objects nor empty groups
+    tensors = batch_to_tensors(batch)
+    assert all(isinstance(value, torch.Tensor) for value in tensors.values())
+    assert same(batch_from_tensors(tensors, list(batch.batch_size), batch.meta), batch)
+
+
+def test_objects_and_foreign_names_are_not_read_as_tensors() -> None:
+    with raises_code("batch", BatchError, "name"):
+        batch_to_tensors(numbered(2))
+    with raises_code("batch", BatchError, "'weight'"):
+        batch_from_tensors({"weight": torch.zeros(2)}, [2], {})

@@ -23,10 +23,10 @@ from embodrl.cli.serve import arguments_of
 from embodrl.config import LoadedConfig
 from embodrl.config.rules import NOTES, RULES
 from embodrl.config.rules.verbs import Verb
-from embodrl.config.sweep import expand_sweep
 from embodrl.errors import ConfigError
+from embodrl.extras.recipe.stages import plan_recipe
+from embodrl.extras.sweep.combinations import expand_sweep
 from embodrl.runs.load import load_config
-from embodrl.runs.recipe import plan_recipe
 from embodrl.specs import ENVS, MODELS
 
 COMMANDS = [command for page in documented.PAGES for command in documented.commands(page)]

@@ -20,8 +20,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from embodrl.config import load_config
+from embodrl.extras.compare.comparison import comparison_page, differing_settings, figure_rows, read_runs
 from embodrl.reporting.charts import Series, histogram, integer_ticks, line_chart, nice_ticks, stacked_chart
-from embodrl.reporting.comparison import comparison_page, differing_settings, figure_rows, read_runs
 from embodrl.reporting.console import Console
 from embodrl.reporting.eval_report import eval_page
 from embodrl.reporting.health import find_warnings

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.errors import FileFormatError, OutputError
-from embodrl.reporting.comparison import comparison_page, differing_settings, read_runs
-from embodrl.reporting.paired_evals import comparison_of
+from embodrl.extras.compare.comparison import comparison_page, differing_settings, read_runs
+from embodrl.extras.compare.paired_evals import comparison_of
 from embodrl.reporting.report import report_page, write_report
 from embodrl.reporting.run_files import own_files, read_run_config
 

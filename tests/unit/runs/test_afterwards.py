@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console as RichConsole
 
 from embodrl.config import load_config
-from embodrl.config.sweep import SweptRun
+from embodrl.extras.sweep import runs as sweep
+from embodrl.extras.sweep.combinations import SweptRun
+from embodrl.extras.sweep.runs import COMPARISON_FILE, Sweep, run_sweep
 from embodrl.reporting.console import Console
-from embodrl.runs import eval_output, result, sweep
-from embodrl.runs.sweep import COMPARISON_FILE, Sweep, run_sweep
+from embodrl.runs import eval_output, result
 from embodrl.workers.evaluator import EvalResult
 
 CODE = "result-without-page"

@@ -12,7 +12,7 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
-from embodrl.reporting.comparison import read_runs
+from embodrl.extras.compare.comparison import read_runs
 from embodrl.reporting.verdict import is_solved, regression
 from embodrl.runs.beside import UnderWay
 from embodrl.runs.loop import Runner

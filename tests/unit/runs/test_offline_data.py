@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from demo_files import episode, write
 from expect import raises_code
-from test_replay_demos import episode, write
 from tiny_families import build
 
 from embodrl.config.schema import Config

@@ -1,0 +1,7 @@
+"""The verb `embodrl convert`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="convert", target="embodrl.extras.converters.cli:convert")

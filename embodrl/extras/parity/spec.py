@@ -1,0 +1,7 @@
+"""The verb `embodrl parity`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="parity", target="embodrl.extras.parity.cli:parity")

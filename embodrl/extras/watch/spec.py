@@ -1,0 +1,7 @@
+"""The verb `embodrl watch`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="watch", target="embodrl.extras.watch.cli:watch")
