@@ -18,8 +18,8 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
-from embodrl.runs import build
 from embodrl.runs import train as runner
+from embodrl.trainer import parts
 from embodrl.workers.collector import Collector, SyncCollector
 
 
@@ -55,7 +55,7 @@ def make_source(
 def main(arguments: list[str]) -> int:
     """Train; return the exit code."""
     LaggedRollout.lag = int(arguments[0])
-    build.make_collector = make_source  # type: ignore[assignment]
+    parts.make_collector = make_source  # type: ignore[assignment]
     return runner.train(load_config(["env=maniskill", "model=openvla", *arguments[1:]])).exit_code
 
 

@@ -126,8 +126,8 @@ def stats(
 
     def action() -> None:
         from embodrl.data.load import is_lerobot, load_demos
+        from embodrl.learners.imitation_policy import demo_statistics
         from embodrl.models.common.gripper import Convention
-        from embodrl.runs.sft import demo_statistics
         from embodrl.storage.json_file import check_json_file
 
         check_json_file(output)

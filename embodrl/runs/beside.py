@@ -297,12 +297,12 @@ def unfinished_evaluation(checkpoint: Checkpoint) -> UnderWay | None:
     return UnderWay(saved.integer("iteration"), saved.integer("version"), saved.text("video_dir", None), best)
 
 
-def finished_since(run_dir: Path, checkpoint: Checkpoint) -> Row | None:
+def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRICS_FILE) -> Row | None:
     """Return the row of the evaluation that was under way when a checkpoint was made, if it was done before the end.
 
-    The row is behind what the checkpoint knows of metrics.jsonl, which is brought back to that.
+    The row is behind what the checkpoint knows of the file of rows, which is brought back to that.
     """
-    under_way, path = unfinished_evaluation(checkpoint), run_dir / METRICS_FILE
+    under_way, path = unfinished_evaluation(checkpoint), run_dir / file_name
     if under_way is None or not path.is_file():
         return None
     rows = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]

@@ -73,7 +73,7 @@ def already_complete(
 
 
 def conclude(
-    config: Config, run_dir: Path, policy: VLAPolicy, console: Console, iteration: int, *, finished: bool, saved: bool
+    config: Config, run_dir: Path, policy: VLAPolicy, console: Console, iteration: int, finished: bool, saved: bool
 ) -> None:
     """Export the policy of a finished run, write the report, and print what a user needs next.
 

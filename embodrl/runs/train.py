@@ -9,41 +9,34 @@ from pathlib import Path
 import torch
 
 from embodrl.config import LoadedConfig
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, EmbodrlError, OutputError
+from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, OutputError
+from embodrl.learners.rollout import RolloutLearner, Watch
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
-from embodrl.reporting.log import RunLog
-from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
-from embodrl.reporting.sinks import MetricsLogger
+from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.runs.beside import EvalBeside, finished_since, unfinished_evaluation
-from embodrl.runs.build import build, check_machine
 from embodrl.runs.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
+    PUBLISHED_DIR,
     check_disk_space,
     drop_missing_warm_start,
     has_results,
-    resume_hint,
     run_directory,
-    saved_metrics,
     sent_num_bytes,
 )
 from embodrl.runs.load import graph_of
-from embodrl.runs.lock import RunLock, run_lock
-from embodrl.runs.loop import Runner, pending_row
-from embodrl.runs.provenance import add_provenance, changes_so_far, compute_text
-from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
+from embodrl.runs.lock import RunLock
+from embodrl.runs.provenance import compute_text
 from embodrl.runs.result import TrainResult, already_complete, conclude
-from embodrl.runs.settings import (
-    STATE_KEY,
-    is_run,
-    load_saved,
-    not_a_run,
-    refuse_impossible,
-    write_settings,
-)
-from embodrl.runs.stop import StopSignal
-from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
+from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
+from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.trainer.journal import Journal
+from embodrl.trainer.loop import Trainer, make_trainer
+from embodrl.trainer.parts import build, check_machine
+from embodrl.trainer.saving import iteration_of, open_metrics, pending_row
+from embodrl.trainer.schedule import Schedule
+from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
@@ -59,7 +52,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
     config = loaded.config
     run_dir = run_directory(config)
     check_machine(config, loaded.deployment)
-    with run_lock(run_dir) as lock:
+    with run_directory_of(run_dir) as lock:
         path = run_dir / METRICS_FILE
         if (path.is_file() and path.stat().st_size) or any(run_dir.glob("checkpoints/step_*")):
             raise OutputError(
@@ -68,11 +61,7 @@ def train(loaded: LoadedConfig) -> TrainResult:
                 code="run-exists",
             )
         preflight(run_dir, LEAST_FREE_BYTES)
-        with RunLog(run_dir / LOG_FILE):
-            for attempt in attempts(config, run_dir, None, None, lock.check):
-                with attempt:
-                    return _execute(loaded, run_dir, lock, attempt.checkpoint, attempt.old_settings)
-    raise AssertionError("attempts ends by raising")
+        return run_tries(loaded, run_dir, lock, work)
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -92,10 +81,9 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
     """
     if not is_run(directory):
         raise not_a_run(directory)
-    with run_lock(directory) as lock:
+    with run_directory_of(directory) as lock:
         preflight(directory, LEAST_FREE_BYTES)
-        with RunLog(directory / LOG_FILE):
-            return _resume(directory, lock, overrides, trust).exit_code
+        return _resume(directory, lock, overrides, trust).exit_code
 
 
 def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -> TrainResult:
@@ -115,11 +103,11 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
                 code="checkpoint-missing",
             )
         logger.warning("%s has no checkpoint: it starts over", directory)
-        return _continue(loaded, directory, lock, None, saved.text)
+        return run_tries(loaded, directory, lock, work, None, saved.text)
     state = checkpoint.state
     generators = num_generators(config, loaded.deployment)
     refuse_impossible(config, state.text(STATE_KEY, None), state.fields("rollout"), generators)
-    done, pending = checkpoint.state.integer("iteration"), pending_row(checkpoint.state)
+    done, pending = iteration_of(checkpoint), pending_row(checkpoint.state)
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"
         raise ConfigError(
@@ -128,95 +116,66 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
     is_done = pending is None and unfinished_evaluation(checkpoint) is None
     if done == config.runner.max_iterations and is_done and has_results(directory):
         return already_complete(config, directory, checkpoint, done, overrides)
-    return _continue(loaded, directory, lock, checkpoint, saved.text)
+    return run_tries(loaded, directory, lock, work, checkpoint, saved.text)
 
 
-def _continue(
-    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str
-) -> TrainResult:
-    """As ``_execute``; training processes that are lost are restarted."""
-    for attempt in attempts(loaded.config, run_dir, checkpoint, old_settings, lock.check):
-        with attempt:
-            return _execute(loaded, run_dir, lock, attempt.checkpoint, attempt.old_settings)
-    raise AssertionError("attempts ends by raising")
-
-
-def _last_logged(checkpoint: Checkpoint) -> int:
-    """Return the last iteration whose metrics are kept: an evaluation may still be pending."""
-    return checkpoint.state.integer("iteration") - (pending_row(checkpoint.state) is not None)
-
-
-def _execute(
-    loaded: LoadedConfig, run_dir: Path, lock: RunLock, checkpoint: Checkpoint | None, old_settings: str | None
-) -> TrainResult:
+def work(session: RunSession) -> TrainResult:
     """Bring up the parts of a run, walk through it, and write the report.
 
-    Args:
-        loaded: the run.
-        run_dir: its directory.
-        lock: of the directory.
-        checkpoint: where to continue.
-        old_settings: those of the process before; None for a new run.
-
     Raises:
-        TrainersLostError: the training processes have died or hung.
-        EmbodrlError: anything else has failed.
+        EmbodrlError: something the run needs is missing, or it failed.
     """
-    logged_until = None if old_settings is None else -1 if checkpoint is None else _last_logged(checkpoint)
-    runner: Runner | None = None
-    config, deployment = loaded.config, loaded.deployment
+    config, deployment, directory = session.config, session.deployment, session.directory
     device = configure_torch(config, deployment.main_place)
     if deployment.main_place is None:  # it keeps a policy for checkpoints, publishing and export alone
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
-    console = Console(config.runner.logger.console, config.runner.max_iterations, run_dir.name)
+    console = Console(config.runner.logger.console, config.runner.max_iterations, directory.name)
     cpus = deployment.main_place.cpus if deployment.main_place is not None else ()
-    with StopSignal(config.runner.stop_timeout_s) as stop, bound_to(cpus), console:
-        console.message(f"run: {run_dir}, log: {run_dir / LOG_FILE}")
+    with bound_to(cpus), console:
+        console.message(f"run: {directory}, log: {directory / LOG_FILE}")
         console.message(compute_text(config))
+        with ExitStack() as closing:  # in reverse order, and all of them, whatever fails
+            trainer, settings = _bring_up(session, console, device, closing)
+            code = trainer.run(settings)
+        session.lock.check()
+        policy = trainer.learner.policy
+        conclude(config, directory, policy, console, trainer.iteration, trainer.is_finished, trainer.is_saved)
+    return TrainResult(directory, code, policy)
 
-        def stopped() -> bool:
-            console.advance()
-            return bool(stop)
 
-        try:
-            with ExitStack() as closing:  # in reverse order, and all of them, whatever fails
-                console.phase("starting simulators")
-                weights_from = config if checkpoint is None else drop_missing_warm_start(config)
-                parts = build(config, weights_from, deployment, run_dir, device, stopped, closing)
-                parts.engine.on_step = console.step
-                stop.arm()
-                saved = None if checkpoint is None else saved_metrics(checkpoint)
-                late = None if checkpoint is None else finished_since(run_dir, checkpoint)
-                metrics = MetricsLogger(run_dir, config.runner.logger, logged_until, config.model_dump(), saved=saved)
-                closing.callback(metrics.close)
-                console.restore(read_metrics(metrics.path))
-                graph = graph_of(loaded)
-                beside = None
-                if config.runner.eval_async:
-                    beside = EvalBeside(config, deployment, run_dir, parts.policy)
-                    closing.callback(beside.close)
-                runner = Runner(config, graph, deployment, run_dir, parts, metrics, console, stop, lock, beside)
-                num_bytes, best = parts.engine.state_num_bytes(), config.runner.keep_best
-                sent = sent_num_bytes(config, deployment, parts.policy)
-                check_disk_space(run_dir, config, parts.policy, num_bytes, keep_best=best, sent=sent)
-                if checkpoint is not None:
-                    console.message(f"resuming from {checkpoint.path}")
-                    runner.restore(checkpoint, late)
-                # Only now: settings with which it could not be resumed are not kept.
-                config_yaml = loaded.to_yaml()
-                for line in add_provenance(run_dir, config, config_yaml, old_settings, runner.iteration):
-                    console.message(line)
-                code = runner.run(write_settings(run_dir, config_yaml, changes_so_far(run_dir)))
-        except EmbodrlError as error:
-            if stop:
-                error.exit_code = stop.exit_code
-            elif runner is not None and lost_trainers(runner.engine):
-                raise TrainersLostError(error) from error
-            if not isinstance(error, (ConfigError, OutputError)):
-                error.add_hint(resume_hint(run_dir))
-            raise
-        lock.check()
-        done, finished, saved = runner.iteration, runner.finished, runner.saved
-        conclude(config, run_dir, parts.policy, console, done, finished=finished, saved=saved)
-    return TrainResult(run_dir, code, parts.policy)
+def _bring_up(session: RunSession, console: Console, device: torch.device, closing: ExitStack) -> tuple[Trainer, str]:
+    """Return the trainer, where the try of the run begins, and the settings for its checkpoints."""
+    config, deployment, directory = session.config, session.deployment, session.directory
+    checkpoint = session.checkpoint
+
+    def stopped() -> bool:
+        console.advance()
+        return bool(session.stop)
+
+    console.phase("starting simulators")
+    weights_from = config if checkpoint is None else drop_missing_warm_start(config)
+    parts = build(config, weights_from, deployment, directory, device, stopped, closing)
+    session.engine = parts.engine
+    parts.engine.on_step = console.step
+    session.stop.arm()
+    late = None if checkpoint is None else finished_since(directory, checkpoint)  # before its row is dropped
+    journal = Journal(open_metrics(session, closing), console, config.model.warm_start is not None)
+    console.restore(journal.rows)
+    beside = None
+    if config.runner.eval_async:
+        beside = EvalBeside(config, deployment, directory, parts.policy)
+        closing.callback(beside.close)
+    publish_to = directory / PUBLISHED_DIR if config.rollout.publish_weights else None
+    watch = Watch(lambda: bool(session.stop), console.phase)
+    learner = RolloutLearner(config, deployment, graph_of(session.loaded), parts, watch, publish_to)
+    has_reference = config.algorithm.kl.coef > 0
+    trainer = make_trainer(session, learner, Schedule.of_training(config), journal, beside, has_reference)
+    num_bytes = parts.engine.state_num_bytes()
+    sent = sent_num_bytes(config, deployment, parts.policy)
+    check_disk_space(directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
+    if checkpoint is not None:
+        console.message(f"resuming from {checkpoint.path}")
+        trainer.restore(checkpoint, late)
+    # Only now: settings with which it could not be resumed are not kept.
+    return trainer, session.record(trainer.iteration, console.message)

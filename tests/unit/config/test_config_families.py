@@ -8,7 +8,7 @@ from expect import raises_code
 from embodrl.config import load_config
 from embodrl.config.policy_card import SHIPPED_POLICY
 from embodrl.errors import ConfigError
-from embodrl.runs.sft import with_vision
+from embodrl.learners.imitation_policy import with_vision
 
 
 def noted(*arguments: str) -> set[str]:

@@ -19,11 +19,11 @@ from embodrl.config.schema import (
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import FrameBatches, check_demos, shift_images
-from embodrl.errors import OutputError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.learners.imitation import engine_config, learning_rate
 from embodrl.runs import sft as verb
-from embodrl.runs.sft import Trainer, engine_config, learning_rate, sft
+from embodrl.runs.sft import sft
 from embodrl.specs import LOSSES
 
 
@@ -208,17 +208,6 @@ def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_p
     ]
     with raises_code("policy-has-no-decoding"):
         sft(load_config(["env=toy", "model.warm_start=null", *settings]))
-
-
-def test_fine_tuning_that_has_lost_its_directory_saves_nothing() -> None:
-    class Lost:
-        def check(self) -> None:
-            raise OutputError("the run has lost its directory")
-
-    trainer = Trainer.__new__(Trainer)
-    trainer.lock = Lost()  # type: ignore[assignment]
-    with pytest.raises(OutputError):
-        trainer.save()
 
 
 def test_imitation_has_no_critics_of_an_off_policy_algorithm() -> None:

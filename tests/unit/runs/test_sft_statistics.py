@@ -14,7 +14,8 @@ from embodrl.data.imitation import check_robot, load_configured_demos
 from embodrl.data.raw import RawWriter
 from embodrl.data.statistics import read_statistics
 from embodrl.errors import StatisticsMissingError
-from embodrl.runs.sft import check_range, policy_with_statistics, sft
+from embodrl.learners.imitation_policy import check_range, policy_with_statistics
+from embodrl.runs.sft import sft
 
 SIZES = {**TINY["pi"], "action_horizon": 5}
 SMALL = [f"model.pi.{name}={value}" for name, value in SIZES.items() if name != "siglip"]

@@ -11,8 +11,8 @@ from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
 from embodrl.runs import evaluate as verb
 from embodrl.runs import serve as serving
-from embodrl.runs.build import check_machine
 from embodrl.runs.random_model import write_random_model
+from embodrl.trainer.parts import check_machine
 from embodrl.workers import policy
 
 GIB = 1 << 30

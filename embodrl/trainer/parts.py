@@ -6,7 +6,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import torch
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.imitation import DemoDraws, check_demos, check_robot, load_configured_demos, observed
-from embodrl.data.offline import OfflineData
 from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
@@ -24,6 +22,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_me
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
@@ -52,25 +51,6 @@ from embodrl.workers.rollout_backend import LocalBackend, RolloutBackend, make_c
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run, started.
-
-    Attributes:
-        policy: of the driver, on its device.
-        engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
-        rollouts: simulators and what acts in them.
-        rewards: judges episodes.
-        stores: of off-policy and offline runs, and of those that imitate beside their loss.
-    """
-
-    policy: VLAPolicy
-    engine: TrainEngine
-    rollouts: RolloutBackend
-    rewards: RewardWorker
-    stores: ReplayStores | OfflineData | DemoDraws | None = None
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:

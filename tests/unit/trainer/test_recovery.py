@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from expect import raises_code
 
-from embodrl.config.schema import Config
+from embodrl.config import LoadedConfig, load_config
 from embodrl.errors import OutputError, WorkerDied, WorkerRaised
-from embodrl.runs.recovery import TrainersLostError, attempts, lost_trainers
 from embodrl.runs.settings import write_settings
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.session import RunSession, TrainersLostError, lost_trainers, run_tries
 
 
 class Engine:
@@ -24,20 +26,22 @@ class Engine:
 
 def restarted(
     execute: Callable[[Checkpoint | None, bool], str | None],
-    config: Config,
+    loaded: LoadedConfig,
     run_dir: Path,
     check: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Execute a new run, which writes its settings before anything can be lost."""
     write_settings(run_dir, "runner: {seed: 1}\n", [])
-    for attempt in attempts(config, run_dir, None, None, check):
-        with attempt:
-            return execute(attempt.checkpoint, attempt.old_settings is not None)
-    raise AssertionError("attempts ends by raising")
+
+    def work(session: RunSession) -> str | None:
+        return execute(session.checkpoint, session.old_settings is not None)
+
+    lock: Any = SimpleNamespace(check=check)
+    return run_tries(loaded, run_dir, lock, work)
 
 
-def config(max_restarts: int) -> Config:
-    return Config.model_validate({"actor": {"max_restarts": max_restarts}})
+def config(max_restarts: int) -> LoadedConfig:
+    return load_config(["env=toy", f"actor.max_restarts={max_restarts}"])
 
 
 def test_a_run_begins_again_at_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""Supervised fine-tuning: an iteration takes optimizer steps on batches of demonstrated frames."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
+from embodrl.data.batch import Batch
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.learners.base import Learner, LearnerState
+from embodrl.models.base import VLAPolicy
+from embodrl.reporting.metrics_file import Row
+from embodrl.storage.checkpoint import Checkpoint
+from embodrl.types import Observation
+from embodrl.workers.policy import num_threads
+
+
+def learning_rate(settings: SftConfig, step: int) -> float:
+    """Return the learning rate of a step: linear warm-up, then a cosine to 0."""
+    if step < settings.lr_warmup_steps:
+        return settings.lr * (step + 1) / settings.lr_warmup_steps
+    part = (step - settings.lr_warmup_steps) / max(settings.max_steps - settings.lr_warmup_steps, 1)
+    return settings.lr * 0.5 * (1 + math.cos(math.pi * min(part, 1.0)))
+
+
+def engine_config(config: Config, device: torch.device) -> Config:
+    """Return the configuration that train engines are built with: ``sft``'s rates and batch sizes, no reference.
+
+    Args:
+        config: the run.
+        device: that trains; on a CPU every core gets one micro-batch.
+    """
+    settings = config.sft
+    cores = num_threads(config) if device.type == "cpu" and config.actor.training_backend == "native" else 1
+    micro = settings.micro_batch_size or math.ceil(settings.batch_size / cores)
+    optim = config.actor.optim.model_copy(update={"lr": settings.lr, "weight_decay": settings.weight_decay})
+    actor = config.actor.model_copy(
+        update={"optim": optim, "micro_batch_size": micro, "global_batch_size": settings.batch_size}
+    )
+    # Those of an off-policy algorithm would bring critics, which imitation has no use for.
+    algorithm = AlgorithmConfig()
+    on_policy = {"adv_type": algorithm.adv_type, "loss_type": algorithm.loss_type}
+    kl = config.algorithm.kl.model_copy(update={"coef": 0.0})
+    return config.model_copy(
+        update={
+            "actor": actor,
+            "algorithm": config.algorithm.model_copy(update={"kl": kl, **on_policy}),
+            "runner": config.runner.model_copy(update={"max_iterations": settings.max_steps, "max_staleness": 0}),
+        }
+    )
+
+
+class Batches(Protocol):
+    """Where the batches of frames come from, as ``FrameBatches``."""
+
+    def next(self) -> tuple[Observation, Tensor, Tensor]:
+        """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those that count."""
+        ...
+
+    def state(self) -> tuple[dict[str, Any], Tensor]:
+        """Return what ``load_state`` takes: JSON, and a tensor."""
+        ...
+
+    def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
+        """Continue where ``state`` was taken."""
+        ...
+
+
+class ImitationLearner(Learner):
+    """Imitates frames. An iteration takes as many optimizer steps as up to the next that is logged or evaluated after.
+
+    Args:
+        config: the run.
+        policy: of this process; has the engine's weights after ``engine.fetch``.
+        engine: trains.
+        batches: of demonstrated frames.
+        pauses: numbers of steps after whose multiples an iteration ends; zeros are ignored.
+        play: evaluates the policy; see ``Learner.evaluate``.
+        on_step: called after every step with its number and metrics; True ends the iteration.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: VLAPolicy,
+        engine: TrainEngine,
+        batches: Batches,
+        pauses: tuple[int, ...],
+        play: Callable[[Path | None], Row],
+        on_step: Callable[[int, Mapping[str, float]], bool],
+    ) -> None:
+        super().__init__(policy, engine)
+        self.config = config
+        self.batches = batches
+        self._pauses = [pause for pause in pauses if pause]
+        self._play = play
+        self._on_step = on_step
+        self._start = self._last = time.monotonic()
+
+    def step(self, iteration: int) -> Row:
+        total = self.config.sft.max_steps
+        self.is_updating = True  # between two steps, too: the iteration is not complete
+        while True:
+            row = self._take_step(iteration)
+            iteration += 1
+            is_to_stop = self._on_step(iteration, row)
+            if is_to_stop or iteration == total or any(iteration % pause == 0 for pause in self._pauses):
+                break
+        now = time.monotonic()
+        times = {"time_s": now - self._start, "time/total_s": now - self._last}
+        self._last = now
+        self.is_updating = False
+        return {"iteration": iteration, "step": iteration, **row, **times}
+
+    def _take_step(self, iteration: int) -> dict[str, float]:
+        settings = self.config.sft
+        self.engine.check()
+        observation, actions, inside = self.batches.next()
+        # Inputs are prepared here, not by the engine: noise and times of flow policies come from one stream.
+        inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
+        batch = Batch({name: tensor.cpu() for name, tensor in inputs.items()})
+        return self.engine.imitate(batch, learning_rate(settings, iteration), settings.label_smoothing_bins)
+
+    def evaluate(self, video_dir: Path | None) -> Row:
+        self.engine.fetch()
+        if self.config.actor.enable_offload:
+            self.engine.offload()
+        return self._play(video_dir)
+
+    def state(self) -> LearnerState:
+        data_rng, order = self.batches.state()
+        return LearnerState({"kind": "sft", "data_rng": data_rng}, {"data": {"order": order}})
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        order = checkpoint.tensors("data")["order"]
+        self.batches.load_state(dict(checkpoint.state.fields("data_rng").content), order)

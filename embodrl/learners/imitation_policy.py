@@ -1,0 +1,109 @@
+"""The policy that imitation trains: its statistics, its vision, and whether it can express what is demonstrated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from embodrl.config import LoadedConfig
+from embodrl.config.schema import Config, SftConfig
+from embodrl.data.demos import Demos
+from embodrl.data.facts import data_directory, read_facts
+from embodrl.data.statistics import UNNAMED, RobotStatistics, dimension_stats, read_statistics
+from embodrl.errors import EmbodrlError, StatisticsMissingError
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.gripper import Convention, to_model
+from embodrl.specs import ENVS
+from embodrl.workers.policy import build_policy
+
+
+def with_model(config: Config, **changes: object) -> Config:
+    """Return a configuration with other settings of the section ``model``."""
+    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+
+
+def with_vision(loaded: LoadedConfig) -> LoadedConfig:
+    """Return a configuration that imitation trains the vision of, unless the user has frozen it.
+
+    One that was loaded without a verb may have it frozen, which follows from a warm start that learns from reward.
+    """
+    if loaded.config.model.freeze_vision and loaded.origins["model.freeze_vision"].kind == "preset":
+        return replace(loaded, config=with_model(loaded.config, freeze_vision=False))
+    return loaded
+
+
+def policy_with_statistics(
+    config: Config, demos: Demos, path: Path, tell: Callable[[str], None]
+) -> tuple[Config, VLAPolicy]:
+    """Build the policy with the statistics that ``sft.stats`` asks for, and return it with its configuration.
+
+    Args:
+        config: the run.
+        demos: that statistics are computed from.
+        path: of the file that they are written to, unless they are the checkpoint's.
+        tell: called with a line that says which they are.
+
+    Raises:
+        CheckpointError: see the family's builder.
+    """
+    model, choice = config.model, config.sft.stats
+    path.unlink(missing_ok=True)  # of an earlier start that failed
+    if choice == "auto" and model.stats_path is not None:
+        choice = model.stats_path
+    if choice == "auto" and not ENVS.entry(config.env.env_type).simulates and model.model_path is None:
+        choice = "auto" if model.warm_start is not None else "data"
+    if choice in ("auto", "checkpoint"):
+        try:
+            return config, build_policy(config)
+        except StatisticsMissingError as error:
+            if choice == "checkpoint":
+                raise
+            tell(f"{error.message}: statistics are computed from the demonstrations")
+            choice = "data"
+    if choice == "data":
+        statistics, narrow = demo_statistics(demos, config.sft.data_dir, model.gripper, config.env.include_state)
+        if narrow:
+            tell(f"q01 and q99 of action dimensions {narrow} are their minimum and maximum: they hardly ever move")
+    else:
+        statistics = read_statistics(Path(choice).expanduser())
+    statistics.write(path)
+    tell(f"statistics of {'the demonstrations' if choice == 'data' else choice}, as in {path}")
+    config = with_model(config, stats_path=str(path))
+    return config, build_policy(config)
+
+
+def demo_statistics(
+    demos: Demos, data_dir: str | Path, gripper: Convention, include_state: bool
+) -> tuple[RobotStatistics, list[int]]:
+    """Return the statistics of demonstrations, and the action dimensions that hardly move (``dimension_stats``).
+
+    Args:
+        demos: of all frames.
+        data_dir: where they are from; the robot that it states names the statistics.
+        gripper: convention of the policy, which actions are converted to.
+        include_state: of the state, too, if there is one.
+    """
+    action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
+    state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
+    name = read_facts(data_directory(str(data_dir))).robot_type or UNNAMED
+    return RobotStatistics(name, action, state, gripper, len(demos.actions), len(demos.instructions)), narrow
+
+
+def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:
+    """Refuse demonstrations of which the policy can't express the actions.
+
+    Raises:
+        EmbodrlError: names each dimension with more values out of range than ``sft.max_clipped``, and their share.
+    """
+    shares = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
+    wrong = [f"{share:.0%} of dimension {index}" for index, share in enumerate(shares) if share > settings.max_clipped]
+    if wrong:
+        low, high = demos.actions.min(), demos.actions.max()
+        raise EmbodrlError(
+            f"actions in {settings.data_dir} ({low:g} to {high:g}) are out of the policy's range: {', '.join(wrong)}",
+            "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains anyway",
+            code="sft-actions-out-of-range",
+        )

@@ -1,0 +1,240 @@
+"""Learning from rollouts: an iteration walks a pipeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.data.imitation import DemoDraws
+from embodrl.data.offline import OfflineData
+from embodrl.data.replay import ReplayStores
+from embodrl.data.rng import capture_rng, generator_state, restore_generator, restore_rng
+from embodrl.deployment import Deployment
+from embodrl.errors import CheckpointError, PipelineError
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
+from embodrl.learners.base import Learner, LearnerState
+from embodrl.models.base import VLAPolicy
+from embodrl.pipelines.checks import CHANGES
+from embodrl.pipelines.context import Context
+from embodrl.pipelines.graph import Graph, Node
+from embodrl.reporting.metrics_file import Row
+from embodrl.storage.checkpoint import Checkpoint
+from embodrl.workers.collector import RolloutState
+from embodrl.workers.memory_phases import TRAIN_ROLES, MemoryPhases
+from embodrl.workers.reward import RewardWorker
+from embodrl.workers.rollout_backend import RolloutBackend
+
+REPLAY = "replay"
+# What others read from every row: null before the first rollout, and where nothing was trained.
+ROW_0: Row = {"iteration": 0, "env_steps": 0} | dict.fromkeys(
+    ("rollout/success_rate", "time/env_s", "time/policy_s", "time/train_s", "train/policy_loss")
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run, started.
+
+    Attributes:
+        policy: of the driver, on its device.
+        engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
+        rollouts: simulators and what acts in them.
+        rewards: judges episodes.
+        stores: of off-policy and offline runs, and of those that imitate in addition to their loss.
+    """
+
+    policy: VLAPolicy
+    engine: TrainEngine
+    rollouts: RolloutBackend
+    rewards: RewardWorker
+    stores: ReplayStores | OfflineData | DemoDraws | None = None
+
+
+@dataclass(frozen=True)
+class Watch:
+    """The user of a run.
+
+    Attributes:
+        is_to_stop: tells whether the run is to stop.
+        show_phase: shows that a phase of so many chunks begins; 0: not known.
+    """
+
+    is_to_stop: Callable[[], bool]
+    show_phase: Callable[[str, int], None]
+
+
+class RolloutLearner(Learner):
+    """Plays, judges, estimates advantages and updates, as the nodes of a graph say.
+
+    Args:
+        config: the run.
+        deployment: where everything of it is.
+        graph: what an iteration walks.
+        parts: of the run, started.
+        watch: sees the phases, and says when to stop.
+        publish_to: directory that every version of the weights is written to; None for none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        deployment: Deployment,
+        graph: Graph,
+        parts: Parts,
+        watch: Watch,
+        publish_to: Path | None = None,
+    ) -> None:
+        super().__init__(parts.policy, parts.engine)
+        self.config = config
+        self.parts = parts
+        self.phases = MemoryPhases(config, parts.rollouts, parts.engine)
+        self.env_steps = 0
+        self._deployment = deployment
+        self._graph = graph
+        self._watch = watch
+        self._publish_to = publish_to
+        self._publisher: WeightPublisher | None = None
+        self._shuffle = torch.Generator().manual_seed(config.runner.seed)
+        self._before: _Before | None = None  # within an iteration, until its update begins
+
+    def first_row(self) -> Row:
+        return dict(ROW_0)
+
+    def begin(self) -> None:
+        if self._publish_to is not None:
+            self._publisher = WeightPublisher(self._publish_to, self.policy, self.engine.version)
+        self._publish()
+
+    def step(self, iteration: int) -> Row:
+        start = time.perf_counter()
+        self.phases.enter("act")
+        rewards, rollouts = self.parts.rewards, self.parts.rollouts
+        self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
+        context = Context(
+            self.config, iteration, self.engine, rollouts.collector, rewards, self._shuffle, self.parts.stores
+        )
+        metrics = self._graph.run(context, on_node=self._before_node)
+        steps = metrics.pop("env_steps", None)
+        if steps is None:
+            raise PipelineError(
+                f"no node of the pipeline '{self._graph.name}' reports how many steps were simulated",
+                "return (batch, {'env_steps': STEPS}) from the node that gathers experience",
+            )
+        self.env_steps += int(steps)
+        self._publish()
+        self.phases.enter("rest")
+        metrics |= self.phases.take_metrics()
+        faults = rollouts.faults
+        seconds = time.perf_counter() - start
+        self._before = None
+        self.is_updating = False
+        return ROW_0 | {
+            "iteration": iteration + 1,
+            "env_steps": self.env_steps,
+            **metrics,
+            "env/restarts": faults.restarts,
+            "env/quarantined": faults.quarantined,
+            "rollout/restarts": faults.rollout_restarts,
+            "time/total_s": seconds,
+            "time/env_steps_per_s": int(steps) / seconds,
+        }
+
+    def undo(self) -> None:
+        if self._before is not None:
+            restore_rng(self._before.rng)
+            restore_generator(self._shuffle, self._before.shuffle)
+            if self._before.rewards:
+                self.parts.rewards.load_state(self._before.rewards)
+            self.parts.rollouts.collector.undo()
+            self._before = None
+
+    def evaluate(self, video_dir: Path | None) -> Row:
+        self._show_phase("evaluation", "evaluation")
+        self.phases.enter("act")
+        return self.parts.rollouts.evaluate(video_dir).metrics()
+
+    def prepare_save(self) -> None:
+        self.parts.rollouts.collector.reset_history()
+
+    def rest(self) -> None:
+        self.phases.enter("rest")
+        self.phases.take_metrics()  # they belong to no iteration
+
+    def state(self) -> LearnerState:
+        rollouts, stores = self.parts.rollouts.collector.state(), self.parts.stores
+        kept = {"rewards": self.parts.rewards.state(), REPLAY: stores.state() if stores else {}}
+        content: dict[str, object] = {
+            "env_steps": self.env_steps,
+            "shuffle": generator_state(self._shuffle),
+            "rollout": {"state": rollouts.state, "tensors": sorted(rollouts.tensors), "blobs": sorted(rollouts.blobs)},
+            "faults": vars(self.parts.rollouts.faults),
+            "rewards": bool(kept["rewards"]),
+        }
+        tensors = rollouts.tensors | {name: part for name, part in kept.items() if part}
+        return LearnerState(content, tensors, rollouts.blobs)
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        state, collector, stores = checkpoint.state, self.parts.rollouts.collector, self.parts.stores
+        collector.update_weights(self.engine.weights(), self.engine.version)
+        rollouts = state.fields("rollout")
+        try:
+            collector.load_state(
+                RolloutState(
+                    dict(rollouts.fields("state").content),
+                    {name: checkpoint.tensors(name) for name in rollouts.texts("tensors")},
+                    {name: checkpoint.blob(name) for name in rollouts.texts("blobs")},
+                ),
+                self.engine.version,
+            )
+        except CheckpointError as error:
+            raise CheckpointError(f"{checkpoint.path}: {error.message}", error.hint, code=error.code) from error
+        if state.flag("rewards", False):
+            self.parts.rewards.load_state(checkpoint.tensors("rewards"))
+        if stores is not None:
+            stores.load_state(checkpoint.tensors(REPLAY))
+        restore_generator(self._shuffle, state.text("shuffle"))
+        faults = state.fields("faults")
+        vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})
+        self.env_steps = state.integer("env_steps")
+
+    def _before_node(self, node: Node) -> None:
+        """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
+        if self._watch.is_to_stop() and not self.is_updating:
+            raise InterruptedError
+        if node.role in TRAIN_ROLES:
+            self.phases.enter("train")
+        self.is_updating = self.is_updating or node.role in CHANGES
+        self._show_phase(node.name, node.role)
+
+    def _show_phase(self, name: str, role: str) -> None:
+        """Show how many chunks a phase has, where this process is the one that steps through them."""
+        config, chunks = self.config, 0
+        local = not self._deployment.rolls_out_in_processes and config.rollout.workflow is None
+        if role == "rollout" and local and config.runner.max_staleness == 0:
+            chunks = config.algorithm.rollout_epoch * config.rollout_chunks
+        elif role == "evaluation" and local:
+            decodings = self.parts.rollouts.num_decodings
+            waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs) * decodings
+            chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
+        self._watch.show_phase(name, chunks)
+
+    def _publish(self) -> None:
+        if self._publisher is not None:
+            self._publisher.publish(self.engine.weights(), self.engine.version)
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What an iteration changes before its update, apart from the rollouts."""
+
+    rng: dict[str, Any]
+    shuffle: str
+    rewards: dict[str, Tensor]

@@ -1,0 +1,194 @@
+"""The evaluations of a run, in turn with training or while it trains on, and what follows from them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+from embodrl.errors import EmbodrlError, OutputError
+from embodrl.learners.base import Learner
+from embodrl.reporting.metrics_file import Row
+from embodrl.reporting.rows import is_number
+from embodrl.runs.beside import EvalBeside, UnderWay, late_row, unfinished_evaluation
+from embodrl.runs.files import BEST_POLICY_DIR, export_policy
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.journal import Journal
+from embodrl.trainer.session import RunSession
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """Measures the policy, keeps the best one, and judges the rates.
+
+    Args:
+        session: the try of the run.
+        learner: what it trains with.
+        journal: of its rows.
+        checkpoints: of the run, of which the best one's is kept.
+        beside: evaluates while the run trains on; None evaluates between two iterations.
+
+    Attributes:
+        best: success rate of the best policy so far; -1 without one.
+        regressed: the error of an evaluation that was too bad; None without one.
+    """
+
+    def __init__(
+        self,
+        session: RunSession,
+        learner: Learner,
+        journal: Journal,
+        checkpoints: CheckpointManager,
+        beside: EvalBeside | None = None,
+    ) -> None:
+        self.session = session
+        self.learner = learner
+        self.journal = journal
+        self.checkpoints = checkpoints
+        self.beside = beside
+        self.regressed: EmbodrlError | None = None
+        rates = (row.get("eval/success_rate") for row in journal.rows if row["iteration"])
+        self.best = max((rate for rate in rates if is_number(rate)), default=-1.0)
+        self._unfinished: UnderWay | None = None
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """The evaluation that has begun, and whose result is not taken."""
+        return None if self.beside is None else self.beside.under_way
+
+    @property
+    def is_solved(self) -> bool:
+        """The evaluations are so good that the run ends early."""
+        runner = self.session.config.runner
+        return self.journal.is_solved(runner.stop_at_success, runner.stop_evaluations)
+
+    def begin(self) -> None:
+        """Judge the rows of earlier processes, and continue the evaluation that was under way.
+
+        Raises:
+            EmbodrlError: the last evaluation was too bad.
+        """
+        rows = self.journal.rows
+        evaluated = [i for i, row in enumerate(rows, start=1) if "eval/success_rate" in row]
+        # With evaluations beside training, the rows after the last one know nothing yet.
+        until = len(rows) if self.beside is None else max(evaluated, default=0)
+        if regressed := self._regression(until):
+            raise regressed
+        if self.beside is not None:
+            engine = self.learner.engine
+            self.beside.continue_from(engine.version, engine.weights, self._unfinished)
+
+    def measure(self, iteration: int, is_last: bool) -> Row:
+        """Evaluate now, unless a process does it while the run trains on; return the metrics.
+
+        Raises:
+            InterruptedError: a signal came during the evaluation.
+        """
+        return self.learner.evaluate(self._video_dir(iteration, is_last)) if self.beside is None else {}
+
+    def conclude(self, iteration: int, row: Row, is_last: bool) -> None:
+        """Draw the conclusions of an evaluation whose row is written, or begin one that is played beside training."""
+        if self.beside is not None:
+            self._begin_beside(iteration, is_last)
+            return
+        self.regressed = self._regression(len(self.journal.rows))
+        if self.session.config.runner.keep_best and iteration:
+            self._keep_best(iteration, row.get("eval/success_rate"))
+
+    def take(self, iteration: int, wait: bool) -> bool:
+        """Write the evaluation that was played beside training and is done; return whether there was one.
+
+        Args:
+            iteration: so many are complete.
+            wait: for the one that is under way.
+
+        Raises:
+            InterruptedError: the run is to stop, and the evaluation is still under way.
+        """
+        if self.beside is None:
+            return False
+        if wait and self.under_way is not None:
+            self.journal.view.phase(f"evaluation after iteration {self.under_way.iteration}")
+        taken = self.beside.take(wait, self._is_to_stop)
+        if taken is None:
+            return False
+        done, answer = taken
+        self._add_late(late_row(done, answer, iteration))
+        if answer["is_best"]:
+            self.best = answer["metrics"]["eval/success_rate"]
+            self.checkpoints.keep_best(done.iteration)
+        if answer["problem"]:
+            logger.error("%s", answer["problem"])
+        return True
+
+    def state(self) -> dict[str, object] | None:
+        """Return the evaluation that is under way, for a checkpoint."""
+        return None if self.under_way is None else asdict(self.under_way)
+
+    def restore(self, checkpoint: Checkpoint, late: Row | None) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            checkpoint: of the run.
+            late: row of the evaluation that was under way then, if it has been done since.
+        """
+        self._unfinished = unfinished_evaluation(checkpoint)
+        if late is not None:
+            self._unfinished = None
+            self._add_late(late)
+            rate = late.get("eval/success_rate")
+            if late["iteration"] and is_number(rate) and rate > self.best:  # policy_best/ was exported with the row
+                self.best = float(rate)
+                self.checkpoints.keep_best(late["iteration"])
+        elif self._unfinished is not None and self.beside is None:
+            text = "the policy after iteration %d is not evaluated: runner.eval_async is false now"
+            logger.warning(text, self._unfinished.iteration)
+
+    def _regression(self, until: int) -> EmbodrlError | None:
+        return self.journal.regression(until, self.session.config.runner.max_regression)
+
+    def _is_to_stop(self) -> bool:
+        self.learner.engine.check()
+        return bool(self.session.stop)
+
+    def _video_dir(self, iteration: int, is_last: bool) -> Path | None:
+        video = self.session.config.env.video
+        wanted = video.enabled and (is_last or video.every_eval)
+        return self.session.directory / "videos" / f"iteration_{iteration:04d}" if wanted else None
+
+    def _begin_beside(self, iteration: int, is_last: bool) -> None:
+        """Begin an evaluation, unless the one before has ended the run; wait for that of the last iteration."""
+        assert self.beside is not None
+        if self.is_solved or self.regressed:
+            return
+        config, engine = self.session.config, self.learner.engine
+        if config.evaluated is config:  # as an evaluation in turn leaves them
+            self.learner.prepare_save()
+            self.learner.rest()
+        video_dir = self._video_dir(iteration, is_last)
+        where = None if video_dir is None else str(video_dir.resolve())
+        best = self.best if config.runner.keep_best and iteration else None
+        self.beside.begin(UnderWay(iteration, engine.version, where, best), engine.weights())
+        self.take(iteration, wait=is_last)
+
+    def _add_late(self, row: Row) -> None:
+        index = self.journal.add_late(row)
+        self.regressed = self.regressed or self._regression(index + 1)
+
+    def _keep_best(self, iteration: int, success_rate: object) -> None:
+        """Export the policy if no evaluation was better; a full disk costs a logged error, not the run."""
+        if not isinstance(success_rate, float) or success_rate <= self.best:
+            return
+        self.best = success_rate
+        self.checkpoints.keep_best(iteration)
+        self.learner.engine.onload()
+        self.learner.engine.fetch()
+        directory = self.session.directory / BEST_POLICY_DIR
+        try:
+            facts = {"iteration": iteration, "success_rate": success_rate}
+            export_policy(self.learner.policy, directory, self.session.config, **facts)
+            logger.info("best evaluation so far: exported to %s", directory)
+        except OutputError as error:
+            logger.error("%s", error)
+        self.learner.rest()

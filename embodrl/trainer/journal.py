@@ -1,0 +1,90 @@
+"""The rows of a run: written, shown, and looked at for signs that it does not learn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+from embodrl.errors import EmbodrlError
+from embodrl.reporting.health import HealthMonitor, HealthWarning
+from embodrl.reporting.metrics_file import Row, read_metrics
+from embodrl.reporting.sinks import MetricsLogger, MetricValue
+from embodrl.reporting.verdict import is_solved, regression
+
+logger = logging.getLogger(__name__)
+
+
+class View(Protocol):
+    """What the user sees of a run."""
+
+    def phase(self, text: str, chunks: int = 0) -> None:
+        """Show what the run does now, of so many chunks; 0: not known."""
+        ...
+
+    def update(self, row: Mapping[str, MetricValue]) -> None:
+        """Show the metrics of an iteration."""
+        ...
+
+    def late(self, row: Mapping[str, MetricValue]) -> None:
+        """Show an evaluation that was done while the run trained on."""
+        ...
+
+    def message(self, text: str) -> None:
+        """Show a line that stays."""
+        ...
+
+
+class Journal:
+    """The rows of a run, earlier processes included.
+
+    Args:
+        metrics: where they are written.
+        view: where they are shown.
+        is_warm: the policy began with weights that it was trained with.
+
+    Attributes:
+        rows: one for each iteration.
+    """
+
+    def __init__(self, metrics: MetricsLogger, view: View, is_warm: bool) -> None:
+        self.metrics = metrics
+        self.view = view
+        self.rows = read_metrics(metrics.path)
+        self._health = HealthMonitor(list(self.rows), is_warm)
+
+    def add(self, row: Row) -> Row:
+        """Write and show the row of an iteration; return it as written."""
+        warnings = self._health.check(row)
+        written = self.metrics.log(row | _codes(warnings))
+        self.rows.append(written)
+        self.view.update(written)
+        _warn(warnings)
+        return written
+
+    def add_late(self, row: Row) -> int:
+        """Write and show what becomes known of an iteration that has a row; return the index of that row."""
+        warnings = self._health.check(row)
+        written = self.metrics.log_late(row | _codes(warnings))
+        index = next(i for i, known in enumerate(self.rows) if known["iteration"] == row["iteration"])
+        self.rows[index] |= written
+        self.view.late(written)
+        _warn(warnings)
+        return index
+
+    def is_solved(self, success_rate: float | None, evaluations: int) -> bool:
+        """Return whether the run may end early; see ``reporting.verdict.is_solved``."""
+        return is_solved(self.rows, success_rate, evaluations)
+
+    def regression(self, until: int, allowed: float | None) -> EmbodrlError | None:
+        """Return the error of an evaluation that is too far below the best, of the rows before an index."""
+        return regression(self.rows[:until], allowed)
+
+
+def _codes(warnings: list[HealthWarning]) -> Row:
+    return {f"health/{each.code}": 1.0 for each in warnings}
+
+
+def _warn(warnings: list[HealthWarning]) -> None:
+    for warning in warnings:
+        logger.warning("%s", warning)

@@ -1,0 +1,240 @@
+"""The training loop, whatever learns: iterations, evaluations, rows, checkpoints, signals and errors.
+
+An iteration of training from rollouts is the pipeline that the algorithm implies (``pipelines/builtin.py``); with the
+default one, ``step`` of ``learners/rollout.py`` does in turn:
+
+1. sync weights: what acts has those of the last update,
+2. play: the rollout node steps all environments,
+3. reward: episodes are judged by ``reward.fn`` or ``reward.model``, where there is one,
+4. advantage: returns and advantages of every chunk,
+5. learn: epochs of minibatches, an optimizer step each,
+6. log: the metrics of all of them are a row of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from embodrl.learners.base import Learner
+from embodrl.processes.trace import record
+from embodrl.reporting.metrics_file import Row
+from embodrl.runs.beside import EvalBeside
+from embodrl.runs.files import hint_from, unsaved_run_message
+from embodrl.runs.stop import named_exit
+from embodrl.storage.checkpoint import Checkpoint
+from embodrl.trainer.evaluations import Evaluations
+from embodrl.trainer.journal import Journal
+from embodrl.trainer.saving import Saver, iteration_of, pending_row
+from embodrl.trainer.schedule import Schedule
+from embodrl.trainer.session import RunSession, lost_trainers
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Walks through the iterations of a run.
+
+    Args:
+        session: the try of the run.
+        learner: does an iteration.
+        schedule: when the run evaluates, saves and ends.
+        journal: of the rows.
+        evaluations: measure the policy.
+        saver: writes checkpoints.
+
+    Attributes:
+        iteration: number of complete iterations.
+        pending: row of an iteration that lacks its evaluation, and is not written yet.
+        is_saved: there is a checkpoint of the last complete iteration.
+    """
+
+    def __init__(
+        self,
+        session: RunSession,
+        learner: Learner,
+        schedule: Schedule,
+        journal: Journal,
+        evaluations: Evaluations,
+        saver: Saver,
+    ) -> None:
+        self.session = session
+        self.stop = session.stop
+        self.learner = learner
+        self.schedule = schedule
+        self.journal = journal
+        self.evaluations = evaluations
+        self.saver = saver
+        self.iteration = 0
+        self.pending: Row | None = learner.first_row() if schedule.evaluates_first else None
+        self.is_saved = False
+
+    @property
+    def is_finished(self) -> bool:
+        """All iterations are done, logged and evaluated, or as many as it took to solve the task."""
+        is_done = self.evaluations.is_solved or self.iteration >= self.schedule.total
+        return is_done and self.pending is None and self.evaluations.under_way is None
+
+    def run(self, settings: str) -> int:
+        """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved.
+
+        Args:
+            settings: text of the settings, for checkpoints.
+
+        Raises:
+            EmbodrlError: an iteration failed, or an evaluation was too bad; what was complete before is saved.
+        """
+        self.saver.settings = settings
+        self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
+        self.learner.begin()
+        self.evaluations.begin()
+        with self._saved_on_error():
+            try:
+                self._catch_up()
+                while not (self.is_finished or self.stop):
+                    self.session.lock.check()
+                    start = time.perf_counter()
+                    self.pending = self.learner.step(self.iteration)
+                    self.iteration = int(self.pending["iteration"] or 0)
+                    self.is_saved = False
+                    record(f"iteration {self.iteration}", start, time.perf_counter())
+                    self._complete()
+            except (InterruptedError, SystemExit, KeyboardInterrupt) as error:
+                # Nothing was learned from the rollout, or from a reward that hangs; an evaluation is still pending.
+                if not isinstance(error, InterruptedError) and (self.learner.is_updating or not self.stop.late):
+                    raise
+                self.learner.undo()
+        if not self.is_saved:
+            self._save()
+        engine = self.learner.engine
+        engine.onload()
+        if self.is_finished:  # its policy is exported
+            engine.fetch()
+        return (0 if self.is_finished else self.stop.exit_code) if self.is_saved else 1
+
+    def restore(self, checkpoint: Checkpoint, late: Row | None = None) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            checkpoint: of this run.
+            late: row of the evaluation that was under way then, if it has been done since.
+
+        Raises:
+            CheckpointError: it was made with other settings.
+        """
+        self.saver.restore(checkpoint)
+        self.iteration = iteration_of(checkpoint)
+        self.pending = pending_row(checkpoint.state)
+        self.is_saved = late is None
+        self.evaluations.restore(checkpoint, late)
+
+    def _catch_up(self) -> None:
+        """Complete the iteration that a run begins with: its evaluation before the first update, or what was left."""
+        if self.pending is not None:
+            self._complete()
+        elif self.iteration == self.schedule.total:
+            self._take_late(wait=True)
+        if self.evaluations.regressed:
+            raise self.evaluations.regressed
+
+    def _complete(self) -> None:
+        """Evaluate and save, where it is time for it, and log what is pending.
+
+        Raises:
+            InterruptedError: a signal came during the evaluation; the row is still pending.
+        """
+        assert self.pending is not None
+        row, clock = dict(self.pending), time.perf_counter()
+        is_last = self.iteration == self.schedule.total
+        is_due = self.schedule.is_evaluated(self.iteration)
+        self._take_late(wait=is_due)
+        if is_due:
+            row |= self.evaluations.measure(self.iteration, is_last)
+        row["time/total_s"] = row.get("time/total_s", 0.0) + time.perf_counter() - clock
+        written = self.journal.add(row)
+        self.pending = None
+        self.is_saved = False
+        if is_due:
+            self.evaluations.conclude(self.iteration, written, is_last)
+        if self.is_finished or self.evaluations.regressed or self.schedule.is_saved(self.iteration):
+            self.journal.view.phase("saving")
+            self.learner.prepare_save()
+            self._save()
+            self.learner.rest()
+        if self.evaluations.regressed:
+            raise self.evaluations.regressed
+        if self.is_finished and not is_last:
+            text = f"solved: evaluations reach a success rate of {self.session.config.runner.stop_at_success:g}"
+            self.journal.view.message(f"{text}; stopping after iteration {self.iteration}")
+
+    def _take_late(self, wait: bool) -> None:
+        if self.evaluations.take(self.iteration, wait):
+            self.is_saved = False
+
+    def _save(self) -> None:
+        """Write a checkpoint; see ``Saver.save``."""
+        content: dict[str, object] = {
+            "iteration": self.iteration,
+            "pending": self.pending,
+            "evaluation": self.evaluations.state(),
+        }
+        with self.stop.saving():
+            if not self.saver.save(self.iteration, content, self.journal.metrics.content):
+                return
+        self.is_saved = True
+        self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
+        self.journal.view.message(f"saved {self.saver.newest}")
+
+    @contextlib.contextmanager
+    def _saved_on_error(self) -> Iterator[None]:
+        """Save the last complete iteration if the block raises; name an exit of custom code."""
+        try:
+            yield
+        except BaseException as error:  # a user's function may raise anything; raised again
+            if self.stop:  # there was no time, or what holds the state hangs
+                if self.iteration and not self.is_saved:
+                    logger.error("%s", unsaved_run_message(self.session.directory, self.iteration))
+            elif not lost_trainers(self.learner.engine):
+                self._save_complete_state()
+            if isinstance(error, SystemExit) and not self.stop:
+                raise named_exit(error) from error
+            raise
+
+    def _save_complete_state(self) -> None:
+        """Save after an error what the last complete iteration has left, if it is still there; raises nothing."""
+        if self.is_saved or not self.iteration:
+            return
+        if self.learner.is_updating:
+            logger.error("iteration %d failed within its update, and can't be undone: not saved", self.iteration + 1)
+            return
+        try:
+            self.learner.undo()
+            self._save()
+        except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
+            why = str(error) or type(error).__name__
+            logger.error("the state after iteration %d could not be saved: %s", self.iteration, why)
+
+
+def make_trainer(
+    session: RunSession,
+    learner: Learner,
+    schedule: Schedule,
+    journal: Journal,
+    beside: EvalBeside | None = None,
+    has_reference: bool = False,
+) -> Trainer:
+    """Return the trainer of a try, with its checkpoints and evaluations; ``restore`` continues an earlier one.
+
+    Args:
+        session: the try of the run.
+        learner: does an iteration.
+        schedule: when the run evaluates, saves and ends.
+        journal: of the rows.
+        beside: evaluates while the run trains on; None evaluates between two iterations.
+        has_reference: the engine's state has the weights of a reference policy.
+    """
+    saver = Saver(session, learner, has_reference)
+    evaluations = Evaluations(session, learner, journal, saver.manager, beside)
+    return Trainer(session, learner, schedule, journal, evaluations, saver)

@@ -1,0 +1,122 @@
+"""The checkpoints of a run: what the trainer, the engine and the learner leave for a process that resumes it."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+from embodrl.data.rng import capture_rng, restore_rng
+from embodrl.errors import OutputError
+from embodrl.fields import Fields
+from embodrl.hybrid_engines.base import EngineState, counters_of
+from embodrl.learners.base import Learner
+from embodrl.reporting.metrics_file import METRICS_FILE, Row
+from embodrl.reporting.sinks import MetricsLogger
+from embodrl.runs.files import METRICS_BLOB, saved_metrics
+from embodrl.runs.settings import STATE_KEY
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.session import RunSession
+from embodrl.workers.actor import saves_shards
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes and reads checkpoints.
+
+    Args:
+        session: the try of the run.
+        learner: what it trains with.
+        has_reference: the engine's state has the weights of a reference policy.
+
+    Attributes:
+        settings: text of the settings, which every checkpoint has.
+        newest: path of the checkpoint that was written or read last.
+    """
+
+    def __init__(self, session: RunSession, learner: Learner, has_reference: bool) -> None:
+        self.settings = ""
+        self.newest: Path | None = None
+        self.manager = CheckpointManager(session.directory, session.config.runner.keep_last_n)
+        self._session = session
+        self._learner = learner
+        self._has_reference = has_reference
+
+    def save(self, iteration: int, content: dict[str, object], metrics: bytearray) -> bool:
+        """Write a checkpoint; return whether it was written: a disk that is full costs a logged error, not the run.
+
+        Args:
+            iteration: so many are complete.
+            content: of the trainer itself, as JSON.
+            metrics: the whole file of rows.
+
+        Raises:
+            OutputError: the run directory is not this run's any more.
+        """
+        self._session.lock.check()
+        engine = self._learner.engine
+        is_sharded = saves_shards(self._session.config, self._session.deployment)
+        saved = EngineState({}, engine.counters()) if is_sharded else engine.state_dict()
+        try:
+            kept = self._learner.state()
+            state = {
+                **content,
+                STATE_KEY: self.settings,
+                "engine": saved.state,
+                "sharded": is_sharded,
+                "rng": capture_rng(),
+                **kept.content,
+            }
+            write_shards = engine.save_shards if is_sharded else None
+            blobs = {**kept.blobs, METRICS_BLOB: zlib.compress(metrics, 1)}
+            self.newest = self.manager.save(iteration, {**saved.tensors, **kept.tensors}, state, blobs, write_shards)
+        except OutputError as error:
+            logger.error("%s", error)
+            return False
+        return True
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Bring engine, learner and random states to where a checkpoint was made.
+
+        Raises:
+            CheckpointError: it was made with other settings.
+        """
+        state, engine = checkpoint.state, self._learner.engine
+        counters = counters_of(state.fields("engine"))
+        if state.flag("sharded", False):
+            engine.load_shards(checkpoint.path, counters)
+        else:
+            names = (*engine.sections, *(("reference",) if self._has_reference else ()))
+            engine.load_state_dict(EngineState({name: checkpoint.tensors(name) for name in names}, counters))
+        self._learner.load_state(checkpoint)
+        restore_rng(dict(state.fields("rng").content))
+        self.newest = checkpoint.path
+
+
+def iteration_of(checkpoint: Checkpoint) -> int:
+    """Return the number of complete iterations of a checkpoint."""
+    return checkpoint.state.integer("iteration")
+
+
+def pending_row(state: Fields) -> Row | None:
+    """Return the row of a checkpoint's iteration that is not in the file of metrics yet; None if it is."""
+    return None if state.content.get("pending") is None else dict(state.fields("pending").content)
+
+
+def open_metrics(session: RunSession, closing: ExitStack, file_name: str = METRICS_FILE) -> MetricsLogger:
+    """Return the file of rows, cut back to where the try begins; an evaluation of that iteration may be pending.
+
+    Args:
+        session: the try of the run.
+        closing: closes the file.
+        file_name: in the run's directory.
+    """
+    checkpoint, config = session.checkpoint, session.config
+    saved, logged_until = None, None if session.old_settings is None else -1
+    if checkpoint is not None:
+        saved = saved_metrics(checkpoint)
+        logged_until = iteration_of(checkpoint) - (pending_row(checkpoint.state) is not None)
+    logged = (config.runner.logger, logged_until, config.model_dump())
+    return closing.enter_context(MetricsLogger(session.directory, *logged, saved=saved, file_name=file_name))

@@ -1,0 +1,50 @@
+"""When a run evaluates, saves and ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from embodrl.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """In iterations; those of imitation are counted in optimizer steps.
+
+    Attributes:
+        total: number after which the run is done.
+        eval_interval: between evaluations; 0 for none.
+        save_interval: between checkpoints, besides the last one; 0 for none.
+        evaluates_first: before the first update.
+        evaluates_last: after the last one, whatever the interval.
+    """
+
+    total: int
+    eval_interval: int
+    save_interval: int
+    evaluates_first: bool = False
+    evaluates_last: bool = False
+
+    @classmethod
+    def of_training(cls, config: Config) -> Self:
+        """Return the schedule of the section ``runner``."""
+        runner = config.runner
+        first = runner.eval_at_start
+        return cls(runner.max_iterations, runner.eval_interval, runner.save_interval, first, evaluates_last=True)
+
+    @classmethod
+    def of_imitation(cls, config: Config) -> Self:
+        """Return the schedule of the section ``sft``."""
+        return cls(config.sft.max_steps, config.sft.eval_interval, config.sft.save_interval)
+
+    def is_evaluated(self, iteration: int) -> bool:
+        """Return whether the policy is measured after so many iterations."""
+        if iteration == 0:
+            return self.evaluates_first
+        is_last = self.evaluates_last and iteration == self.total
+        return is_last or (self.eval_interval > 0 and iteration % self.eval_interval == 0)
+
+    def is_saved(self, iteration: int) -> bool:
+        """Return whether a checkpoint is due after so many iterations."""
+        return iteration > 0 and self.save_interval > 0 and iteration % self.save_interval == 0

@@ -1,0 +1,195 @@
+"""A process at work on a run: its directory, lock, log and stop signal, and tries after lost training processes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from embodrl.config import LoadedConfig
+from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
+from embodrl.errors import ConfigError, EmbodrlError, OutputError, WorkerDied
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.processes.restarts import RestartBudget
+from embodrl.reporting.log import RunLog
+from embodrl.runs.files import LOG_FILE, resume_hint
+from embodrl.runs.lock import RunLock, run_lock
+from embodrl.runs.provenance import add_provenance, changes_so_far
+from embodrl.runs.settings import last_settings, write_settings
+from embodrl.runs.stop import StopSignal
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class TrainersLostError(Exception):
+    """The training processes have died or hung: the state since the newest checkpoint is lost.
+
+    Args:
+        error: what ended the try.
+    """
+
+    def __init__(self, error: EmbodrlError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+def lost_trainers(engine: TrainEngine) -> bool:
+    """Return whether a training process has died or hung."""
+    try:
+        engine.check()
+    except WorkerDied:
+        return True
+    return False
+
+
+class RunSession:
+    """One try of a process at a run.
+
+    Args:
+        loaded: the configuration.
+        directory: of the run.
+        lock: of the directory.
+        stop: whether the user has asked the run to end.
+        checkpoint: where the try begins; None for the start of the run.
+        old_settings: text of the settings of the process or the try before; None for a new run.
+
+    Attributes:
+        engine: trains; None until it is there. A lost process of its is what a further try can mend.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        directory: Path,
+        lock: RunLock,
+        stop: StopSignal,
+        checkpoint: Checkpoint | None,
+        old_settings: str | None,
+    ) -> None:
+        self.loaded = loaded
+        self.directory = directory
+        self.lock = lock
+        self.stop = stop
+        self.checkpoint = checkpoint
+        self.old_settings = old_settings
+        self.engine: TrainEngine | None = None
+
+    @property
+    def config(self) -> Config:
+        """The values of the configuration."""
+        return self.loaded.config
+
+    @property
+    def deployment(self) -> Deployment:
+        """Where everything of the run is."""
+        return self.loaded.deployment
+
+    def record(self, iteration: int, say: Callable[[str], None]) -> str:
+        """Write the settings and the provenance of this process; return the settings, for checkpoints.
+
+        Args:
+            iteration: that it begins after.
+            say: gets a line for each setting that has changed.
+        """
+        text = self.loaded.to_yaml()
+        for line in add_provenance(self.directory, self.config, text, self.old_settings, iteration):
+            say(line)
+        return write_settings(self.directory, text, changes_so_far(self.directory))
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add to an error of the block how the run continues; name a loss of training processes as one.
+
+        Raises:
+            TrainersLostError: the training processes have died or hung.
+            EmbodrlError: anything else has failed.
+        """
+        try:
+            yield
+        except EmbodrlError as error:
+            if self.stop:
+                error.exit_code = self.stop.exit_code
+            elif self.engine is not None and lost_trainers(self.engine):
+                raise TrainersLostError(error) from error
+            if not isinstance(error, (ConfigError, OutputError)):
+                error.add_hint(resume_hint(self.directory))
+            raise
+
+
+@contextmanager
+def run_directory_of(directory: Path) -> Iterator[RunLock]:
+    """Lock the directory of a run, and write its log there."""
+    with run_lock(directory) as lock, RunLog(directory / LOG_FILE):
+        yield lock
+
+
+def run_tries(
+    loaded: LoadedConfig,
+    directory: Path,
+    lock: RunLock,
+    work: Callable[[RunSession], T],
+    checkpoint: Checkpoint | None = None,
+    old_settings: str | None = None,
+) -> T:
+    """Work on a run; after a loss of training processes again from the newest checkpoint, ``actor.max_restarts`` times.
+
+    Args:
+        loaded: the configuration.
+        directory: of the run.
+        lock: of the directory.
+        work: does it, and returns what it leaves.
+        checkpoint: where it begins first; None for the start.
+        old_settings: those of the process before, if the run is resumed.
+
+    Raises:
+        EmbodrlError: the training processes were lost too often, all checkpoints are damaged, or anything else failed.
+    """
+    budget = RestartBudget(loaded.config.actor.max_restarts, loaded.config.cluster.restart_window_s)
+    is_restarted = False
+    while True:
+        try:
+            return _try(loaded, directory, lock, work, checkpoint, old_settings)
+        except TrainersLostError as lost:
+            checkpoint = _next_start(lost.error, directory, lock, budget, is_restarted)
+            where = "from the start (there is no checkpoint)" if checkpoint is None else f"from {checkpoint.path}"
+            message = lost.error.message
+        gc.collect()  # what the frames of the error have held, e.g. a policy
+        logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
+        is_restarted, old_settings = True, last_settings(directory)
+
+
+def _try(
+    loaded: LoadedConfig,
+    directory: Path,
+    lock: RunLock,
+    work: Callable[[RunSession], T],
+    checkpoint: Checkpoint | None,
+    old_settings: str | None,
+) -> T:
+    with StopSignal(loaded.config.runner.stop_timeout_s) as stop:
+        session = RunSession(loaded, directory, lock, stop, checkpoint, old_settings)
+        with session.explained():
+            return work(session)
+
+
+def _next_start(
+    error: EmbodrlError, directory: Path, lock: RunLock, budget: RestartBudget, is_restarted: bool
+) -> Checkpoint | None:
+    """Return the checkpoint that the next try begins with; None for the start."""
+    if not budget.take():
+        if is_restarted:
+            error.add(f"stopped after {budget} of the training processes")
+        error.add_hint(resume_hint(directory))
+        raise error from error.__cause__
+    lock.check()
+    checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+    if checkpoint is None and problems:
+        error.add(f"the run is not restarted: no checkpoint of {directory} is intact: {'; '.join(problems)}")
+        raise error from error.__cause__
+    return checkpoint
