@@ -432,7 +432,7 @@ class VerbSpec(Entry):
     Attributes:
         sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, or
             ``module:Class``.
-        rules: checks of the configuration that run for this verb.
+        rules: checks that run for this verb, and where a configuration with a section of it is checked for none.
     """
 
     sections: Mapping[str, type[Section] | str] = field(default_factory=dict[str, "type[Section] | str"])

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline, plan, reward, store
+from embodrl.cli import config, data, env, model, pipeline, plan, reward
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.compare import compare
@@ -92,7 +92,7 @@ add(app, fetch)
 add(app, export)
 for module, name in (
     *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
-    *((reward, "reward"), (store, "store")),
+    (reward, "reward"),
 ):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, profile)

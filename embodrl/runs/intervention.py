@@ -167,10 +167,11 @@ class Person:
         self._device.close()
 
 
-def make_intervention(config: Config, pool: EnvPool) -> Intervention | None:
-    """Return who may intervene, as ``store.intervention`` says; None for none.
+def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Intervention | None:
+    """Return who may intervene; None for none.
 
     Args:
+        name: a device, ``expert``, or the directory of a policy.
         config: the run.
         pool: started.
 
@@ -178,7 +179,7 @@ def make_intervention(config: Config, pool: EnvPool) -> Intervention | None:
         UsageError: there is no such policy, or it is of another robot.
         MissingDependencyError: the package of a device is not installed.
     """
-    name, spec = config.store.intervention, pool.spec
+    spec = pool.spec
     if name is None:
         return None
     if name in DEVICES:
