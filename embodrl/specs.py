@@ -511,7 +511,7 @@ ENVS = Registry(
     "embodrl.envs",
     {
         name: f"embodrl.envs.{name}.spec:SPEC"
-        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "robot", "dataset")
+        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "dataset")
     },
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, rule
 
-DEVICES = ("keyboard", "spacemouse")
-EXPERT = "expert"
-
 
 @rule("env.real_time", "env.num_processes", "env.train.total_num_envs")
 def robot_acts_alone(context: Context) -> Iterator[Finding]:

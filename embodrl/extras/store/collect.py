@@ -26,6 +26,7 @@ from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
+from embodrl.extras.robot.intervention import Intervention, make_intervention
 from embodrl.extras.store.config import store_settings
 from embodrl.extras.store.lease import Lease
 from embodrl.extras.store.parts import DONE, open_store
@@ -38,7 +39,6 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
 from embodrl.runs.collect import StepwiseActor, frame_rate
-from embodrl.runs.intervention import Intervention, make_intervention
 from embodrl.runs.replay import reward_settings
 from embodrl.runs.stop import StopSignal
 from embodrl.serving.weights import WeightFollower, WeightSource

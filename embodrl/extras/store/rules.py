@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
-from embodrl.config.rules.real_time import DEVICES, EXPERT
+from embodrl.extras.robot.spec import DEVICES, EXPERT
 from embodrl.extras.store.config import store_settings
 
 RULES = RuleSet()

@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.algorithms.dagger import dagger, distance
-from embodrl.config.rules.real_time import DEVICES
-from embodrl.config.rules.real_time import EXPERT as SCRIPTED
 from embodrl.config.schema import Config, DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.robot.controls import Controls
+from embodrl.envs.real_time.controls import Controls
 from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
+from embodrl.extras.robot.devices import Device, Keyboard, SpaceMouse
+from embodrl.extras.robot.spec import DEVICES
+from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.runs.collect import acting_policy
-from embodrl.runs.devices import Device, Keyboard, SpaceMouse
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation
 
