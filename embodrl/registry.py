@@ -74,7 +74,7 @@ class Registry(Generic[E]):
             EmbodrlError: the name is taken by another target.
         """
         known = self._entries.get(spec.name)
-        if spec.name in self.builtin or (known is not None and known.target != spec.target):
+        if spec.name in self.shipped() or (known is not None and known.target != spec.target):
             raise EmbodrlError(
                 f"{self.kind} '{spec.name}' is registered already", "choose another name", code="name-taken"
             )

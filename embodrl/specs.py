@@ -433,7 +433,7 @@ class VerbSpec(Entry):
     Attributes:
         sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, or
             ``module:Class``.
-        rules: checks of the configuration that run for this verb.
+        rules: checks that run for this verb, and where a configuration with a section of it is checked for none.
         resumes: name of a file -> ``module:function``, with which `embodrl resume` continues a directory that has the
             file: ``function(directory, settings, trust)`` returns the exit code.
     """
@@ -515,7 +515,7 @@ ENVS = Registry(
     "embodrl.envs",
     {
         name: f"embodrl.envs.{name}.spec:SPEC"
-        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "robot", "dataset")
+        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "dataset")
     },
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")

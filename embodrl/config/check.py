@@ -18,6 +18,8 @@ from embodrl.config.schema import (
     env_settings,
     model_settings,
     schema_for,
+    sections_of,
+    with_sections,
 )
 from embodrl.config.schema.section import NameOf
 from embodrl.errors import ConfigProblem
@@ -33,6 +35,11 @@ RETIRED: dict[str, object] = {"env.control_mode": "pd_ee_delta_pose", "model.tru
 def schema_of(tree: Node) -> type[Config]:
     """Return the schema for the simulator, the model, the engines and the further sections that a tree names."""
     return schema_for(cast(dict[str, object], tree.plain()))
+
+
+def with_every_section(schema: type[Config]) -> type[Config]:
+    """Return the schema with the sections of all verbs, which a configuration has where there are keys of them."""
+    return with_sections(schema, sections_of("", [name for spec in VERBS.all() for name in spec.sections]))
 
 
 def shipped_schemas() -> list[type[Config]]:
@@ -273,9 +280,10 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem:
+def unknown_key(key: str, origin: str, schema: type[Config]) -> ConfigProblem:
     """Return the problem of a key that the schema lacks."""
     section, _, name = key.rpartition(".")
+    schema = with_every_section(schema)
     model = section_model(section, schema)
     names = list(model.model_fields) if model is not None else []
     known = schema_keys(schema)
@@ -294,14 +302,14 @@ def unknown_key(key: str, origin: str, schema: type[BaseModel]) -> ConfigProblem
         near = next((full for full in known if full.rpartition(".")[2] == leaf), "") if leaf else ""
     where = f"the section '{section}'" if section else "the configuration"
     hint = f"write {near}" if near else "remove it; see docs/configuration.md for all keys"
-    if not section and near in Config.model_fields and model_of(Config.model_fields[near].annotation):
+    if not section and near in names and model_of(schema.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
     return ConfigProblem(
         key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
     )
 
 
-def _unknown_here(key: str, origin: str, schema: type[BaseModel], tree: Node) -> ConfigProblem:
+def _unknown_here(key: str, origin: str, schema: type[Config], tree: Node) -> ConfigProblem:
     """Return the problem of an unknown key, with what other systems and the chosen simulator may mean by it."""
     problem, known = unknown_key(key, origin, schema), key_advice(key, lambda full: lookup(tree, full) is not None)
     if known is not None:

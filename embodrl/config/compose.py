@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from embodrl.config.check import schema_keys, schema_of, unknown_key
+from embodrl.config.check import schema_keys, schema_of, unknown_key, with_every_section
 from embodrl.config.foreign import advice
 from embodrl.config.nodes import (
     MAX_DEPTH,
@@ -309,7 +309,7 @@ def apply_arguments(tree: Node, arguments: list[Argument]) -> list[ConfigProblem
             )
             continue
         if argument.delete and lookup(tree, argument.key) is None:
-            schema = schema_of(tree)
+            schema = with_every_section(schema_of(tree))
             if argument.key not in (*schema_keys(schema), *groups()):
                 problems.append(unknown_key(argument.key, str(argument.origin), schema))
             continue

@@ -61,5 +61,5 @@ class SupportedEnv(RegisteredName):
         )
 
 
-for _name in SupportedEnv.registry.builtin:
+for _name in SupportedEnv.registry.shipped():
     setattr(SupportedEnv, _name.upper(), SupportedEnv(_name))

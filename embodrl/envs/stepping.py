@@ -25,7 +25,7 @@ from embodrl.processes.codec import decode, encode
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation
 
 if TYPE_CHECKING:
-    from embodrl.envs.robot.real_time import RealTime
+    from embodrl.envs.real_time.real_time import RealTime
 
 _EPISODE_STATE = ("task_id", "_elapsed", "_returned", "_solved", "episode_seed", "_potential", "_images", "_state")
 
@@ -371,7 +371,7 @@ class SteppingEnv(VectorEnv):
             self.perturb(axis)
 
     def set_real_time(self, settings: Mapping[str, object]) -> None:
-        from embodrl.envs.robot.real_time import RealTime  # most environments have no clock
+        from embodrl.envs.real_time.real_time import RealTime  # most environments have no clock
 
         if self.spec.num_envs != 1:
             raise EnvError(

@@ -120,7 +120,8 @@ def test_entry_points_of_installed_packages_are_known(tmp_path: Path, monkeypatc
     registry = Registry("environment", SimulatorSpec, "embodrl.envs", {})
     assert "planet" in registry and "planets" not in sys.modules
     assert registry.entry("planet").target == "planets:World"
-    assert "broken" in registry.names() and [spec.name for spec in registry.all()] == ["planet"]
+    found = [spec.name for spec in registry.all() if spec.name not in ENVS.shipped()]
+    assert "broken" in registry.names() and found == ["planet"]
     with raises_code("entry-point-broken"):
         registry.entry("broken")
 

@@ -1,13 +1,10 @@
-"""Robots and simulators in wall-clock time, and who corrects what acts there."""
+"""Robots and simulators in wall-clock time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
-
-DEVICES = ("keyboard", "spacemouse")
-EXPERT = "expert"
+from embodrl.config.rules.base import Context, Finding, note, rule
 
 
 @rule("env.real_time", "env.num_processes", "env.train.total_num_envs")
@@ -107,35 +104,3 @@ def real_time_without_a_clock(context: Context) -> Iterator[Finding]:
                 yield Finding(
                     f"env.real_time.{name}", "has no effect: control_hz is null", "set env.real_time.control_hz"
                 )
-
-
-@rule("store.intervention", "env.real_time", "env.env_type", "env.tasks", "algorithm.dagger")
-def intervention_is_possible(context: Context) -> Iterator[Finding]:
-    """Who corrects a policy exists, and there is a rule by which a stand-in intervenes."""
-    config, name = context.config, context.config.store.intervention
-    if name is None or context.verb not in ("store", None):
-        return
-    key, spec = "store.intervention", context.simulator
-    if name in DEVICES:
-        if config.env.real_time.control_hz is None:
-            message = f"a person at the {name} can't correct what has no clock"
-            yield Finding(key, message, "set env.real_time.control_hz", others=("env.real_time.control_hz",))
-        elif config.env.real_time.control_dir is None:
-            message = "is not set, so that the keys and buttons for pause and emergency stop would do nothing"
-            yield Finding(
-                "env.real_time.control_dir", message, "set it, e.g. to outputs/robot", "a directory", others=(key,)
-            )
-        return
-    if name == EXPERT:
-        tasks = None if spec is None else spec.expert_tasks
-        missing = [] if tasks is None else [task for task in config.env.tasks if task not in tasks]
-        if missing:
-            message = f"{config.env.env_type} has no scripted expert of {', '.join(missing)}"
-            yield Finding(key, message, "name a policy, keyboard or spacemouse", others=("env.tasks",))
-    elif path_kind(name) != "directory":
-        allowed = f"{EXPERT}, {', '.join(DEVICES)}, or the directory of a policy"
-        yield Finding(key, f"there is no directory {name}", "correct the name", allowed)
-    if config.algorithm.dagger.gate_threshold is None:
-        message = "there is no rule by which a stand-in for a person intervenes"
-        hint = "add algorithm=hg_dagger, or set algorithm.dagger.gate_threshold"
-        yield Finding("algorithm.dagger.gate_threshold", message, hint, "above 0", others=(key,))

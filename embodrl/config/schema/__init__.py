@@ -50,7 +50,6 @@ from embodrl.config.schema.section import (
     Seed,
 )
 from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, WireKeysConfig
-from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 
 __all__ = [
@@ -100,7 +99,6 @@ __all__ = [
     "SftConfig",
     "SmallActorConfig",
     "SrpoConfig",
-    "StoreConfig",
     "ValueHeadConfig",
     "VideoConfig",
     "WireKeysConfig",

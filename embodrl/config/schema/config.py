@@ -25,7 +25,6 @@ from embodrl.config.schema.run import (
 )
 from embodrl.config.schema.section import Section
 from embodrl.config.schema.serve import ServeConfig
-from embodrl.config.schema.store import StoreConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
 
@@ -53,7 +52,6 @@ class Config(Section):
     sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
     recipe: RecipeConfig = Field(default=RecipeConfig(), description="stages of `embodrl run`")
     serve: SerializeAsAny[ServeConfig] = Field(default=ServeConfig(), description="the policy server")
-    store: StoreConfig = Field(default=StoreConfig(), description="what collectors, trainer and evaluators share")
     protocol: str | None = Field(
         default=None,
         description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"

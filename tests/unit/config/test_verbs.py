@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from embodrl.config import load_config
+from embodrl.config.check import shipped_schemas
 from embodrl.config.rules import RULES
 from embodrl.config.rules.verbs import READ, UNREAD, Verb, reads
-from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
 from embodrl.runs.load import LoadedRun, graph_of
 from embodrl.runs.load import load_config as load_run_config
@@ -53,7 +53,7 @@ def test_settings_of_another_verb_are_noted(tmp_path: Path) -> None:
 
 
 def test_the_tables_name_settings() -> None:
-    config = Config()
+    config = shipped_schemas()[0]()
     for tables in (UNREAD, READ):
         for keys in tables.values():
             for key in keys:

@@ -3,12 +3,12 @@
 import torch
 from served import MeanPolicy, engine_of
 
+from embodrl.extras.store.evaluate import VersionEvaluator
+from embodrl.extras.store.parts import DONE, RESULTS, status_lines
+from embodrl.extras.store.store import Store
+from embodrl.extras.store.weights import upload_versions
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
-from embodrl.hybrid_engines.weight_sync.stored import upload_versions
-from embodrl.runs.store_eval import VersionEvaluator
-from embodrl.runs.store_parts import DONE, RESULTS, status_lines
 from embodrl.serving.weights import WeightSource
-from embodrl.storage.store import Store
 
 
 def test_versions_are_measured_as_they_come_and_once(tmp_path):

@@ -5,8 +5,8 @@ import threading
 import pytest
 from expect import raises_code
 
-from embodrl.storage.lease import STALE_S, Lease
-from embodrl.storage.store import Store
+from embodrl.extras.store.lease import STALE_S, Lease
+from embodrl.extras.store.store import Store
 
 WAIT_S = 30
 

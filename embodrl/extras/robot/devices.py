@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.robot.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
+from embodrl.envs.real_time.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
 from embodrl.errors import MissingDependencyError, UsageError
 
 logger = logging.getLogger(__name__)

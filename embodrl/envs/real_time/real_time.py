@@ -14,9 +14,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.robot.clock import Clock, Pacer
-from embodrl.envs.robot.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
-from embodrl.envs.robot.safety import Command, Limits
+from embodrl.envs.real_time.clock import Clock, Pacer
+from embodrl.envs.real_time.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
+from embodrl.envs.real_time.safety import Command, Limits
 from embodrl.fields import Fields
 
 logger = logging.getLogger(__name__)

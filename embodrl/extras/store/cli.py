@@ -46,7 +46,7 @@ def collect(overrides: Overrides = None, config: ConfigFile = None, trust: Trust
     """
 
     def action() -> int:
-        from embodrl.runs.store_collect import collect as verb
+        from embodrl.extras.store.collect import collect as verb
 
         return _run(verb, overrides, config, trust)
 
@@ -62,7 +62,7 @@ def train(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
     """
 
     def action() -> int:
-        from embodrl.runs.store_train import train as verb
+        from embodrl.extras.store.train import train as verb
 
         return _run(verb, overrides, config, trust)
 
@@ -80,7 +80,7 @@ def evaluate(
     """
 
     def action() -> int:
-        from embodrl.runs.store_eval import evaluate as verb
+        from embodrl.extras.store.evaluate import evaluate as verb
 
         return _run(verb, overrides, config, trust)
 
@@ -97,7 +97,7 @@ def status(overrides: Overrides = None, config: ConfigFile = None, debug: Debug 
 
     def action() -> int:
         from embodrl.cli.common import load
-        from embodrl.runs.store_parts import open_store, status_lines
+        from embodrl.extras.store.parts import open_store, status_lines
 
         for line in status_lines(open_store(load(overrides, config, "store").config, create=False)):
             print(line)
@@ -119,11 +119,12 @@ def compact(overrides: Overrides = None, config: ConfigFile = None, debug: Debug
 
     def action() -> int:
         from embodrl.cli.common import load
-        from embodrl.data.compaction import compact as verb
-        from embodrl.runs.store_parts import open_store
+        from embodrl.extras.store.compaction import compact as verb
+        from embodrl.extras.store.config import store_settings
+        from embodrl.extras.store.parts import open_store
 
         loaded = load(overrides, config, "store").config
-        verb(open_store(loaded, create=False), loaded.store.compact_episodes, print)
+        verb(open_store(loaded, create=False), store_settings(loaded).compact_episodes, print)
         return 0
 
     execute(action, debug)

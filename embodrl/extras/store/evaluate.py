@@ -10,14 +10,15 @@ from pathlib import Path
 
 from embodrl.config import LoadedConfig
 from embodrl.errors import WeightSyncError
+from embodrl.extras.store.config import store_settings
+from embodrl.extras.store.parts import DONE, RESULTS, open_store
+from embodrl.extras.store.store import Retry, Store
+from embodrl.extras.store.weights import download_versions
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
-from embodrl.hybrid_engines.weight_sync.stored import download_versions
 from embodrl.reporting.progress import Progress
 from embodrl.runs.evaluate import evaluation_of
 from embodrl.runs.stop import StopSignal
-from embodrl.runs.store_parts import DONE, RESULTS, open_store
 from embodrl.serving.weights import WeightSource
-from embodrl.storage.store import Retry, Store
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
@@ -118,10 +119,10 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
             }
 
         def pause() -> None:
-            time.sleep(min(config.store.poll_s, 1.0))
+            time.sleep(min(store_settings(config).poll_s, 1.0))
 
         stop.can_save("the same command continues with the newest version")
-        directory = Path(config.store.spool_dir) / "evaluator" / "weights"
+        directory = Path(store_settings(config).spool_dir) / "evaluator" / "weights"
         say(f"evaluating the versions in {store}")
         try:
             VersionEvaluator(store, WeightSource(engine), directory, measure, pause).run(lambda: bool(stop), say)

@@ -24,25 +24,26 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
-from embodrl.data.shards import ShardWriter
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
+from embodrl.extras.robot.intervention import Intervention, make_intervention
+from embodrl.extras.store.config import store_settings
+from embodrl.extras.store.lease import Lease
+from embodrl.extras.store.parts import DONE, open_store
+from embodrl.extras.store.shards import ShardWriter
+from embodrl.extras.store.store import Retry, Store
+from embodrl.extras.store.weights import download_versions
 from embodrl.fields import Fields, read_regular_file
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
-from embodrl.hybrid_engines.weight_sync.stored import download_versions
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
 from embodrl.runs.collect import StepwiseActor, frame_rate
-from embodrl.runs.intervention import Intervention, make_intervention
 from embodrl.runs.replay import reward_settings
 from embodrl.runs.stop import StopSignal
-from embodrl.runs.store_parts import DONE, open_store
 from embodrl.serving.weights import WeightFollower, WeightSource
 from embodrl.storage.atomic import output_errors
 from embodrl.storage.json_file import write_text_file
-from embodrl.storage.lease import Lease
-from embodrl.storage.store import Retry, Store
 from embodrl.types import Observation
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
@@ -96,7 +97,7 @@ class PolicyCollector:
         log: Callable[[dict[str, MetricValue]], object] | None = None,
     ) -> None:
         self.pool, self.engine, self.shards = pool, engine, shards
-        self.name, self._seed = config.store.collector, config.collect.seed
+        self.name, self._seed = store_settings(config).collector, config.collect.seed
         self._key = zlib.crc32(self.name.encode())
         self.intervention, self._log = intervention, log
         self._since_s = time.monotonic()
@@ -327,7 +328,7 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         EmbodrlError: something is missing, or the disk is full.
     """
     config = loaded.config
-    settings, collecting = config.store, config.collect
+    settings, collecting = store_settings(config), config.collect
     store = open_store(config)
     device = configure_torch(config, loaded.deployment.of("rollout")[0])
     check_memory(config, loaded.deployment, training=False, device=device)
@@ -358,7 +359,7 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
         follower.start()
         closing.callback(follower.stop)
-        intervention = make_intervention(config, pool)
+        intervention = make_intervention(settings.intervention, config, pool)
         if intervention is not None:
             closing.callback(intervention.close)
         finished = shards.progress.integer("finished") if shards.progress is not None else None

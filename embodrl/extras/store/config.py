@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from embodrl.config.schema.section import PositiveFloat, PositiveInt, Section
+from embodrl.config.schema import Config, PositiveFloat, PositiveInt, Section, section_in
 
 
 class StoreConfig(Section):
-    """Episodes and weights that collectors, a trainer and evaluators hand over to each other."""
+    """What collectors, trainer and evaluators share."""
 
     url: str | None = Field(
         default=None, description="a directory that all of them reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
@@ -53,3 +53,8 @@ class StoreConfig(Section):
         default=1000, le=100_000, description="most episodes of a shard that `embodrl store compact` merges others into"
     )
     poll_s: PositiveFloat = Field(default=1.0, description="seconds between two looks into the store")
+
+
+def store_settings(config: Config) -> StoreConfig:
+    """Return the section ``store``; its defaults where the configuration has no keys of it."""
+    return section_in(config, "store", StoreConfig)

@@ -19,8 +19,8 @@ from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 from embodrl.data.replay import POLICY
 from embodrl.errors import StoreError
+from embodrl.extras.store.store import Store
 from embodrl.fields import Fields, read_fields
-from embodrl.storage.store import Store
 
 EPISODES = "episodes"
 """What shards are below, in a store."""

@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.algorithms.dagger import dagger, distance
-from embodrl.config.rules.real_time import DEVICES
-from embodrl.config.rules.real_time import EXPERT as SCRIPTED
 from embodrl.config.schema import Config, DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.robot.controls import Controls
+from embodrl.envs.real_time.controls import Controls
 from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
+from embodrl.extras.robot.devices import Device, Keyboard, SpaceMouse
+from embodrl.extras.robot.spec import DEVICES
+from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.runs.collect import acting_policy
-from embodrl.runs.devices import Device, Keyboard, SpaceMouse
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation
 
@@ -167,10 +167,11 @@ class Person:
         self._device.close()
 
 
-def make_intervention(config: Config, pool: EnvPool) -> Intervention | None:
-    """Return who may intervene, as ``store.intervention`` says; None for none.
+def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Intervention | None:
+    """Return who may intervene; None for none.
 
     Args:
+        name: a device, ``expert``, or the directory of a policy.
         config: the run.
         pool: started.
 
@@ -178,7 +179,7 @@ def make_intervention(config: Config, pool: EnvPool) -> Intervention | None:
         UsageError: there is no such policy, or it is of another robot.
         MissingDependencyError: the package of a device is not installed.
     """
-    name, spec = config.store.intervention, pool.spec
+    spec = pool.spec
     if name is None:
         return None
     if name in DEVICES:

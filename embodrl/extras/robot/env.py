@@ -20,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.gymnasium.env import resized
-from embodrl.envs.robot.safety import Command
+from embodrl.envs.real_time.safety import Command
 from embodrl.envs.simulator import SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules
 from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.names import import_object
 
 if TYPE_CHECKING:
-    from embodrl.envs.robot.real_time import RealTime
+    from embodrl.envs.real_time.real_time import RealTime
 
 logger = logging.getLogger(__name__)
 RobotObservation = Mapping[str, Any]

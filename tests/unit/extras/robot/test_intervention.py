@@ -12,10 +12,10 @@ from embodrl.config.schema import DaggerConfig
 from embodrl.data.demos import ACTED_BY, Demos
 from embodrl.data.imitation import corrected_frames
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
-from embodrl.envs.robot.controls import Controls
+from embodrl.envs.real_time.controls import Controls
 from embodrl.errors import EnvWorkerDied
-from embodrl.runs.devices import HOLD_S, Keyboard, SpaceMouse, open_space_mouse
-from embodrl.runs.intervention import Gate, Person
+from embodrl.extras.robot.devices import HOLD_S, Keyboard, SpaceMouse, open_space_mouse
+from embodrl.extras.robot.intervention import Gate, Person
 
 
 class Expert:

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from embodrl.data import compaction
 from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 from embodrl.data.parquet import Table
-from embodrl.data.shards import EPISODES, ShardReader, ShardWriter
 from embodrl.errors import StoreError
+from embodrl.extras.store import compaction
+from embodrl.extras.store.shards import EPISODES, ShardReader, ShardWriter
+from embodrl.extras.store.store import Store
 from embodrl.fields import Fields
-from embodrl.storage.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
 SIZE = 16

@@ -6,10 +6,11 @@ from collections import Counter
 from pathlib import Path
 
 from embodrl.config.schema import Config
-from embodrl.data.shards import EPISODES, place_of
 from embodrl.errors import UsageError
-from embodrl.hybrid_engines.weight_sync.stored import WEIGHTS
-from embodrl.storage.store import Store
+from embodrl.extras.store.config import store_settings
+from embodrl.extras.store.shards import EPISODES, place_of
+from embodrl.extras.store.store import Store
+from embodrl.extras.store.weights import WEIGHTS
 
 DONE = "done/trainer"
 """The mark of a trainer that has taken its last step; its ``version`` is that of the last weights."""
@@ -28,7 +29,7 @@ def open_store(config: Config, create: bool = True) -> Store:
         UsageError: none is configured.
         StoreError: there is no such kind of store, it can't be reached, or there is none and none is created.
     """
-    url = config.store.url
+    url = store_settings(config).url
     if url is None:
         hint = "add store.url=DIR or store.url=s3://BUCKET/PREFIX, the same for all processes"
         raise UsageError("no store is configured", hint, code="store-none")

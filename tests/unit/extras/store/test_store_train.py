@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from embodrl.data.shards import EPISODES
-from embodrl.runs.store_train import StoreTrainer
-from embodrl.storage.store import Store
+from embodrl.extras.store.shards import EPISODES
+from embodrl.extras.store.store import Store
+from embodrl.extras.store.train import StoreTrainer
 
 
 def test_used_shards_are_removed_but_for_the_newest_of_each_collector(tmp_path):

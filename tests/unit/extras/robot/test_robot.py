@@ -8,10 +8,10 @@ import pytest
 from expect import raises_code
 
 from embodrl.config.schema.real_time import RealTimeConfig
-from embodrl.envs.robot.clock import Clock, Pacer
-from embodrl.envs.robot.env import RobotVectorEnv
-from embodrl.envs.robot.safety import Limits
+from embodrl.envs.real_time.clock import Clock, Pacer
+from embodrl.envs.real_time.safety import Limits
 from embodrl.envs.toy.env import ToyVectorEnv
+from embodrl.extras.robot.env import RobotVectorEnv
 
 ROW = np.zeros(1, np.int64)
 FIRST = np.zeros(1, np.int32)

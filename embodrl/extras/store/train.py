@@ -21,13 +21,16 @@ from torch import Tensor
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.imitation import FrameBatches, check_demos
-from embodrl.data.shards import EPISODES, ShardReader, newest_of_each
 from embodrl.errors import StoreError, UsageError
+from embodrl.extras.store.config import store_settings
+from embodrl.extras.store.parts import DONE, open_store
+from embodrl.extras.store.shards import EPISODES, ShardReader, newest_of_each
+from embodrl.extras.store.store import Retry, Store
+from embodrl.extras.store.weights import newest_version, upload_versions
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
-from embodrl.hybrid_engines.weight_sync.stored import newest_version, upload_versions
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.log import RunLog
 from embodrl.reporting.progress import Progress
@@ -47,9 +50,7 @@ from embodrl.runs.provenance import changes_so_far
 from embodrl.runs.settings import write_settings
 from embodrl.runs.sft import Trainer, check_range, engine_config
 from embodrl.runs.stop import StopSignal
-from embodrl.runs.store_parts import DONE, open_store
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
-from embodrl.storage.store import Retry, Store
 from embodrl.types import Observation
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
@@ -103,7 +104,7 @@ class FollowedBatches:
         else:
             self._rng = self._batches.state()[0]
         seed, include_state = config.runner.seed, config.env.include_state
-        only = config.store.corrections_only
+        only = store_settings(config).corrections_only
         batches = FrameBatches(demos, config.sft, self._horizon, seed, include_state, only)
         self._batches = batches if len(batches.frames) else None  # there may be no corrections yet
         if self._rng and self._batches is not None:
@@ -147,7 +148,7 @@ class StoreTrainer(Trainer):
     def __init__(self, store: Store, batches: FollowedBatches, directory: Path, *others: Any) -> None:
         config, policy, engine, *rest = others
         super().__init__(config, directory, policy, engine, batches, *rest)
-        self.store, self.settings, self.followed = store, config.store, batches
+        self.store, self.settings, self.followed = store, store_settings(config), batches
         self._sender = DiskSender(directory / PUBLISHED_DIR, trained_names(policy))
         self._directory = directory / PUBLISHED_DIR
         self._retry = Retry(logger.warning)
@@ -312,7 +313,7 @@ def _finish(
 
 
 def _reader(config: Config, store: Store, directory: Path) -> ShardReader:
-    cameras, settings = config.env.cameras, config.store
+    cameras, settings = config.env.cameras, store_settings(config)
     return ShardReader(
         store,
         directory / "shards",
@@ -325,7 +326,9 @@ def _reader(config: Config, store: Store, directory: Path) -> ShardReader:
 
 
 def _check(demos: Any, policy: VLAPolicy, config: Config) -> None:
-    named = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": str(config.store.url)})})
+    named = config.model_copy(
+        update={"sft": config.sft.model_copy(update={"data_dir": str(store_settings(config).url)})}
+    )
     check_demos(demos, named)
     assert np.isfinite(demos.actions).all(), "the reader has checked them"
     check_range(policy, demos, named.sft)

@@ -15,10 +15,10 @@ from embodrl.data.demos import POLICY_VERSION
 from embodrl.data.replay import HUMAN, POLICY
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import StoreError
+from embodrl.extras.store import collect as store_collect
+from embodrl.extras.store import lease
+from embodrl.extras.store.collect import PolicyCollector, Uploads, spool_id
 from embodrl.fields import Fields
-from embodrl.runs import store_collect
-from embodrl.runs.store_collect import PolicyCollector, Uploads, spool_id
-from embodrl.storage import lease
 from embodrl.types import PolicyOutput
 
 CHUNK, ENVS = 3, 4

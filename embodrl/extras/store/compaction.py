@@ -22,10 +22,10 @@ from embodrl.data.demos import REWARDS, Episode
 from embodrl.data.lerobot_reader import Info, load_lerobot, read_info
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.parquet import Table
-from embodrl.data.shards import EPISODES, MERGED, newest_of_each, place_of
 from embodrl.errors import StoreError
+from embodrl.extras.store.shards import EPISODES, MERGED, newest_of_each, place_of
+from embodrl.extras.store.store import Store
 from embodrl.fields import Fields, read_fields
-from embodrl.storage.store import Store
 
 Marks = Mapping[str, Fields]
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from embodrl.errors import StoreError
-from embodrl.storage.store import Retry, Store
+from embodrl.extras.store.store import Retry, Store
 
 logger = logging.getLogger(__name__)
 

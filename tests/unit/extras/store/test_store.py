@@ -7,11 +7,10 @@ import uuid
 import pytest
 from expect import raises_code
 
-from embodrl.config.schema import Config
-from embodrl.config.schema.store import StoreConfig
+from embodrl.config import load_config
 from embodrl.errors import StoreError
-from embodrl.runs.store_parts import open_store
-from embodrl.storage.store import Retry, Store
+from embodrl.extras.store.parts import open_store
+from embodrl.extras.store.store import Retry, Store
 
 
 @pytest.fixture(params=["path", "memory"])
@@ -174,7 +173,7 @@ def test_a_store_that_is_away_is_not_an_empty_one(tmp_path, directory):
 def test_what_is_no_store_is_not_taken_for_an_empty_one(tmp_path):
     place = tmp_path / "missing"
     with raises_code("store-missing"):
-        open_store(Config(store=StoreConfig(url=str(place))), create=False)
+        open_store(load_config([f"store.url={place}"]).config, create=False)
     assert not place.exists()
 
 

@@ -5,10 +5,10 @@ import torch
 from served import MeanPolicy, engine_of
 
 from embodrl.errors import StoreError
+from embodrl.extras.store.store import Store
+from embodrl.extras.store.weights import download_versions, newest_version, upload_versions
 from embodrl.hybrid_engines.weight_sync.disk import STABLE, DiskSender, versions_in
-from embodrl.hybrid_engines.weight_sync.stored import download_versions, newest_version, upload_versions
 from embodrl.serving.weights import WeightSource
-from embodrl.storage.store import Store
 
 
 def weights(value: float):

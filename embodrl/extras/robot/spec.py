@@ -11,6 +11,10 @@ from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, PositiveFloat
 from embodrl.specs import SimulatorSpec
 
+DEVICES = ("keyboard", "spacemouse")
+EXPERT = "expert"
+"""Who may correct a policy, beside another policy."""
+
 
 class RobotConfig(EnvConfig):
     """A robot with the interface of lerobot's ``Robot`` class."""
@@ -105,7 +109,7 @@ def robot_has_a_clock_of_its_own(context: Context) -> Iterator[Finding]:
 
 SPEC = SimulatorSpec(
     name="robot",
-    target="embodrl.envs.robot.env:RobotVectorEnv",
+    target="embodrl.extras.robot.env:RobotVectorEnv",
     description="a robot with the interface of lerobot's Robot class, in wall-clock time",
     settings=RobotConfig,
     rules=(RULES,),

@@ -1,6 +1,6 @@
 """Versions of weights in a store: what a directory of ``DiskSender`` holds is copied there, and from there to readers.
 
-A store is where directories can't be shared, such as an object store; see ``embodrl/storage/store.py``.
+A store is where directories can't be shared, such as an object store; see ``embodrl/extras/store/store.py``.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from embodrl.errors import StoreError
+from embodrl.extras.store.store import Store
 from embodrl.fields import read_fields
 from embodrl.hybrid_engines.weight_sync.disk import STABLE, version_path, versions_in
 from embodrl.storage.atomic import remove
 from embodrl.storage.json_file import write_json_file
-from embodrl.storage.store import Store
 
 WEIGHTS = "weights"
 """What versions are below, in a store."""

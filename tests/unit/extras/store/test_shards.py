@@ -7,11 +7,11 @@ from expect import raises_code
 from embodrl.config.schema import Config
 from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
-from embodrl.data.shards import EPISODES, ShardReader, ShardWriter
 from embodrl.errors import StoreError
+from embodrl.extras.store.shards import EPISODES, ShardReader, ShardWriter
+from embodrl.extras.store.store import Store
 from embodrl.fields import Fields
 from embodrl.runs.replay import check_rewards, reward_settings
-from embodrl.storage.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
 SIZE = 16
