@@ -9,7 +9,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,9 +17,11 @@ from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
-from embodrl.models.remote.clients import CLIENTS, Client
-from embodrl.models.remote.spec import RemoteConfig
+from embodrl.models.remote.spec import RemoteConfig, client_of
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from embodrl.serving.clients import Client
 
 _T = TypeVar("_T")
 
@@ -57,8 +59,7 @@ class Connection:
 
 
 async def _made(config: RemoteConfig) -> Client:
-    assert config.url is not None  # see remote_policy_has_a_url
-    return CLIENTS[config.url.partition("://")[0]](config)
+    return client_of(config)
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: Client) -> None:
