@@ -536,8 +536,6 @@ MODELS = Registry(
         "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "gaussian": "embodrl.models.gaussian.spec:SPEC",
-        "lerobot": "embodrl.models.lerobot.spec:SPEC",
-        "remote": "embodrl.models.remote.spec:SPEC",
     },
 )
 

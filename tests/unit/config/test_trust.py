@@ -175,6 +175,7 @@ SITES = {
     "extras/bench/envs.py": "",
     "extras/bench/ratios.py": "",
     "extras/megatron/core.py": "",
+    "extras/remote_policy/spec.py": "",
     "hybrid_engines/rollout/native.py": "",
     "names.py": "reward.fn rollout.workflow pipeline.fn",
     "preflight/extras.py": "",

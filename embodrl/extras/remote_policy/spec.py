@@ -84,7 +84,7 @@ def remote_policy_has_its_own_weights(context: Context) -> Iterator[Finding]:
 
 SPEC = ModelSpec(
     name="remote",
-    target="embodrl.models.remote.policy:build_remote",
+    target="embodrl.extras.remote_policy.policy:build_remote",
     description="a policy behind a server of openpi, GR00T or `embodrl serve`, for eval only",
     settings=RemoteConfig,
     rules=(RULES,),

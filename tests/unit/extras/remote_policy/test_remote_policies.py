@@ -11,9 +11,9 @@ from served import TOKEN, served
 
 from embodrl.config.load import load_config
 from embodrl.errors import RemotePolicyError
-from embodrl.models.remote.policy import build_remote
-from embodrl.models.remote.spec import RemoteConfig
-from embodrl.models.remote.spec import clients as remote_clients
+from embodrl.extras.remote_policy.policy import build_remote
+from embodrl.extras.remote_policy.spec import RemoteConfig
+from embodrl.extras.remote_policy.spec import clients as remote_clients
 from embodrl.serving import clients
 from embodrl.types import Observation, SamplingParams
 

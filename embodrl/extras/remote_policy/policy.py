@@ -9,19 +9,17 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
+from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
 from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
-from embodrl.models.remote.spec import RemoteConfig, client_of
+from embodrl.serving.clients import Client
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
-
-if TYPE_CHECKING:
-    from embodrl.serving.clients import Client
 
 _T = TypeVar("_T")
 
