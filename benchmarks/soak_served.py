@@ -36,10 +36,11 @@ from soak_verdict import Check, growth
 
 from embodrl.errors import RemotePolicyError
 from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.models.remote.clients import CLIENTS, Client
-from embodrl.models.remote.spec import TOKEN_VARIABLE, RemoteConfig
+from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
+from embodrl.serving.clients import Client
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation
+from embodrl.wire import TOKEN_VARIABLE
 
 HERE = Path(__file__).parent
 PROTOCOLS = ("openpi", "http", "gr00t")
@@ -189,7 +190,7 @@ class Customer:
         """Return a client; only one that is connected waits for a server that is away."""
         deadline = time.monotonic() + RECONNECT_S
         while True:
-            client = CLIENTS[str(self._config.url).partition("://")[0]](self._config)
+            client = client_of(self._config)
             try:
                 await client.connect()
             except RemotePolicyError:

@@ -419,11 +419,16 @@ class ServeProtocolSpec(Entry):
         settings: the class of the section ``serve.NAME``, derived from ``WireKeysConfig``, or ``module:Class``.
         rules: checks of the configuration that run when it is served.
         has_tls: its clients can speak TLS.
+        client: class derived from ``embodrl.serving.clients.Client`` with which model=remote asks such a server, or
+            ``module:Class``; None: there is none.
+        schemes: of the URLs that it is for, e.g. ``ws``.
     """
 
     settings: type[Section] | str | None = None
     rules: tuple[RuleSet, ...] = ()
     has_tls: bool = True
+    client: Callable[..., object] | str | None = None
+    schemes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -535,8 +540,6 @@ MODELS = Registry(
         "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
         "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "gaussian": "embodrl.models.gaussian.spec:SPEC",
-        "lerobot": "embodrl.models.lerobot.spec:SPEC",
-        "remote": "embodrl.models.remote.spec:SPEC",
     },
 )
 

@@ -54,7 +54,7 @@ class SupportedModel(RegisteredName):
         return cls.of(ModelSpec.make(name, builder, description, facts))
 
 
-for _name in SupportedModel.registry.builtin:
+for _name in SupportedModel.registry.shipped():
     setattr(SupportedModel, _name.upper(), SupportedModel(_name))
 
 

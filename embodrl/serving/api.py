@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 from embodrl import __version__
 from embodrl.errors import ServingError, WireError
-from embodrl.serving.act import VERSION_HEADER, status_of
 from embodrl.serving.core import explain
-from embodrl.serving.listener import Handler, HttpListener, Service
+from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
 from embodrl.serving.rollout import answer_of, computation
 from embodrl.serving.session import Session
 from embodrl.serving.weights import stable_directory

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
-from embodrl.errors import ServingError, WireError
+from embodrl.errors import EmbodrlError, ServingError, WireError
 from embodrl.serving.core import ModelCore
 from embodrl.serving.weights import WeightSource
 from embodrl.types import Observation
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = ("/health", "/healthz")
 """What tells only that the server lives, without a token."""
+VERSION_HEADER = "X-Policy-Version"
+"""Of an answer over HTTP: the version of the weights that computed it."""
 CLOSE_S = 1.0
 MB = 1 << 20
+_STATUS = {"server-stopping": 503, "server-model-hangs": 503, "wire-too-large": 413}
 
 
 class Service:
@@ -311,6 +314,11 @@ def _last(response: StreamResponse) -> StreamResponse:
     """Let a connection that is not admitted end after this answer."""
     response.force_close()
     return response
+
+
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of an error: whether the request or the server is to blame."""
+    return _STATUS.get(error.code, 422) if isinstance(error, EmbodrlError) else 500
 
 
 def token_of(request: Request) -> str | None:

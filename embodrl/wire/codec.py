@@ -1,4 +1,4 @@
-"""Messages with arrays as bytes: the envelopes of openpi, vla-evaluation-harness, GR00T and json_numpy.
+"""Messages with arrays as bytes: the envelopes of openpi and json_numpy.
 
 Everything read here may come from a stranger. An array is built only from a plain numeric type whose size agrees with
 its bytes; object arrays, structured types and pickles have no decoder. Formats: docs/serving.md.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import json
-import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -31,7 +29,6 @@ Envelope = Callable[[Map], object]
 KINDS = "biuf"
 MAX_ITEMS = 100_000
 """Maps, and items of lists, in a message: a byte can stand for an object of 64 bytes."""
-MAX_PIXELS = 1 << 24
 _MALFORMED = (ValueError, TypeError, KeyError, OverflowError, RecursionError, binascii.Error)
 
 
@@ -51,19 +48,16 @@ def need(name: str) -> ModuleType:
         ) from error
 
 
-_HINT = "see docs/serving.md for what a message holds"
+HINT = "see docs/serving.md for what a message holds"
 
 
-def _refused(message: str) -> WireError:
-    return WireError(message, _HINT, code="wire-array")
+def refused_array(message: str) -> WireError:
+    """Return the error for an array that is not built."""
+    return WireError(message, HINT, code="wire-array")
 
 
 def _malformed(message: str) -> WireError:
-    return WireError(message, _HINT, code="wire-message")
-
-
-def _no_picture(message: str) -> WireError:
-    return WireError(message, _HINT, code="wire-picture")
+    return WireError(message, HINT, code="wire-message")
 
 
 def array_of(dtype: object, shape: object, data: object, order: str = "C") -> Array:
@@ -80,53 +74,26 @@ def array_of(dtype: object, shape: object, data: object, order: str = "C") -> Ar
     """
     text = dtype.decode("ascii", "replace") if isinstance(dtype, bytes) else dtype
     if not isinstance(text, str) or len(text) > 8:
-        raise _refused(f"the type of an array is {str(text)[:40]!r}, not the name of a numeric type")
+        raise refused_array(f"the type of an array is {str(text)[:40]!r}, not the name of a numeric type")
     try:
         kind = np.dtype(text)
     except _MALFORMED as error:
-        raise _refused(f"the type of an array is {text!r}, which NumPy does not know") from error
+        raise refused_array(f"the type of an array is {text!r}, which NumPy does not know") from error
     if kind.kind not in KINDS:
-        raise _refused(f"an array has the type {text!r}; booleans, integers and floats are read, objects never")
+        raise refused_array(f"an array has the type {text!r}; booleans, integers and floats are read, objects never")
     if not isinstance(shape, (list, tuple)) or len(shape) > 8 or not all(type(size) is int for size in shape):
-        raise _refused("the shape of an array is not a short list of integers")
+        raise refused_array("the shape of an array is not a short list of integers")
     if not isinstance(data, (bytes, memoryview)):
-        raise _refused("the data of an array are not bytes")
+        raise refused_array("the data of an array are not bytes")
     wanted = kind.itemsize
     for size in shape:
         wanted *= size
     if min(shape, default=0) < 0 or wanted != len(data):
-        raise _refused(f"an array of shape {list(shape)} and type {text} takes {wanted} bytes, and {len(data)} came")
+        raise refused_array(
+            f"an array of shape {list(shape)} and type {text} takes {wanted} bytes, and {len(data)} came"
+        )
     flat = np.frombuffer(data, kind)
     return flat.reshape(shape, order="F" if order == "F" else "C")
-
-
-_NPY_HEADER = re.compile(
-    rb"\{'descr': '(?P<descr>[^']{1,8})', 'fortran_order': (?P<fortran>True|False), "
-    rb"'shape': \((?P<shape>(\d{1,18}, ?)*(\d{1,18})?)\), \}\s*"
-)
-
-
-def npy_array(data: object) -> Array:
-    """Return the array of a .npy file's bytes; raises as ``array_of``.
-
-    NumPy's own reader evaluates the header as Python and allocates what it claims before it looks for the data.
-    """
-    if not isinstance(data, bytes) or data[:6] != b"\x93NUMPY" or data[6:7] not in (b"\x01", b"\x02", b"\x03"):
-        raise _refused("the data of an array are not a .npy file")
-    start = 10 if data[6:7] == b"\x01" else 12
-    end = start + int.from_bytes(data[8:start], "little")
-    header = _NPY_HEADER.fullmatch(data, start, min(end, len(data)))
-    if header is None or end > len(data):
-        raise _refused("the header of a .npy file is not that of a numeric array")
-    shape = [int(size) for size in header["shape"].replace(b",", b" ").split()]
-    return array_of(header["descr"], shape, data[end:], "F" if header["fortran"] == b"True" else "C")
-
-
-def npy_bytes(array: Array) -> bytes:
-    """Return the .npy file of a numeric array."""
-    stream = io.BytesIO()
-    np.lib.format.write_array(stream, np.asarray(array), allow_pickle=False)
-    return stream.getvalue()
 
 
 # -- msgpack ----------------------------------------------------------------------------------------------------------
@@ -181,12 +148,12 @@ def pack(content: object, default: Callable[[object], object]) -> bytes:
     return packed
 
 
-def _scalar(dtype: object, value: object) -> object:
+def scalar_of(dtype: object, value: object) -> object:
     """Return a number that came with its NumPy type."""
     if isinstance(value, bytes):
         return array_of(dtype, (), value).item()
     if not isinstance(value, (bool, int, float)):
-        raise _refused("a scalar of NumPy is not a number")
+        raise refused_array("a scalar of NumPy is not a number")
     return value
 
 
@@ -195,7 +162,7 @@ def openpi_envelope(content: Map) -> object:
     if b"__ndarray__" in content:
         return array_of(content[b"dtype"], content[b"shape"], content[b"data"])
     if b"__npgeneric__" in content:
-        return _scalar(content[b"dtype"], content[b"data"])
+        return scalar_of(content[b"dtype"], content[b"data"])
     return content
 
 
@@ -213,83 +180,6 @@ def openpi_default(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no place in a message")
 
 
-def vla_eval_envelope(content: Map) -> object:
-    """Decode ``{"__ndarray__": True, ...}`` and pictures ``{"__image__": True, "format", "data", "shape"}``."""
-    if "__image__" in content:
-        if content["format"] == "raw":
-            return array_of(content["dtype"], content["shape"], content["data"])
-        return picture(content["data"], content["format"])
-    if "__ndarray__" in content:
-        return array_of(content["dtype"], content["shape"], content["data"])
-    return content
-
-
-def vla_eval_default(value: object) -> object:
-    """Encode arrays as vla-evaluation-harness does (not as pictures)."""
-    if isinstance(value, np.ndarray):
-        return {
-            "__ndarray__": True,
-            "data": value.tobytes(),
-            "dtype": value.dtype.str,
-            "shape": list(value.shape),
-        }
-    raise TypeError(f"{type(value).__name__} has no place in a message")
-
-
-def picture(data: object, file_format: object) -> NDArray[np.uint8]:
-    """Return ``uint8[H,W,3]`` of a PNG or JPEG file.
-
-    Raises:
-        WireError: it is damaged, larger than MAX_PIXELS, or another format.
-    """
-    if file_format not in ("png", "jpeg") or not isinstance(data, bytes):
-        raise _no_picture(f"a picture has the format {str(file_format)[:20]!r}; png, jpeg and raw are read")
-    image = need("PIL.Image")
-    try:
-        with image.open(io.BytesIO(data), formats=[str(file_format).upper()]) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise _no_picture(f"a picture has {opened.width} x {opened.height} pixels")
-            return np.array(opened.convert("RGB"))
-    # Pillow raises SyntaxError, EOFError and zlib's errors as well, depending on where a file is damaged.
-    except Exception as error:
-        if isinstance(error, WireError):
-            raise
-        raise _no_picture(f"a picture can't be read: {str(error)[:200]}") from error
-
-
-def groot_envelope(content: Map) -> object:
-    """Decode the arrays of GR00T N1.5 and N1.6 (.npy files), and of N1.7 (msgpack_numpy)."""
-    if "__ndarray_class__" in content:
-        return npy_array(content["as_npy"])
-    if b"nd" in content:
-        if content[b"nd"] is not True:
-            return _scalar(content[b"type"], content[b"data"])
-        if content.get(b"kind") not in (b"", "", None):
-            raise _refused("an array holds objects or records, which are never decoded")
-        return array_of(content[b"type"], content[b"shape"], content[b"data"])
-    return content
-
-
-def groot_npy_default(value: object) -> object:
-    """Encode arrays as GR00T N1.5 and N1.6 do."""
-    if isinstance(value, np.ndarray):
-        return {"__ndarray_class__": True, "as_npy": npy_bytes(value)}
-    raise TypeError(f"{type(value).__name__} has no place in a message")
-
-
-def groot_msgpack_default(value: object) -> object:
-    """Encode arrays as GR00T N1.7 does."""
-    if isinstance(value, np.ndarray):
-        return {
-            b"nd": True,
-            b"type": value.dtype.str,
-            b"kind": b"",
-            b"shape": value.shape,
-            b"data": value.tobytes(),
-        }
-    raise TypeError(f"{type(value).__name__} has no place in a message")
-
-
 # -- JSON -------------------------------------------------------------------------------------------------------------
 
 
@@ -298,7 +188,7 @@ def _json_envelope(content: Map) -> object:
         return content
     text = content["__numpy__"]
     if not isinstance(text, str):
-        raise _refused("the data of an array are not base64")
+        raise refused_array("the data of an array are not base64")
     return array_of(content["dtype"], content["shape"], base64.b64decode(text, validate=True))
 
 

@@ -30,27 +30,29 @@ class ActServeConfig(WireKeysConfig):
 
 VLA_EVAL = ServeProtocolSpec(
     name="vla_eval",
-    target="embodrl.serving.vla_eval:VlaEvalListener",
+    target="embodrl.extras.protocols.vla_eval:VlaEvalListener",
     description="vla-evaluation-harness's websocket protocol",
     settings=VlaEvalKeysConfig,
 )
 GR00T = ServeProtocolSpec(
     name="gr00t",
-    target="embodrl.serving.gr00t:GrootListener",
+    target="embodrl.extras.protocols.gr00t:GrootListener",
     description="GR00T's protocol over ZeroMQ",
     settings=GrootServeConfig,
     has_tls=False,
+    client="embodrl.extras.protocols.gr00t_client:GrootClient",
+    schemes=("tcp", "zmq"),
 )
 LEROBOT = ServeProtocolSpec(
     name="lerobot",
-    target="embodrl.serving.lerobot:LerobotListener",
+    target="embodrl.extras.protocols.lerobot:LerobotListener",
     description="lerobot's asynchronous inference over gRPC",
     settings=LerobotServeConfig,
     has_tls=False,
 )
 ACT = ServeProtocolSpec(
     name="act",
-    target="embodrl.serving.act:ActListener",
+    target="embodrl.extras.protocols.act:ActListener",
     description="OpenVLA's POST /act",
     settings=ActServeConfig,
 )

@@ -32,8 +32,8 @@ from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutParts
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, concat_outputs
 from embodrl.models.base import VLAPolicy
-from embodrl.models.remote.spec import TOKEN_VARIABLE
 from embodrl.types import PolicyOutput
+from embodrl.wire import TOKEN_VARIABLE
 from embodrl.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 logger = logging.getLogger(__name__)

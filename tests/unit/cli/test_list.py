@@ -91,4 +91,4 @@ def test_listing_imports_neither_torch_nor_a_simulator() -> None:
     )
     outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert outcome.stdout.splitlines()[-1] == "[]"
-    assert all(f"\n  {name} " in outcome.stdout for name in MODELS.builtin)
+    assert all(f"\n  {name} " in outcome.stdout for name in MODELS.shipped())

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodrl.specs import ENVS, MODELS
 
 PACKAGE = Path(__file__).parents[3] / "embodrl"
-FAMILIES = [name for name in MODELS.builtin if name not in ("lerobot", "remote")]  # names of other things as well
+FAMILIES = list(MODELS.builtin)
 NAMES = re.compile("|".join([*ENVS.builtin, *FAMILIES, "mujoco", "sapien", "mani_skill"]), re.IGNORECASE)
 WORDS = re.compile(rf"\b(?:{NAMES.pattern})\b", re.IGNORECASE)
 

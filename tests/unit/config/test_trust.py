@@ -172,6 +172,7 @@ SITES = {
     "extras/bench/ratios.py": "",
     "extras/megatron/core.py": "",
     "extras/robot/env.py": "env.robot env.robot_module env.reset_fn env.success_fn",
+    "extras/remote_policy/spec.py": "",
     "hybrid_engines/rollout/native.py": "",
     "extras/parity/cli.py": "",
     "extras/recipe/stages.py": "recipe.collect recipe.rl recipe.sft",

@@ -1,81 +1,17 @@
-"""Protocols over plain HTTP: POST /act in both dialects, and embodrl's own API."""
+"""embodrl's own HTTP API."""
 
 import asyncio
-import base64
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from served import TOKEN, raw, served, wanted
+from served import raw, wanted
+from served_http import array, picture, talk
 
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.wire.codec import unpack
-
-aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
-
-
-def picture(pixel: int) -> dict:
-    return {"__numpy__": base64.b64encode(bytes([pixel]) * 12).decode(), "dtype": "|u1", "shape": [2, 2, 3]}
-
-
-def array(content: dict) -> np.ndarray:
-    assert content.keys() == {"__numpy__", "dtype", "shape"}
-    return np.frombuffer(base64.b64decode(content["__numpy__"]), content["dtype"]).reshape(content["shape"])
-
-
-def talk(protocol: str, test, **settings):
-    async def run():
-        async with served(protocol, **settings) as server:
-            headers = {"Authorization": f"Bearer {TOKEN}"}
-            async with aiohttp.ClientSession(server.urls[protocol], headers=headers) as session:
-
-                async def post(path, content, **more):
-                    text = content if isinstance(content, (str, bytes)) else json.dumps(content)
-                    async with session.post(path, data=text, **more) as answer:
-                        body = await answer.read()
-                        is_json = answer.content_type == "application/json"
-                        return answer.status, json.loads(body) if is_json else body, answer.headers
-
-                await asyncio.wait_for(test(server, session, post), 30)
-
-    asyncio.run(run())
-
-
-def test_openvla_gets_one_action_and_oft_the_chunk():
-    async def test(server, session, post):
-        status, found, headers = await post("/act", {"image": picture(9), "instruction": "push", "unnorm_key": "x"})
-        assert status == 200 and (array(found) == wanted(9, "push")[0]).all()
-        assert headers["X-Policy-Version"] == "0"
-        status, found, _ = await post("/act", {"full_image": picture(9), "instruction": "push"})
-        assert status == 200 and (np.stack([array(each) for each in found]) == wanted(9, "push")).all()
-        double = {"encoded": json.dumps({"image": picture(9), "instruction": "push"})}
-        status, text, _ = await post("/act", double)
-        assert isinstance(text, str) and (array(json.loads(text)) == wanted(9, "push")[0]).all()
-
-    talk("act", test)
-
-
-def test_act_says_what_is_wrong():
-    async def test(server, session, post):
-        cases = {
-            "": "wire-message",
-            "[1]": "wire-observation",
-            json.dumps({"full_image": picture(1)}): "wire-observation",
-            json.dumps({"full_image": picture(1) | {"dtype": "|O"}, "instruction": ""}): "wire-array",
-            json.dumps({"encoded": "{"}): "wire-message",
-        }
-        for body, code in cases.items():
-            status, found, _ = await post("/act", body)
-            assert status == 422 and code in found["error"]
-        status, found, _ = await post("/act", {"full_image": picture(1), "instruction": "fail"})
-        assert status == 500 and "secret" not in found["error"]
-        status, found, _ = await post("/act", b"x" * (2**20 + 1))
-        assert status == 413 and "wire-too-large" in found["error"]
-        assert (await post("/act", {"image": picture(1), "instruction": ""}))[0] == 200
-
-    talk("act", test, max_message_mb=1)
 
 
 def test_own_api_acts_in_json_and_msgpack():

@@ -6,7 +6,7 @@ import logging
 import aiohttp
 import pytest
 from served import TOKEN, served, websocket
-from test_http import picture
+from served_http import picture
 
 from embodrl.serving.listener import HttpListener
 from embodrl.wire import door

@@ -21,9 +21,9 @@ from embodrl.config import load_config
 from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import model_settings
 from embodrl.errors import ConfigError, EmbodrlError
+from embodrl.extras.lerobot_policy.policy import LeRobotPolicy
+from embodrl.extras.lerobot_policy.server import LeRobotServer
 from embodrl.fields import Fields
-from embodrl.models.lerobot.policy import LeRobotPolicy
-from embodrl.models.lerobot.server import LeRobotServer
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
+from embodrl.extras.lerobot_policy.spec import LeRobotConfig
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
 from embodrl.models.common.checkpoint import resolve
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.lerobot.spec import LeRobotConfig
 from embodrl.processes import bootstrap
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.serve import ErrorReport
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
-_SERVER = "embodrl.models.lerobot.server"
+_SERVER = "embodrl.extras.lerobot_policy.server"
 
 
 class LeRobotProcess:

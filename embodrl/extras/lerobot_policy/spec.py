@@ -58,7 +58,7 @@ def lerobot_policy_brings_its_statistics(context: Context) -> Iterator[Finding]:
 
 SPEC = ModelSpec(
     name="lerobot",
-    target="embodrl.models.lerobot.policy:build_lerobot",
+    target="embodrl.extras.lerobot_policy.policy:build_lerobot",
     description="any lerobot policy (ACT, xVLA, ...) in an interpreter of its own, for eval only",
     recognizes=lambda raw: isinstance(raw.get("type"), str) and "input_features" in raw,
     settings=LeRobotConfig,

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import GrootKeysConfig, ModelConfig, NonNegativeFloat, PositiveFloat
-from embodrl.specs import ModelSpec
+from embodrl.names import import_object
+from embodrl.specs import SERVE_PROTOCOLS, ModelSpec
 
-SCHEMES = ("ws", "wss", "http", "https", "tcp", "zmq")
-TOKEN_VARIABLE = "EMBODRL_TOKEN"
+if TYPE_CHECKING:
+    from embodrl.serving.clients import Client
+
+
+def clients() -> dict[str, Any]:
+    """Return the client of each scheme of a URL, as a class or ``module:Class``; of several, the first one."""
+    found: dict[str, Any] = {}
+    for protocol in SERVE_PROTOCOLS.all():
+        for scheme in protocol.schemes:
+            found.setdefault(scheme, protocol.client)
+    return found
+
+
+def client_of(config: RemoteConfig) -> Client:
+    """Return a client of the server, not yet connected."""
+    assert config.url is not None  # see remote_policy_has_a_url
+    kind = clients()[config.url.partition("://")[0]]
+    return (import_object(kind) if isinstance(kind, str) else kind)(config)
 
 
 class RemoteConfig(ModelConfig):
@@ -41,13 +59,14 @@ RULES = RuleSet()
 def remote_policy_has_a_url(context: Context) -> Iterator[Finding]:
     """The server's address is that of a protocol that has a client here."""
     url = context.model(RemoteConfig).url
-    allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in SCHEMES)
+    schemes = clients()
+    allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
     if url is None:
         yield Finding("model.url", "no server is named", "give the URL of a policy server", allowed)
         return
     try:
         parts = urlsplit(url)
-        complete = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port is not None
+        complete = parts.scheme in schemes and bool(parts.hostname) and parts.port is not None
     except ValueError:
         complete = False
     if not complete:
@@ -65,7 +84,7 @@ def remote_policy_has_its_own_weights(context: Context) -> Iterator[Finding]:
 
 SPEC = ModelSpec(
     name="remote",
-    target="embodrl.models.remote.policy:build_remote",
+    target="embodrl.extras.remote_policy.policy:build_remote",
     description="a policy behind a server of openpi, GR00T or `embodrl serve`, for eval only",
     settings=RemoteConfig,
     rules=(RULES,),

@@ -10,27 +10,17 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 
 from embodrl.config.schema import GrootKeysConfig
 from embodrl.errors import RemotePolicyError
-from embodrl.models.remote.spec import TOKEN_VARIABLE, RemoteConfig
 from embodrl.types import Observation
-from embodrl.wire.codec import (
-    Array,
-    Message,
-    groot_envelope,
-    groot_npy_default,
-    need,
-    openpi_default,
-    openpi_envelope,
-    pack,
-    unpack,
-)
-from embodrl.wire.keys import WireMap, lookup, put
+from embodrl.wire import TOKEN_VARIABLE
+from embodrl.wire.codec import Array, Message, need, openpi_default, openpi_envelope, pack, unpack
+from embodrl.wire.keys import WireMap
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +52,36 @@ def changed(url: str) -> RemotePolicyError:
     return RemotePolicyError(text, "repeat the evaluation", code="remote-changed")
 
 
+class ClientSettings(Protocol):
+    """What a client is made from: the section ``model`` of model=remote."""
+
+    @property
+    def url(self) -> str | None:
+        """Of the server."""
+        ...
+
+    @property
+    def keys(self) -> GrootKeysConfig:
+        """Keys that are configured, in place of those that the server tells."""
+        ...
+
+    @property
+    def answer_timeout_s(self) -> float:
+        """For the connection, and for each answer."""
+        ...
+
+    @property
+    def reconnect_timeout_s(self) -> float:
+        """In which a server that is gone is connected to again."""
+        ...
+
+
 class Gone(Exception):
     """A connection ended before an answer came."""
 
 
-def _refusal(text: str) -> Exception:
+def refusal(text: str) -> Exception:
+    """Return the error for a refusal; ``Gone`` for that of a server that ends."""
     return Gone(text[:500]) if any(code in text for code in _PASSING) else refused(text)
 
 
@@ -95,7 +110,7 @@ class Client(ABC):
         config: section ``model``.
     """
 
-    def __init__(self, config: RemoteConfig) -> None:
+    def __init__(self, config: ClientSettings) -> None:
         assert config.url is not None
         self.url, self.config = config.url, config
         self.token = os.environ.get(TOKEN_VARIABLE)
@@ -160,16 +175,17 @@ class Client(ABC):
 
     def _learn(self, told: Message) -> None:
         """Take the keys that are configured, and the others from what the server told."""
-        own: GrootKeysConfig = self.config.keys
-        images = own.images or _texts(told.get("images"))
+        own = self.config.keys
+        images = own.images or texts(told.get("images"))
         instruction = own.instruction or told.get("instruction")
         missing = [name for name, value in (("images", images), ("instruction", instruction)) if not value]
         if missing:
             raise keys_needed(missing)
-        self.keys = WireMap(images, own.state or _texts(told.get("state")), str(instruction))
+        self.keys = WireMap(images, own.state or texts(told.get("state")), str(instruction))
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def texts(value: object) -> tuple[str, ...]:
+    """Return the texts of a list; () of anything else."""
     items = cast(list[object], value) if isinstance(value, (list, tuple)) else []
     return tuple(item for item in items if isinstance(item, str))
 
@@ -177,7 +193,7 @@ def _texts(value: object) -> tuple[str, ...]:
 class HttpClient(Client):
     """`embodrl serve protocol=http`: one request per row."""
 
-    def __init__(self, config: RemoteConfig) -> None:
+    def __init__(self, config: ClientSettings) -> None:
         super().__init__(config)
         self.aiohttp: Any = need("aiohttp")
         self.session: Any = None
@@ -222,7 +238,7 @@ class HttpClient(Client):
         except self.aiohttp.ClientError as error:
             raise Gone(error) from error
         if answer.status != 200:
-            raise _refusal(content.decode("utf-8", "replace"))
+            raise refusal(content.decode("utf-8", "replace"))
         return content
 
     async def _return(self) -> None:
@@ -266,7 +282,7 @@ class HttpClient(Client):
 class OpenpiClient(HttpClient):
     """openpi's websocket: a connection for every row that is asked about at the same time."""
 
-    def __init__(self, config: RemoteConfig) -> None:
+    def __init__(self, config: ClientSettings) -> None:
         super().__init__(config)
         self._free: list[Any] = []
 
@@ -303,116 +319,9 @@ class OpenpiClient(HttpClient):
         if not socket.closed:
             self._free.append(socket)
         if frame.type == self.aiohttp.WSMsgType.TEXT:
-            raise _refusal(frame.data)
+            raise refusal(frame.data)
         data: bytes = frame.data
         return data
-
-
-class GrootClient(Client):
-    """GR00T's ZMQ in the dialect of N1.6, which N1.7 reads as well: one request of B rows.
-
-    ZMQ's threads send heartbeats and answer them while the policy computes, so that a server that is stopped or gone
-    is noticed.
-    """
-
-    def __init__(self, config: RemoteConfig) -> None:
-        super().__init__(config)
-        self._asyncio: Any = need("zmq.asyncio")
-        self._zmq: Any = need("zmq")
-        self._address = "tcp://" + self.url.partition("://")[2]
-        self._context: Any = None
-        self._actions: tuple[str, ...] = ()
-        self._lock = asyncio.Lock()  # a REQ socket has one request at a time
-        self._socket: Any = None
-        self._monitor: Any = None
-
-    async def connect(self) -> None:
-        self._context = self._asyncio.Context()
-        self._told = await self._hello(self.config.answer_timeout_s)
-        names: dict[str, tuple[str, ...]] = {}
-        for kind, content in self._told.items() if isinstance(self._told, Mapping) else ():
-            as_json = content.get("as_json") if isinstance(content, Mapping) else None
-            names[kind] = _texts(as_json.get("modality_keys")) if isinstance(as_json, Mapping) else ()
-        language = names.get("language", ())
-        self._learn(
-            {
-                "images": [f"video.{name}" for name in names.get("video", ())],
-                "state": [f"state.{name}" for name in names.get("state", ())],
-                "instruction": language[0] if language else None,
-            }
-        )
-        self._actions = tuple(text.rpartition(":")[0] or text for text in self.config.keys.actions) or names.get(
-            "action", ()
-        )
-
-    async def _hello(self, limit_s: float) -> Any:
-        return await self._call({"endpoint": "get_modality_config"}, limit_s)
-
-    async def _return(self) -> None:
-        # ZMQ connects whenever the server is back, and does not say that it is not.
-        if await self._hello(self.config.reconnect_timeout_s) != self._told:
-            raise changed(self.url)
-
-    async def act(self, observation: Observation) -> Array:
-        rows = [self.keys.message(observation, row) for row in range(len(observation.images))]
-        content: dict[str, Any] = {"video": {}, "state": {}, "language": {}}
-        for key in rows[0]:
-            column = [row[key] for row in rows]
-            if key == self.keys.instruction:
-                content["language"][key.removeprefix("language.")] = [[text] for text in column]
-            else:
-                put(content, key, np.stack(column)[:, None], nested=True)
-        request = {"endpoint": "get_action", "data": {"observation": content, "options": None}}
-        answer = await self._persist(lambda: self._call(request, self.config.answer_timeout_s), self._return)
-        actions = answer[0] if isinstance(answer, list) and answer else None
-        if not isinstance(actions, Mapping):
-            raise refused("an answer without actions")
-        found = [lookup(actions, name) for name in self._actions or tuple(map(str, actions))]
-        if not found or not all(isinstance(part, np.ndarray) and part.ndim == 3 for part in found):
-            raise refused(f"actions {', '.join(map(str, actions))} where {', '.join(self._actions)} were due")
-        return np.concatenate(cast(list[Array], found), axis=-1)
-
-    def _connected(self) -> Any:
-        if self._socket is None:
-            self._socket = self._context.socket(self._zmq.REQ)
-            self._socket.linger = 0
-            self._socket.maxmsgsize = MAX_BYTES
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = int(1e3 * PROBE_S), int(1e3 * PROBE_TIMEOUT_S)
-            self._monitor = self._socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
-            self._socket.connect(self._address)
-        return self._socket
-
-    def _disconnect(self) -> None:
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close()
-            self._socket = None
-
-    async def _call(self, request: dict[str, Any], limit_s: float) -> Any:
-        if self.token is not None:
-            request = request | {"api_token": self.token}
-        async with self._lock:
-            socket = self._connected()
-            await socket.send(pack(request, groot_npy_default))
-            answer, lost = asyncio.ensure_future(socket.recv()), asyncio.ensure_future(self._monitor.recv_multipart())
-            await asyncio.wait({answer, lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-            is_lost = lost.done()
-            lost.cancel()
-            if not answer.done():
-                answer.cancel()
-                self._disconnect()
-                raise Gone("the connection has ended, or the server gives no sign of life") if is_lost else self._late()
-            data = answer.result()
-        found = unpack(data, groot_envelope)
-        if isinstance(found, Mapping) and "error" in found:
-            raise _refusal(str(found["error"]))
-        return found
-
-    async def close(self) -> None:
-        if self._context is not None:
-            self._disconnect()
-            self._context.destroy(linger=0)  # a context with an open socket would wait for it when it is collected
 
 
 def actions_in(answer: object) -> Array:
@@ -425,14 +334,3 @@ def actions_in(answer: object) -> Array:
     if not isinstance(actions, np.ndarray) or actions.ndim != 2:
         raise refused("an answer without actions of shape [H,A]")
     return actions
-
-
-CLIENTS: Mapping[str, type[Client]] = {
-    "ws": OpenpiClient,
-    "wss": OpenpiClient,
-    "http": HttpClient,
-    "https": HttpClient,
-    "tcp": GrootClient,
-    "zmq": GrootClient,
-}
-"""Scheme of a URL -> client."""

@@ -6,9 +6,13 @@ Source: github.com/allenai/vla-evaluation-harness, src/vla_eval/protocol and mod
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from embodrl import __version__
 from embodrl.config.schema import section_in
@@ -17,9 +21,10 @@ from embodrl.extras.protocols.spec import VlaEvalKeysConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import HttpListener, Service
 from embodrl.serving.session import Session
-from embodrl.wire.codec import pack, unpack, vla_eval_default, vla_eval_envelope
+from embodrl.wire.codec import HINT, Map, array_of, need, pack, unpack
 
 PROTOCOL_VERSION = 1
+MAX_PIXELS = 1 << 24
 FIELDS = ("type", "payload", "seq", "timestamp")
 
 
@@ -96,3 +101,51 @@ def _message(data: bytes | str) -> Mapping[str, Any]:
         raise WireError(f"a message has the type {str(message['type'])[:40]!r}", hint, code="wire-message")
     found: Mapping[str, Any] = message
     return found
+
+
+def vla_eval_envelope(content: Map) -> object:
+    """Decode ``{"__ndarray__": True, ...}`` and pictures ``{"__image__": True, "format", "data", "shape"}``."""
+    if "__image__" in content:
+        if content["format"] == "raw":
+            return array_of(content["dtype"], content["shape"], content["data"])
+        return picture(content["data"], content["format"])
+    if "__ndarray__" in content:
+        return array_of(content["dtype"], content["shape"], content["data"])
+    return content
+
+
+def vla_eval_default(value: object) -> object:
+    """Encode arrays as vla-evaluation-harness does (not as pictures)."""
+    if isinstance(value, np.ndarray):
+        return {
+            "__ndarray__": True,
+            "data": value.tobytes(),
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+        }
+    raise TypeError(f"{type(value).__name__} has no place in a message")
+
+
+def picture(data: object, file_format: object) -> NDArray[np.uint8]:
+    """Return ``uint8[H,W,3]`` of a PNG or JPEG file.
+
+    Raises:
+        WireError: it is damaged, larger than MAX_PIXELS, or another format.
+    """
+    if file_format not in ("png", "jpeg") or not isinstance(data, bytes):
+        raise _refused(f"a picture has the format {str(file_format)[:20]!r}; png, jpeg and raw are read")
+    image = need("PIL.Image")
+    try:
+        with image.open(io.BytesIO(data), formats=[str(file_format).upper()]) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise _refused(f"a picture has {opened.width} x {opened.height} pixels")
+            return np.array(opened.convert("RGB"))
+    # Pillow raises SyntaxError, EOFError and zlib's errors as well, depending on where a file is damaged.
+    except Exception as error:
+        if isinstance(error, WireError):
+            raise
+        raise _refused(f"a picture can't be read: {str(error)[:200]}") from error
+
+
+def _refused(message: str) -> WireError:
+    return WireError(message, HINT, code="wire-picture")

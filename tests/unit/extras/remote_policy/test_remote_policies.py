@@ -11,9 +11,10 @@ from served import TOKEN, served
 
 from embodrl.config.load import load_config
 from embodrl.errors import RemotePolicyError
-from embodrl.models.remote import clients
-from embodrl.models.remote.policy import build_remote
-from embodrl.models.remote.spec import RemoteConfig
+from embodrl.extras.remote_policy.policy import build_remote
+from embodrl.extras.remote_policy.spec import RemoteConfig
+from embodrl.extras.remote_policy.spec import clients as remote_clients
+from embodrl.serving import clients
 from embodrl.types import Observation, SamplingParams
 
 
@@ -184,4 +185,4 @@ def test_it_only_acts_and_needs_a_url():
             load_config(["env=toy", "model=remote", "model.url=ws://host:1"], verb=verb)
     with raises_code("remote-policy-has-its-own-weights"):
         load_config(["env=toy", "model=remote", "model.url=ws://host:1", "model.unnorm_key=x"], verb="eval")
-    assert set(clients.CLIENTS) == {"ws", "wss", "http", "https", "tcp", "zmq"}
+    assert set(remote_clients()) == {"ws", "wss", "http", "https", "tcp", "zmq"}

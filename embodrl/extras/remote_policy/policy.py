@@ -15,10 +15,10 @@ import torch
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
+from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
 from embodrl.models.base import LoadReport
 from embodrl.models.common.acting import ActingPolicy
-from embodrl.models.remote.clients import CLIENTS, Client
-from embodrl.models.remote.spec import RemoteConfig
+from embodrl.serving.clients import Client
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
 _T = TypeVar("_T")
@@ -57,8 +57,7 @@ class Connection:
 
 
 async def _made(config: RemoteConfig) -> Client:
-    assert config.url is not None  # see remote_policy_has_a_url
-    return CLIENTS[config.url.partition("://")[0]](config)
+    return client_of(config)
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: Client) -> None:

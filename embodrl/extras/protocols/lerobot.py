@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from embodrl.config.schema import section_in
 from embodrl.errors import EmbodrlError, WireError
+from embodrl.extras.protocols.pickled import MODULE, Record, read_pickle
 from embodrl.extras.protocols.spec import LerobotServeConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import CLOSE_S, Listener, Service
@@ -28,7 +29,6 @@ from embodrl.types import Observation
 from embodrl.wire import door
 from embodrl.wire.codec import need
 from embodrl.wire.keys import WireMap
-from embodrl.wire.pickled import MODULE, Record, read_pickle
 
 BEGIN, MIDDLE, END = 1, 2, 3
 POLL_S = 2.0

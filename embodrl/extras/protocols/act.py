@@ -12,11 +12,8 @@ from typing import Any
 from embodrl.config.schema import section_in
 from embodrl.extras.protocols.spec import ActServeConfig
 from embodrl.serving.core import explain
-from embodrl.serving.listener import Handler, HttpListener, Service
+from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
 from embodrl.wire.codec import read_json, write_json
-
-VERSION_HEADER = "X-Policy-Version"
-_STATUS = {"server-stopping": 503, "server-model-hangs": 503, "wire-too-large": 413}
 
 
 class ActListener(HttpListener):
@@ -62,12 +59,3 @@ class ActListener(HttpListener):
         """Return the answer to a request that failed."""
         self.core.metrics.count("errors_total", self.name)
         return self.web.json_response({"error": explain(error)}, status=status_of(error))
-
-
-def status_of(error: Exception) -> int:
-    """Return the HTTP status of an error: whether the request or the server is to blame."""
-    from embodrl.errors import EmbodrlError
-
-    if not isinstance(error, EmbodrlError):
-        return 500
-    return _STATUS.get(error.code, 422)

@@ -13,9 +13,9 @@ import torch
 from expect import raises_code
 from served import CHUNK, TOKEN, served, wanted
 
-from embodrl.serving import lerobot as service
-from embodrl.wire import pickled
-from embodrl.wire.pickled import MODULE, read_pickle
+from embodrl.extras.protocols import lerobot as service
+from embodrl.extras.protocols import pickled
+from embodrl.extras.protocols.pickled import MODULE, read_pickle
 
 grpc = pytest.importorskip("grpc")
 BEGIN, MIDDLE, END = 1, 2, 3
