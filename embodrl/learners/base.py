@@ -87,5 +87,8 @@ class Learner(ABC):
     def prepare_save(self) -> None:  # noqa: B027
         """Drop what a checkpoint does not keep, so that a run that continues and one that is resumed do the same."""
 
+    def saved(self, iteration: int) -> None:  # noqa: B027
+        """Do what may follow once a checkpoint after so many iterations is written."""
+
     def rest(self) -> None:  # noqa: B027
         """Free what saving brought back to the device."""

@@ -105,19 +105,27 @@ class ImitationLearner(Learner):
         self._start = self._last = time.monotonic()
 
     def step(self, iteration: int) -> Row:
-        total = self.config.sft.max_steps
+        if not self.await_batch(iteration):
+            raise InterruptedError
         self.is_updating = True  # between two steps, too: the iteration is not complete
         while True:
             row = self._take_step(iteration)
             iteration += 1
             is_to_stop = self._on_step(iteration, row)
-            if is_to_stop or iteration == total or any(iteration % pause == 0 for pause in self._pauses):
+            if is_to_stop or self._is_pause(iteration) or not self.await_batch(iteration):
                 break
         now = time.monotonic()
         times = {"time_s": now - self._start, "time/total_s": now - self._last}
         self._last = now
         self.is_updating = False
         return {"iteration": iteration, "step": iteration, **row, **times}
+
+    def await_batch(self, iteration: int) -> bool:
+        """Wait until there is something to learn from after so many steps; False if the run is to stop."""
+        return True
+
+    def _is_pause(self, iteration: int) -> bool:
+        return iteration == self.config.sft.max_steps or any(iteration % pause == 0 for pause in self._pauses)
 
     def _take_step(self, iteration: int) -> dict[str, float]:
         settings = self.config.sft

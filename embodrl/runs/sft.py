@@ -21,7 +21,7 @@ from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.rows import is_number, other_rates
 from embodrl.reporting.sinks import MetricValue
-from embodrl.runs.beside import EvalBeside, finished_since
+from embodrl.runs.beside import finished_since
 from embodrl.runs.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
@@ -38,6 +38,7 @@ from embodrl.runs.settings import load_saved
 from embodrl.specs import ENGINES
 from embodrl.storage.checkpoint import CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums
+from embodrl.trainer.evaluations import start_beside
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.parts import make_launcher
@@ -205,17 +206,14 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     journal = Journal(
         open_metrics(session, closing, METRICS_FILE), ImitationView(progress), config.model.warm_start is not None
     )
-    beside = None
-    if config.runner.eval_async and settings.eval_interval:
-        beside = EvalBeside(config, deployment, directory, policy)
-        closing.callback(beside.close)
+    beside = start_beside(session, policy, closing) if settings.eval_interval else None
 
     def on_step(step: int, row: Mapping[str, float]) -> bool:
         progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
         return bool(session.stop)
 
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)
-    play = _player(session, policy, progress)
+    play = player(session, policy, progress)
     learner = ImitationLearner(config, policy, engine, batches, pauses, play, on_step)
     trainer = make_trainer(session, learner, Schedule.of_imitation(config), journal, beside)
     if checkpoint is not None:
@@ -254,8 +252,8 @@ class ImitationView:
         self._progress.message(text)
 
 
-def _player(session: RunSession, policy: VLAPolicy, progress: Progress) -> Callable[[Path | None], Row]:
-    """Return what evaluates the policy: simulators start for it, and end with it."""
+def player(session: RunSession, policy: VLAPolicy, progress: Progress) -> Callable[[Path | None], Row]:
+    """Return what evaluates the policy of a run: simulators start for it, and end with it."""
     config = session.config
 
     def play(video_dir: Path | None) -> Row:

@@ -14,7 +14,7 @@ from embodrl.learners.rollout import RolloutLearner, Watch
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE
-from embodrl.runs.beside import EvalBeside, finished_since, unfinished_evaluation
+from embodrl.runs.beside import finished_since, unfinished_evaluation
 from embodrl.runs.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
@@ -31,6 +31,7 @@ from embodrl.runs.provenance import compute_text
 from embodrl.runs.result import TrainResult, already_complete, conclude
 from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
 from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.trainer.evaluations import start_beside
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.parts import build, check_machine
@@ -162,10 +163,7 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
     late = None if checkpoint is None else finished_since(directory, checkpoint)  # before its row is dropped
     journal = Journal(open_metrics(session, closing), console, config.model.warm_start is not None)
     console.restore(journal.rows)
-    beside = None
-    if config.runner.eval_async:
-        beside = EvalBeside(config, deployment, directory, parts.policy)
-        closing.callback(beside.close)
+    beside = start_beside(session, parts.policy, closing)
     publish_to = directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     watch = Watch(lambda: bool(session.stop), console.phase)
     learner = RolloutLearner(config, deployment, graph_of(session.loaded), parts, watch, publish_to)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.learners.base import Learner
+from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.rows import is_number
 from embodrl.runs.beside import EvalBeside, UnderWay, late_row, unfinished_evaluation
@@ -192,3 +194,18 @@ class Evaluations:
         except OutputError as error:
             logger.error("%s", error)
         self.learner.rest()
+
+
+def start_beside(session: RunSession, policy: VLAPolicy, closing: ExitStack) -> EvalBeside | None:
+    """Return what evaluates while the run trains on; None where it does not.
+
+    Args:
+        session: the try of the run.
+        policy: of this process, for the names of its weights.
+        closing: ends the process.
+    """
+    if not session.config.runner.eval_async:
+        return None
+    beside = EvalBeside(session.config, session.deployment, session.directory, policy)
+    closing.callback(beside.close)
+    return beside

@@ -132,6 +132,8 @@ class Trainer:
 
     def _catch_up(self) -> None:
         """Complete the iteration that a run begins with: its evaluation before the first update, or what was left."""
+        if self.schedule.saves_first and not self.is_saved:
+            self._save()
         if self.pending is not None:
             self._complete()
         elif self.iteration == self.schedule.total:
@@ -183,6 +185,7 @@ class Trainer:
         with self.stop.saving():
             if not self.saver.save(self.iteration, content, self.journal.metrics.content):
                 return
+            self.learner.saved(self.iteration)
         self.is_saved = True
         self.stop.can_save(hint_from(self.session.directory, self.saver.newest))
         self.journal.view.message(f"saved {self.saver.newest}")

@@ -18,6 +18,7 @@ class Schedule:
         save_interval: between checkpoints, besides the last one; 0 for none.
         evaluates_first: before the first update.
         evaluates_last: after the last one, whatever the interval.
+        saves_first: before the first update.
     """
 
     total: int
@@ -25,6 +26,7 @@ class Schedule:
     save_interval: int
     evaluates_first: bool = False
     evaluates_last: bool = False
+    saves_first: bool = False
 
     @classmethod
     def of_training(cls, config: Config) -> Self:

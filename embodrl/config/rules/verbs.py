@@ -91,11 +91,10 @@ UNREAD: dict[Verb, tuple[str, ...]] = {
         *(f"actor.{name}" for name in ("global_batch_size", "micro_batch_size")),
         *(f"actor.optim.{name}" for name in ("lr", "weight_decay", *_SCHEDULE)),
         *(f"runner.{name}" for name in ("name", "output_dir", "max_iterations", "max_staleness", "eval_interval")),
-        *("runner.eval_at_start", "runner.eval_async", "runner.save_interval", "runner.keep_best", "env.video"),
+        *("runner.eval_at_start", "runner.save_interval", "env.video"),
         *("serve", "axes"),
-        *("runner.stop_at_success", "runner.stop_evaluations", "runner.max_regression"),
         *(f"sft.{name}" for name in ("data_dir", "cameras", "stats", "check_robot", "max_episodes")),
-        *("sft.save_interval", "sft.eval_interval"),
+        "sft.save_interval",
         *(f"collect.{name}" for name in ("output_dir", "format", *_DEMONSTRATOR, "keep_failures")),
     ),
     "serve": (
