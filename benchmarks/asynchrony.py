@@ -28,7 +28,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector

@@ -50,7 +50,7 @@ from embodrl.hybrid_engines.training.objective import (
     trained_chunks,
 )
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.specs import LOSSES
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import EnvStep, Observation, PolicyOutput

@@ -139,7 +139,7 @@ def main() -> None:
         return
     from embodrl.config.schema import ServeConfig
     from embodrl.errors import EmbodrlError
-    from embodrl.runs.load import load_config
+    from embodrl.pipelines.load import load_config
     from embodrl.workers.policy import configure_torch
 
     try:

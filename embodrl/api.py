@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from embodrl.config.load import LoadedConfig
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
-from embodrl.runs.load import load_config as _load_config
+from embodrl.pipelines.load import load_config as _load_config
 
 if TYPE_CHECKING:
     from embodrl.config.rules.verbs import Verb
@@ -297,7 +297,7 @@ def follow_weights(
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of
     from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
     from embodrl.runs.evaluate import evaluation_of
-    from embodrl.runs.settings import load_saved
+    from embodrl.trainer.settings import load_saved
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluator import Evaluator
     from embodrl.workers.policy import build_policy, configure_torch, num_threads

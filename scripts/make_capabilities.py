@@ -18,7 +18,7 @@ from typing import cast
 from embodrl.config.rules.verbs import Verb
 from embodrl.errors import ConfigError
 from embodrl.extras.sweep.combinations import expand_sweep
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "capabilities.md"

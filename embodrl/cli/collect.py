@@ -50,7 +50,7 @@ def collect(
         else:
             loaded, acting = load_measured(rest, config, verb="collect", trust=trust), None
         from embodrl.runs import collect as worker
-        from embodrl.runs.files import removed_if_empty
+        from embodrl.trainer.files import removed_if_empty
         from embodrl.workers.env import places_here
 
         with removed_if_empty(Path(loaded.config.collect.output_dir)):

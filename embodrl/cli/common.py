@@ -85,7 +85,7 @@ def load(
         ConfigError: with every problem found.
     """
     with importing():
-        from embodrl.runs.load import load_config
+        from embodrl.pipelines.load import load_config
 
         loaded = load_config(overrides or [], config_file, verb, trust)
     return _shown(loaded)
@@ -121,7 +121,7 @@ def load_measured(
         EmbodrlError: the simulator can't run, or the measurement can't be kept.
     """
     with importing():
-        from embodrl.runs.load import load_config
+        from embodrl.pipelines.load import load_config
 
         loaded = load_config(overrides or [], config_file, verb, trust)
     if loaded.processes is not None and not loaded.processes.measured and needed(loaded.config):

@@ -59,8 +59,8 @@ def check(
     """
 
     def action() -> int:
+        from embodrl.pipelines.load import load_config
         from embodrl.runs.data_check import check_data
-        from embodrl.runs.load import load_config
         from embodrl.storage.json_file import check_json_file, write_json_file
 
         if json is not None:

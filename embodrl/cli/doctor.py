@@ -41,7 +41,7 @@ def doctor(
 
         if not overrides:
             return run_doctor(json_output, progress=show_progress)
-        from embodrl.runs.load import load_config
+        from embodrl.pipelines.load import load_config
         from embodrl.workers.env import try_simulator
 
         config = load_config(overrides).config

@@ -64,8 +64,8 @@ def train(
     """
 
     def action() -> int:
+        from embodrl.pipelines.load import load_config
         from embodrl.preflight.plan import make_plan
-        from embodrl.runs.load import load_config
 
         given = overrides or []
         found = None

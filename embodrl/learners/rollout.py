@@ -21,6 +21,7 @@ from embodrl.errors import CheckpointError, PipelineError
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
+from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import Context
@@ -28,7 +29,6 @@ from embodrl.pipelines.graph import Graph, Node
 from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.workers.collector import RolloutState
-from embodrl.workers.memory_phases import TRAIN_ROLES, MemoryPhases
 from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import RolloutBackend
 

@@ -23,10 +23,10 @@ from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.learners.replay import reward_settings
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
-from embodrl.runs.replay import reward_settings
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 from embodrl.types import TOKEN_MASK, EnvSpec, Observation, PolicyOutput
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads

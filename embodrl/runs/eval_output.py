@@ -27,10 +27,10 @@ from embodrl.reporting.eval_report import (
 from embodrl.reporting.harness import harness_result
 from embodrl.reporting.intervals import CONFIDENCE, CONFIDENCE_TEXT, wilson_interval
 from embodrl.reporting.paired import change_text, compare_pairs
-from embodrl.runs.afterwards import afterwards
-from embodrl.runs.provenance import compute_text, describe_compute, describe_process, versions
 from embodrl.specs import ENVS, MODELS
 from embodrl.storage.json_file import check_json_file, write_json_file, write_text_file
+from embodrl.trainer.afterwards import afterwards
+from embodrl.trainer.provenance import compute_text, describe_compute, describe_process, versions
 from embodrl.types import Decoding
 from embodrl.workers.env import check_videos
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult

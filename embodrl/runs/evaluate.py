@@ -18,9 +18,9 @@ from embodrl.models.base import VLAPolicy
 from embodrl.reporting.intervals import wilson_interval
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import HTML_FILE, EvalOutput
-from embodrl.runs.files import removed_if_empty
-from embodrl.runs.provenance import compute_text
 from embodrl.storage.json_file import check_json_file, write_json_file
+from embodrl.trainer.files import removed_if_empty
+from embodrl.trainer.provenance import compute_text
 from embodrl.types import Decoding
 from embodrl.workers.env import check_environments, check_simulator, make_pool, places_here
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator

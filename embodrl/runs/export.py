@@ -14,10 +14,10 @@ from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
-from embodrl.runs.files import base_of, export_policy
 from embodrl.runs.policies import STEP, PolicySource
-from embodrl.runs.settings import is_run, load_saved, not_a_run
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from embodrl.trainer.files import base_of, export_policy
+from embodrl.trainer.settings import is_run, load_saved, not_a_run
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
 from embodrl.hub import parse
 from embodrl.models.base import VLAPolicy
-from embodrl.runs.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
-from embodrl.runs.load import load_config
-from embodrl.runs.settings import is_run, load_saved
+from embodrl.pipelines.load import load_config
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
+from embodrl.trainer.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
+from embodrl.trainer.settings import is_run, load_saved
 from embodrl.workers.policy import build_policy
 
 logger = logging.getLogger(__name__)

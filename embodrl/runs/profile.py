@@ -13,10 +13,10 @@ from typing import Any
 from embodrl.config.load import LoadedConfig
 from embodrl.errors import OutputError
 from embodrl.processes.trace import VARIABLE
-from embodrl.runs.files import removed_if_empty
-from embodrl.runs.result import TrainResult
 from embodrl.runs.train import train
 from embodrl.storage.json_file import write_text_file
+from embodrl.trainer.files import removed_if_empty
+from embodrl.trainer.result import TrainResult
 
 TRACE_DIR = "trace"
 TRACE_FILE = "trace.json"

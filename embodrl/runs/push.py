@@ -14,10 +14,10 @@ from embodrl.hub import HubName, explained, parse
 from embodrl.pipelines.select import default_name
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.runs.eval_output import JSON_FILE, VIDEO_DIR
-from embodrl.runs.files import base_of
 from embodrl.runs.sft import METRICS_FILE as SFT_METRICS
 from embodrl.runs.sft import is_sft_run
 from embodrl.storage.checkpoint import Checkpoint
+from embodrl.trainer.files import base_of
 
 CARD, CONFIG, METRICS = "README.md", "training/config.yaml", "training/metrics.jsonl"
 MAX_METRICS_BYTES = 2**26

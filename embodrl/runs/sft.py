@@ -21,8 +21,12 @@ from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.rows import is_number, other_rates
 from embodrl.reporting.sinks import MetricValue
-from embodrl.runs.beside import finished_since
-from embodrl.runs.files import (
+from embodrl.specs import ENGINES
+from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.storage.integrity import check_checksums
+from embodrl.trainer.async_evaluation import finished_since
+from embodrl.trainer.evaluations import start_async_evaluator
+from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
     POLICY_DIR,
@@ -32,19 +36,15 @@ from embodrl.runs.files import (
     removed_if_empty,
     sent_num_bytes,
 )
-from embodrl.runs.lock import LOCK_FILE
-from embodrl.runs.provenance import compute_text
-from embodrl.runs.settings import load_saved
-from embodrl.specs import ENGINES
-from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.storage.integrity import check_checksums
-from embodrl.trainer.evaluations import start_beside
 from embodrl.trainer.journal import Journal
+from embodrl.trainer.lock import LOCK_FILE
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.parts import make_launcher
+from embodrl.trainer.provenance import compute_text
 from embodrl.trainer.saving import iteration_of, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.settings import load_saved
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -206,7 +206,7 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     journal = Journal(
         open_metrics(session, closing, METRICS_FILE), ImitationView(progress), config.model.warm_start is not None
     )
-    beside = start_beside(session, policy, closing) if settings.eval_interval else None
+    beside = start_async_evaluator(session, policy, closing) if settings.eval_interval else None
 
     def on_step(step: int, row: Mapping[str, float]) -> bool:
         progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))

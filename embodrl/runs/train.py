@@ -11,11 +11,14 @@ import torch
 from embodrl.config import LoadedConfig
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, OutputError
 from embodrl.learners.rollout import RolloutLearner, Watch
+from embodrl.pipelines.load import graph_of
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE
-from embodrl.runs.beside import finished_since, unfinished_evaluation
-from embodrl.runs.files import (
+from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.trainer.async_evaluation import finished_since, unfinished_evaluation
+from embodrl.trainer.evaluations import start_async_evaluator
+from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
     PUBLISHED_DIR,
@@ -25,19 +28,16 @@ from embodrl.runs.files import (
     run_directory,
     sent_num_bytes,
 )
-from embodrl.runs.load import graph_of
-from embodrl.runs.lock import RunLock
-from embodrl.runs.provenance import compute_text
-from embodrl.runs.result import TrainResult, already_complete, conclude
-from embodrl.runs.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
-from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.evaluations import start_beside
 from embodrl.trainer.journal import Journal
+from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.parts import build, check_machine
+from embodrl.trainer.provenance import compute_text
+from embodrl.trainer.result import TrainResult, already_complete, conclude
 from embodrl.trainer.saving import iteration_of, open_metrics, pending_row
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
 from embodrl.workers.policy import configure_torch, num_generators, num_threads
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
     late = None if checkpoint is None else finished_since(directory, checkpoint)  # before its row is dropped
     journal = Journal(open_metrics(session, closing), console, config.model.warm_start is not None)
     console.restore(journal.rows)
-    beside = start_beside(session, parts.policy, closing)
+    beside = start_async_evaluator(session, parts.policy, closing)
     publish_to = directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     watch = Watch(lambda: bool(session.stop), console.phase)
     learner = RolloutLearner(config, deployment, graph_of(session.loaded), parts, watch, publish_to)

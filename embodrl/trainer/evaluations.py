@@ -12,9 +12,9 @@ from embodrl.learners.base import Learner
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.rows import is_number
-from embodrl.runs.beside import EvalBeside, UnderWay, late_row, unfinished_evaluation
-from embodrl.runs.files import BEST_POLICY_DIR, export_policy
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.async_evaluation import AsyncEvaluator, PendingEvaluation, late_row, unfinished_evaluation
+from embodrl.trainer.files import BEST_POLICY_DIR, export_policy
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.session import RunSession
 
@@ -42,7 +42,7 @@ class Evaluations:
         learner: Learner,
         journal: Journal,
         checkpoints: CheckpointManager,
-        beside: EvalBeside | None = None,
+        beside: AsyncEvaluator | None = None,
     ) -> None:
         self.session = session
         self.learner = learner
@@ -52,10 +52,10 @@ class Evaluations:
         self.regressed: EmbodrlError | None = None
         rates = (row.get("eval/success_rate") for row in journal.rows if row["iteration"])
         self.best = max((rate for rate in rates if is_number(rate)), default=-1.0)
-        self._unfinished: UnderWay | None = None
+        self._unfinished: PendingEvaluation | None = None
 
     @property
-    def under_way(self) -> UnderWay | None:
+    def under_way(self) -> PendingEvaluation | None:
         """The evaluation that has begun, and whose result is not taken."""
         return None if self.beside is None else self.beside.under_way
 
@@ -171,7 +171,7 @@ class Evaluations:
         video_dir = self._video_dir(iteration, is_last)
         where = None if video_dir is None else str(video_dir.resolve())
         best = self.best if config.runner.keep_best and iteration else None
-        self.beside.begin(UnderWay(iteration, engine.version, where, best), engine.weights())
+        self.beside.begin(PendingEvaluation(iteration, engine.version, where, best), engine.weights())
         self.take(iteration, wait=is_last)
 
     def _add_late(self, row: Row) -> None:
@@ -196,7 +196,7 @@ class Evaluations:
         self.learner.rest()
 
 
-def start_beside(session: RunSession, policy: VLAPolicy, closing: ExitStack) -> EvalBeside | None:
+def start_async_evaluator(session: RunSession, policy: VLAPolicy, closing: ExitStack) -> AsyncEvaluator | None:
     """Return what evaluates while the run trains on; None where it does not.
 
     Args:
@@ -206,6 +206,6 @@ def start_beside(session: RunSession, policy: VLAPolicy, closing: ExitStack) -> 
     """
     if not session.config.runner.eval_async:
         return None
-    beside = EvalBeside(session.config, session.deployment, session.directory, policy)
+    beside = AsyncEvaluator(session.config, session.deployment, session.directory, policy)
     closing.callback(beside.close)
     return beside

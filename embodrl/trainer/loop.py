@@ -21,15 +21,15 @@ from collections.abc import Iterator
 from embodrl.learners.base import Learner
 from embodrl.processes.trace import record
 from embodrl.reporting.metrics_file import Row
-from embodrl.runs.beside import EvalBeside
-from embodrl.runs.files import hint_from, unsaved_run_message
-from embodrl.runs.stop import named_exit
 from embodrl.storage.checkpoint import Checkpoint
+from embodrl.trainer.async_evaluation import AsyncEvaluator
 from embodrl.trainer.evaluations import Evaluations
+from embodrl.trainer.files import hint_from, unsaved_run_message
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.saving import Saver, iteration_of, pending_row
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, lost_trainers
+from embodrl.trainer.stop import named_exit
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def make_trainer(
     learner: Learner,
     schedule: Schedule,
     journal: Journal,
-    beside: EvalBeside | None = None,
+    beside: AsyncEvaluator | None = None,
     has_reference: bool = False,
 ) -> Trainer:
     """Return the trainer of a try, with its checkpoints and evaluations; ``restore`` continues an earlier one.

@@ -22,17 +22,17 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_me
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.learners.offline_data import load_offline
+from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
-from embodrl.runs.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR
-from embodrl.runs.offline import load_offline
-from embodrl.runs.replay import make_stores
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
+from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR
 from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool

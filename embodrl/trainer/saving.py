@@ -14,10 +14,10 @@ from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.learners.base import Learner
 from embodrl.reporting.metrics_file import METRICS_FILE, Row
 from embodrl.reporting.sinks import MetricsLogger
-from embodrl.runs.files import METRICS_BLOB, saved_metrics
-from embodrl.runs.settings import STATE_KEY
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.files import METRICS_BLOB, saved_metrics
 from embodrl.trainer.session import RunSession
+from embodrl.trainer.settings import STATE_KEY
 from embodrl.workers.actor import saves_shards
 
 logger = logging.getLogger(__name__)

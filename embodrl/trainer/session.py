@@ -16,12 +16,12 @@ from embodrl.errors import ConfigError, EmbodrlError, OutputError, WorkerDied
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
 from embodrl.reporting.log import RunLog
-from embodrl.runs.files import LOG_FILE, resume_hint
-from embodrl.runs.lock import RunLock, run_lock
-from embodrl.runs.provenance import add_provenance, changes_so_far
-from embodrl.runs.settings import last_settings, write_settings
-from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.files import LOG_FILE, resume_hint
+from embodrl.trainer.lock import RunLock, run_lock
+from embodrl.trainer.provenance import add_provenance, changes_so_far
+from embodrl.trainer.settings import last_settings, write_settings
+from embodrl.trainer.stop import StopSignal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from embodrl.config import load_config
 from embodrl.errors import CheckpointError, OutputError
 from embodrl.models.common.checkpoint import check_links
 from embodrl.models.registry import build_policy
-from embodrl.runs.files import export_policy
 from embodrl.storage.integrity import CHECKSUMS, check_checksums
+from embodrl.trainer.files import export_policy
 
 SPARE_MEMORY = 2 * 2**30
 """Address space that a load may take; what a hostile file asks for is more."""
@@ -343,7 +343,7 @@ def test_card_and_checksums_appear_in_one_step_with_the_policy(
     def fail(*_: object) -> None:
         raise OutputError("disk full")
 
-    monkeypatch.setattr("embodrl.runs.files.write_json_file", fail)
+    monkeypatch.setattr("embodrl.trainer.files.write_json_file", fail)
     with raises_code("output"):
         export_policy(policy, tmp_path / "policy", config, iteration=4)
     assert json.loads((tmp_path / "policy" / "embodrl.json").read_text())["iteration"] == 3

@@ -13,7 +13,7 @@ import asyncio, ctypes, os, subprocess, sys, threading, time
 sys.path.insert(0, HELPERS)
 from served import TOKEN, MeanPolicy, raw, websocket
 from embodrl.processes.ending import own_process
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.runs import serve as verb
 
 class Hangs(MeanPolicy):

@@ -10,8 +10,8 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import Episode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.raw import RawWriter
-from embodrl.runs.load import load_config
-from embodrl.runs.replay import reward_settings
+from embodrl.learners.replay import reward_settings
+from embodrl.pipelines.load import load_config
 
 A = 7
 

@@ -11,7 +11,6 @@ from embodrl.config import load_config
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.sinks import MetricsLogger
-from embodrl.runs.stop import StopSignal
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.journal import Journal
@@ -19,6 +18,7 @@ from embodrl.trainer.loop import Trainer
 from embodrl.trainer.saving import Saver
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
+from embodrl.trainer.stop import StopSignal
 
 
 class ScriptedLearner(Learner):

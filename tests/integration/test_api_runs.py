@@ -15,9 +15,9 @@ from runs import TINY, TINY_POLICY, script
 from safetensors.torch import load_file
 
 import embodrl
-from embodrl.runs import files
 from embodrl.runs.train import resume
 from embodrl.storage import checkpoint
+from embodrl.trainer import files
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]

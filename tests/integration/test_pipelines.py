@@ -17,7 +17,7 @@ from embodrl.errors import PipelineError
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.context import Context
 from embodrl.pipelines.graph import Graph, Pipeline
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.runs.train import train
 from embodrl.specs import PIPELINES
 

@@ -10,7 +10,7 @@ import pytest
 from runs import TINY, embodrl, metrics, start
 
 from embodrl.errors import OutputError
-from embodrl.runs.lock import run_lock
+from embodrl.trainer.lock import run_lock
 
 pytestmark = pytest.mark.long
 WAIT_S = 120.0

@@ -15,8 +15,8 @@ from embodrl.config.explain import to_yaml
 from embodrl.envs.registry import SupportedEnv
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.models.registry import SupportedModel
+from embodrl.pipelines.load import load_config, load_run
 from embodrl.registry import Registry
-from embodrl.runs.load import load_config, load_run
 from embodrl.specs import ENVS, MODELS, SimulatorSpec
 from embodrl.workers.env import env_kwargs
 

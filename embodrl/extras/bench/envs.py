@@ -33,7 +33,7 @@ from embodrl.envs.maniskill.spec import ManiSkillConfig
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.specs import ENVS
 from embodrl.storage.json_file import write_json_file
 from embodrl.workers.env import check_simulator, make_pool

@@ -32,9 +32,9 @@ from embodrl.extras.bench import inference, render
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair
-from embodrl.runs.provenance import git_state
 from embodrl.scheduler.channel import SharedChannel
 from embodrl.storage.json_file import write_json_file
+from embodrl.trainer.provenance import git_state
 
 ROUNDS = 9
 STABLE = 0.10

@@ -31,13 +31,13 @@ from embodrl.config.schema import CollectConfig, RecipeConfig
 from embodrl.config.trust import foreign_settings
 from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
+from embodrl.pipelines.load import load_config
 from embodrl.preflight.simulators import preflight_videos
 from embodrl.processes.ending import stop_with_parent
-from embodrl.runs.load import load_config
-from embodrl.runs.lock import RunLock
 from embodrl.specs import LOSSES
 from embodrl.storage.integrity import check_checksums
 from embodrl.storage.json_file import write_json_file
+from embodrl.trainer.lock import RunLock
 
 Name = Literal["collect", "sft", "rl"]
 VERBS: dict[Name, Verb] = {"collect": "collect", "sft": "sft", "rl": "train"}

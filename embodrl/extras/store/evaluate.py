@@ -17,8 +17,8 @@ from embodrl.extras.store.weights import download_versions
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.reporting.progress import Progress
 from embodrl.runs.evaluate import evaluation_of
-from embodrl.runs.stop import StopSignal
 from embodrl.serving.weights import WeightSource
+from embodrl.trainer.stop import StopSignal
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads

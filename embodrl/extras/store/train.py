@@ -29,8 +29,11 @@ from embodrl.learners.imitation import engine_config
 from embodrl.learners.imitation_policy import check_range
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
-from embodrl.runs.beside import finished_since
-from embodrl.runs.files import (
+from embodrl.runs.sft import ImitationView, player
+from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.trainer.async_evaluation import finished_since
+from embodrl.trainer.evaluations import start_async_evaluator
+from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     POLICY_DIR,
     PUBLISHED_DIR,
@@ -38,15 +41,12 @@ from embodrl.runs.files import (
     drop_missing_warm_start,
     export_policy,
 )
-from embodrl.runs.settings import last_settings, load_saved
-from embodrl.runs.sft import ImitationView, player
-from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.evaluations import start_beside
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.saving import open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.settings import last_settings, load_saved
 from embodrl.workers.actor import make_train_engine
 from embodrl.workers.policy import build_policy, configure_torch
 
@@ -151,7 +151,7 @@ def _bring_up(
     publish_interval = store_settings(config).publish_interval
     # Without a checkpoint, a trainer that is killed could not follow its own weights.
     schedule = Schedule(config.sft.max_steps, config.sft.eval_interval, publish_interval, saves_first=True)
-    beside = start_beside(session, policy, closing) if config.sft.eval_interval else None
+    beside = start_async_evaluator(session, policy, closing) if config.sft.eval_interval else None
     trainer = make_trainer(session, learner, schedule, journal, beside)
     if checkpoint is not None:
         trainer.restore(checkpoint, late)

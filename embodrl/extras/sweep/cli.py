@@ -74,7 +74,7 @@ def resume(directory: Path, settings: list[str], trust: bool) -> int:
 def work(swept: Sweep) -> int:
     """Do what is left of a sweep, or submit it; print how its runs compare."""
     from embodrl.extras.sweep.runs import COMPARISON_FILE, run_sweep, submit_to_slurm
-    from embodrl.runs.afterwards import afterwards
+    from embodrl.trainer.afterwards import afterwards
 
     print(f"sweep: {swept.directory}, {len(swept.unfinished())} of {len(swept.runs)} runs to do")
     if swept.backend == "slurm":

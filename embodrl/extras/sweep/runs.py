@@ -23,15 +23,15 @@ from embodrl.extras.compare.comparison import RunView, comparison_page, read_run
 from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
 from embodrl.extras.sweep.spec import SWEEP_FILE
 from embodrl.fields import read_fields
+from embodrl.pipelines.load import load_config
 from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.progress import Progress
-from embodrl.runs.afterwards import afterwards
-from embodrl.runs.files import POLICY_DIR, REPORT_FILE
-from embodrl.runs.load import load_config
-from embodrl.runs.lock import run_lock
-from embodrl.runs.stop import StopSignal
 from embodrl.storage.json_file import write_json_file, write_text_file
+from embodrl.trainer.afterwards import afterwards
+from embodrl.trainer.files import POLICY_DIR, REPORT_FILE
+from embodrl.trainer.lock import run_lock
+from embodrl.trainer.stop import StopSignal
 
 COMPARISON_FILE = "comparison.html"
 SCRIPT_FILE = "sweep.sbatch"

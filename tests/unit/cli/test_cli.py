@@ -149,7 +149,7 @@ def test_resume_names_the_run_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_output_directory_without_a_file_is_removed_when_the_work_fails(tmp_path: Path) -> None:
-    from embodrl.runs.files import removed_if_empty
+    from embodrl.trainer.files import removed_if_empty
 
     for name, files in (("empty", 0), ("full", 1)):
         (tmp_path / name / "videos").mkdir(parents=True)

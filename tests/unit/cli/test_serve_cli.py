@@ -6,7 +6,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.cli.serve import arguments_of
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 
 
 def test_policy_and_protocol_are_names_of_its_own(tmp_path, monkeypatch):

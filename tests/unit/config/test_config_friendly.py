@@ -9,7 +9,7 @@ import pytest
 from embodrl.config import load_config
 from embodrl.config.explain import summary
 from embodrl.names import nearest
-from embodrl.runs.files import run_directory
+from embodrl.trainer.files import run_directory
 
 
 def notes(*arguments: str) -> dict[str, str]:

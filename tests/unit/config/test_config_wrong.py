@@ -21,7 +21,7 @@ from expect import raises_code
 
 from embodrl.config import rules as rule_package
 from embodrl.errors import ConfigError
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 RULES = GENERAL + ALGORITHMS + CLUSTER + FAMILIES + LIBERO + DATA + SERVE + ROBOT

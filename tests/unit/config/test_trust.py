@@ -16,7 +16,7 @@ from embodrl.cli.main import app
 from embodrl.config import load_config, load_run
 from embodrl.config.nodes import Origin, from_plain
 from embodrl.config.trust import CODE_SETTINGS, code_settings
-from embodrl.runs.settings import write_settings
+from embodrl.trainer.settings import write_settings
 
 MODULE = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').write_text('')\ndef fn(episode): return 0.0\n"
 

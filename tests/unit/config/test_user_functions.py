@@ -10,8 +10,8 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.names import call_named, import_function, nearest_module
-from embodrl.runs.files import run_directory
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
+from embodrl.trainer.files import run_directory
 
 ME = "test_user_functions"
 

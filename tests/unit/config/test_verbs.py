@@ -12,8 +12,8 @@ from embodrl.config.check import shipped_schemas
 from embodrl.config.rules import RULES
 from embodrl.config.rules.verbs import READ, UNREAD, Verb, reads
 from embodrl.errors import ConfigError
-from embodrl.runs.load import LoadedRun, graph_of
-from embodrl.runs.load import load_config as load_run_config
+from embodrl.pipelines.load import LoadedRun, graph_of
+from embodrl.pipelines.load import load_config as load_run_config
 
 TINY = ["env=toy", "model.warm_start=null"]
 BATCHES = ["actor.global_batch_size=7", "actor.micro_batch_size=3", "env.train.max_steps_per_rollout_epoch=55"]

@@ -21,8 +21,8 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.common import lora
 from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from embodrl.models.registry import build_policy
-from embodrl.runs.files import ADAPTERS_DIR, POLICY_DIR, check_disk_space, export_policy, exported_num_bytes
 from embodrl.runs.policies import _weights_of
+from embodrl.trainer.files import ADAPTERS_DIR, POLICY_DIR, check_disk_space, export_policy, exported_num_bytes
 from embodrl.types import SamplingParams
 
 LORA = {"trainable": "lora", "lora": {"rank": 2, "alpha": 3}}

@@ -25,8 +25,8 @@ from embodrl.names import import_object
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.draw import to_mermaid, to_svg, to_text
 from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.pipelines.load import load_config
 from embodrl.pipelines.select import build_graph, default_name
-from embodrl.runs.load import load_config
 from embodrl.specs import PIPELINES
 
 TOY = ("env=toy", "model.warm_start=null")

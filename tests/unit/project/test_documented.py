@@ -26,7 +26,7 @@ from embodrl.config.rules.verbs import Verb
 from embodrl.errors import ConfigError
 from embodrl.extras.recipe.stages import plan_recipe
 from embodrl.extras.sweep.combinations import expand_sweep
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.specs import ENVS, MODELS
 
 COMMANDS = [command for page in documented.PAGES for command in documented.commands(page)]

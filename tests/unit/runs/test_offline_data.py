@@ -13,8 +13,8 @@ from tiny_families import build
 from embodrl.config.schema import Config
 from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError
-from embodrl.runs.load import load_config
-from embodrl.runs.offline import load_offline, what_chunks_led_to
+from embodrl.learners.offline_data import load_offline, what_chunks_led_to
+from embodrl.pipelines.load import load_config
 
 
 def config(directory: Path, *arguments: str) -> Config:

@@ -13,9 +13,9 @@ import pytest
 from embodrl.config import load_config
 from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
-from embodrl.runs.files import summary_lines
-from embodrl.runs.provenance import add_provenance, changes_so_far, git_state
-from embodrl.runs.settings import changed_settings
+from embodrl.trainer.files import summary_lines
+from embodrl.trainer.provenance import add_provenance, changes_so_far, git_state
+from embodrl.trainer.settings import changed_settings
 
 
 def test_records_are_appended_with_what_changed_and_no_environment(

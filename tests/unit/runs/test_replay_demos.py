@@ -16,7 +16,7 @@ from embodrl.data.demos import Demos, Outcomes
 from embodrl.data.imitation import observed
 from embodrl.data.load import load_demos
 from embodrl.data.replay import ReplayBuffer
-from embodrl.runs.replay import demo_frames, make_stores
+from embodrl.learners.replay import demo_frames, make_stores
 
 
 def pool(state_dim: int = 4) -> SimpleNamespace:

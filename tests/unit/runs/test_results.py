@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from embodrl.runs.files import has_results
 from embodrl.storage.integrity import write_checksums
+from embodrl.trainer.files import has_results
 
 
 @pytest.fixture

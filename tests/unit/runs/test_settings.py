@@ -11,7 +11,8 @@ from expect import raises_code
 from embodrl.config import load_config
 from embodrl.errors import CheckpointError, ConfigError
 from embodrl.fields import Fields
-from embodrl.runs.settings import (
+from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.trainer.settings import (
     STATE_KEY,
     changed_settings,
     load_saved,
@@ -19,7 +20,6 @@ from embodrl.runs.settings import (
     refuse_impossible,
     write_settings,
 )
-from embodrl.storage.checkpoint import CheckpointManager
 
 OVERRIDES = ["env=toy", "runner.seed=3", "algorithm.gamma=0.93", "env.tasks=[reach-green]"]
 

@@ -13,7 +13,7 @@ from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
 from embodrl.extras.compare.comparison import read_runs
 from embodrl.reporting.verdict import is_solved, regression
-from embodrl.runs.beside import UnderWay
+from embodrl.trainer.async_evaluation import PendingEvaluation
 from embodrl.trainer.loop import Trainer
 
 
@@ -103,17 +103,17 @@ class Late:
     def __init__(self, rates: list[float], behind: int) -> None:
         self.rates, self.behind = rates, behind
         self.trainer: Trainer | None = None
-        self.under_way: UnderWay | None = None
+        self.under_way: PendingEvaluation | None = None
         self.best: list[float | None] = []
 
     def continue_from(self, version: int, weights: object, unfinished: object) -> None: ...
 
-    def begin(self, wanted: UnderWay, weights: object) -> None:
+    def begin(self, wanted: PendingEvaluation, weights: object) -> None:
         assert self.under_way is None
         self.under_way = wanted
         self.best.append(wanted.best)
 
-    def take(self, wait: bool, should_stop: object) -> tuple[UnderWay, dict[str, Any]] | None:
+    def take(self, wait: bool, should_stop: object) -> tuple[PendingEvaluation, dict[str, Any]] | None:
         done = self.under_way
         assert self.trainer is not None
         if done is None or not (wait or self.trainer.iteration >= done.iteration + self.behind):

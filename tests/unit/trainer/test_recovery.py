@@ -10,9 +10,9 @@ from expect import raises_code
 
 from embodrl.config import LoadedConfig, load_config
 from embodrl.errors import OutputError, WorkerDied, WorkerRaised
-from embodrl.runs.settings import write_settings
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 from embodrl.trainer.session import RunSession, TrainersLostError, lost_trainers, run_tries
+from embodrl.trainer.settings import write_settings
 
 
 class Engine:

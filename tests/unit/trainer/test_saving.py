@@ -11,9 +11,9 @@ from scripted_learner import ScriptedLearner
 
 from embodrl.config import load_config
 from embodrl.errors import OutputError
-from embodrl.runs.stop import StopSignal
 from embodrl.trainer.saving import Saver
 from embodrl.trainer.session import RunSession
+from embodrl.trainer.stop import StopSignal
 
 
 def test_a_run_that_has_lost_its_directory_saves_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.faults import FaultCounts
 from embodrl.envs.pool.offload import SimulatorMemory
 from embodrl.hybrid_engines.offload import OffloadReport
-from embodrl.workers.memory_phases import MIB, MemoryPhases
+from embodrl.learners.memory_phases import MIB, MemoryPhases
 from embodrl.workers.rollout_backend import LocalBackend
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from embodrl.extras.compare.comparison import (
     read_runs,
 )
 from embodrl.reporting.page import table
-from embodrl.runs.lock import run_lock
+from embodrl.trainer.lock import run_lock
 
 
 def evaluated(iteration: int, rate: float, minutes: float, **more: Any) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from embodrl.data.replay import EXPERT
 from embodrl.errors import ConfigError, EmbodrlError, FileDamagedError
 from embodrl.extras.rewards.label import LabelSettings, label, positive_frames
 from embodrl.extras.rewards.observe import Fitting, held_out_episodes, spearman
+from embodrl.learners.offline_data import load_offline
 from embodrl.models.common.observation_model import ObservationModel
-from embodrl.runs.load import load_config
-from embodrl.runs.offline import load_offline
+from embodrl.pipelines.load import load_config
 
 QUICK = Fitting(inputs="state", steps=60, batch_size=32, lr=1e-2)
 

@@ -30,7 +30,7 @@ from embodrl.extras.rewards.reward_model import (
     train_reward,
 )
 from embodrl.models.common.observation_model import ObservationModel
-from embodrl.runs.load import load_config
+from embodrl.pipelines.load import load_config
 from embodrl.workers.learned_reward import LearnedReward
 from embodrl.workers.reward import Episode, RewardWorker
 

@@ -11,7 +11,7 @@ from embodrl.errors import StoreError
 from embodrl.extras.store.shards import EPISODES, ShardReader, ShardWriter
 from embodrl.extras.store.store import Store
 from embodrl.fields import Fields
-from embodrl.runs.replay import check_rewards, reward_settings
+from embodrl.learners.replay import check_rewards, reward_settings
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
 SIZE = 16

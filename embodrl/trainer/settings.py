@@ -23,7 +23,7 @@ from embodrl.config.schema import Config
 from embodrl.config.trust import SEAL, approval, code_settings
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
 from embodrl.fields import Fields, read_regular_file
-from embodrl.runs.load import load_run
+from embodrl.pipelines.load import load_run
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, newest_state
 from embodrl.storage.json_file import write_text_file
 

@@ -12,8 +12,9 @@ from embodrl.models.base import VLAPolicy
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics, restore_metrics
 from embodrl.reporting.report import write_report
-from embodrl.runs.afterwards import afterwards
-from embodrl.runs.files import (
+from embodrl.storage.checkpoint import Checkpoint
+from embodrl.trainer.afterwards import afterwards
+from embodrl.trainer.files import (
     POLICY_DIR,
     REPORT_FILE,
     export_policy,
@@ -21,7 +22,6 @@ from embodrl.runs.files import (
     summary_lines,
     unsaved_run_message,
 )
-from embodrl.storage.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from embodrl.runs.stop import REPEAT_S, StopSignal
+from embodrl.trainer.stop import REPEAT_S, StopSignal
 
 RAY = """
 import signal, sys
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 with StopSignal() as stop:
     stop.can_save("")
@@ -28,7 +28,7 @@ import os, signal, subprocess, sys, threading
 from embodrl.errors import EmbodrlError
 from embodrl.processes.ending import own_process
 from embodrl.processes.guard import VARIABLE, family
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
 if sys.argv[1] == "command line":
@@ -50,7 +50,7 @@ assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 ADVANCING = """
 import signal, sys, threading
 from embodrl.processes.liveness import report_work
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 with StopSignal(1.0) as stop:
     stop.can_save("")
@@ -87,7 +87,7 @@ def test_an_update_that_advances_is_finished() -> None:
 HANGS = """
 import ctypes, signal, threading, time
 from embodrl.processes.ending import own_process
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 own_process()
@@ -112,7 +112,7 @@ def test_a_signal_ends_a_process_whose_interpreter_lock_is_held(number: signal.S
 LIVES = """
 import signal, sys, time
 from embodrl.processes.ending import own_process
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 own_process()
 signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -154,7 +154,7 @@ def test_a_signal_while_nothing_can_be_saved_ends_at_once() -> None:
 TWICE = """
 import ctypes, sys
 from embodrl.processes.ending import own_process
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 own_process()
 with StopSignal() as stop:
@@ -174,7 +174,7 @@ def test_two_signals_at_once_leave_time_to_save() -> None:
 IN_NATIVE_CODE = """
 import ctypes, signal, sys
 from embodrl.processes.ending import own_process
-from embodrl.runs.stop import StopSignal
+from embodrl.trainer.stop import StopSignal
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 own_process()

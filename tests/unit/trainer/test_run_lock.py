@@ -12,10 +12,10 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import OutputError
-from embodrl.runs import files as run_files
 from embodrl.runs import train as runner
-from embodrl.runs.lock import LOCK_FILE, run_lock
 from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.trainer import files as run_files
+from embodrl.trainer.lock import LOCK_FILE, run_lock
 
 
 def test_the_lock_is_held_once_and_given_back(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.restarts import RestartBudget
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, parse_row
-from embodrl.runs.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.serving.weights import WeightSource
 from embodrl.storage.checkpoint import Checkpoint
+from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
 from embodrl.workers.collector import Share, share_config
 from embodrl.workers.env import check_environments, make_pool
 from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results
@@ -131,7 +131,7 @@ class EvaluationProcess(Worker):
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class PendingEvaluation:
     """An evaluation that has begun.
 
     Attributes:
@@ -147,7 +147,7 @@ class UnderWay:
     best: float | None
 
 
-class EvalBeside:
+class AsyncEvaluator:
     """Hands policies to the evaluation process, one at a time, and takes the results; the process is restarted if lost.
 
     The weights are those of ``weight_sync/disk.py``: a run that is resumed repeats the evaluation that was under way.
@@ -163,7 +163,7 @@ class EvalBeside:
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: Path, policy: VLAPolicy) -> None:
-        self.under_way: UnderWay | None = None
+        self.under_way: PendingEvaluation | None = None
         self._run_dir = run_dir.resolve()
         self._places, self._log_dir = deployment.of("eval"), run_dir / "logs"
         self._launcher = ProcessLauncher(Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s))
@@ -182,7 +182,7 @@ class EvalBeside:
         self._closing = self._has_begun = self._is_lost = False
 
     def continue_from(
-        self, version: int, weights: Callable[[], Iterable[Named]], unfinished: UnderWay | None = None
+        self, version: int, weights: Callable[[], Iterable[Named]], unfinished: PendingEvaluation | None = None
     ) -> None:
         """Begin as a run whose weights have seen ``version`` updates, with the evaluation that it had under way."""
         self._has_begun = True
@@ -198,10 +198,10 @@ class EvalBeside:
             path = self._sender.directory
             self._skip(unfinished, f"its weights are not in {path} any more")
 
-    def _skip(self, wanted: UnderWay, reason: object) -> None:
+    def _skip(self, wanted: PendingEvaluation, reason: object) -> None:
         logger.error("the policy after iteration %d is not evaluated: %s", wanted.iteration, reason)
 
-    def begin(self, wanted: UnderWay, weights: Iterable[Named]) -> None:
+    def begin(self, wanted: PendingEvaluation, weights: Iterable[Named]) -> None:
         """Begin an evaluation; none is under way. A disk that is full costs the evaluation, not the run."""
         try:
             if self._sender.version is None or wanted.version > self._sender.version:
@@ -211,10 +211,10 @@ class EvalBeside:
             return
         self._begin(wanted)
 
-    def _begin(self, wanted: UnderWay) -> None:
+    def _begin(self, wanted: PendingEvaluation) -> None:
         self.under_way, self._future = wanted, self._thread.submit(self._measure, wanted)
 
-    def take(self, wanted_now: bool, should_stop: Callable[[], bool]) -> tuple[UnderWay, Answer] | None:
+    def take(self, wanted_now: bool, should_stop: Callable[[], bool]) -> tuple[PendingEvaluation, Answer] | None:
         """Return the evaluation that is done, once; None if there is none.
 
         Args:
@@ -238,7 +238,7 @@ class EvalBeside:
         done, self.under_way = self.under_way, None
         return done, answer
 
-    def _measure(self, wanted: UnderWay) -> Answer:
+    def _measure(self, wanted: PendingEvaluation) -> Answer:
         """Evaluate, in the thread that waits for the process."""
         lost: WorkerDied | None = None
         while True:
@@ -288,13 +288,13 @@ class EvalBeside:
             shutil.rmtree(self._sender.directory, ignore_errors=True)
 
 
-def unfinished_evaluation(checkpoint: Checkpoint) -> UnderWay | None:
+def unfinished_evaluation(checkpoint: Checkpoint) -> PendingEvaluation | None:
     """Return the evaluation that was under way when a checkpoint was made."""
     if checkpoint.state.content.get("evaluation") is None:
         return None
     saved = checkpoint.state.fields("evaluation")
     best = None if saved.content.get("best") is None else saved.number("best")
-    return UnderWay(saved.integer("iteration"), saved.integer("version"), saved.text("video_dir", None), best)
+    return PendingEvaluation(saved.integer("iteration"), saved.integer("version"), saved.text("video_dir", None), best)
 
 
 def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRICS_FILE) -> Row | None:
@@ -310,7 +310,7 @@ def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRI
     return found[-1] if found else None
 
 
-def late_row(done: UnderWay, answer: Answer, iteration: int) -> Row:
+def late_row(done: PendingEvaluation, answer: Answer, iteration: int) -> Row:
     """Return what an evaluation adds to the row of its iteration, when ``iteration`` is the last one."""
     metrics: Row = dict(answer["metrics"])
     seconds = metrics.pop("time/eval_s")  # beside those of the iteration, not among them

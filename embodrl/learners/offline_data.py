@@ -21,10 +21,10 @@ from embodrl.data.demos import Demos, Outcomes
 from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.offline import Led, OfflineData
 from embodrl.errors import EmbodrlError
+from embodrl.learners.replay import check_rewards, no_rewards, paid
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_model import network_inputs
 from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
-from embodrl.runs.replay import check_rewards, no_rewards, paid
 
 logger = logging.getLogger(__name__)
 

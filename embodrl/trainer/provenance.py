@@ -21,8 +21,8 @@ from embodrl.config.schema import Config
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.processor import processor
 from embodrl.reporting.provenance import PROVENANCE_FILE, is_damaged, read_provenance
-from embodrl.runs.settings import changed_settings
 from embodrl.storage.json_file import write_json_file
+from embodrl.trainer.settings import changed_settings
 from embodrl.workers.policy import resolve_device
 
 logger = logging.getLogger(__name__)
