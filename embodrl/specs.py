@@ -3,7 +3,8 @@
 Built-in specs stand with what they describe: ``embodrl/envs/<simulator>/spec.py``, ``embodrl/models/<family>/spec.py``,
 ``embodrl/algorithms/spec.py``, ``embodrl/pipelines/builtin.py``. Others come from a module named in ``extensions``, or
 from an installed package with an entry point in one of the groups ``embodrl.envs``, ``embodrl.models``,
-``embodrl.engines``, ``embodrl.protocols`` and ``embodrl.verbs``, which is imported when its name is first asked for.
+``embodrl.engines``, ``embodrl.protocols``, ``embodrl.verbs`` and ``embodrl.env_servers``, which is imported when its
+name is first asked for.
 embodrl's own optional features (``embodrl/extras/``) register by such entry points, too.
 """
 
@@ -448,6 +449,20 @@ class VerbSpec(Entry):
     resumes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvServerSpec(Entry):
+    """Servers that run simulators for runs on other machines, by the scheme of their addresses in ``env.remote``.
+
+    ``target`` is a function of an address that raises ``EnvError`` if no server answers there.
+
+    Attributes:
+        relay: module that runs here in place of a simulator, as ``embodrl.envs.pool.worker_main`` does; its START
+            frame has the fields of a ``RemoteEnv`` as ``remote``.
+    """
+
+    relay: str
+
+
 class FunctionRegistry(Registry[FunctionSpec]):
     """A registry whose names may also be ``module:function``: what validation needs follows from the signature.
 
@@ -604,7 +619,8 @@ SERVE_PROTOCOLS = Registry(
     {name: f"embodrl.serving.spec:{name.upper()}" for name in ("openpi", "http")},
 )
 VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
-"""Verbs of the command line that are not the core's."""
+"""Verbs of the command line that are not the core's; GROUP.NAME is one below a group, e.g. ``env.serve``."""
+ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers")
 
 
 class RegisteredName(str):

@@ -37,20 +37,30 @@ class Group(TyperGroup):
 
 
 class Verbs(Group):
-    """The commands of `embodrl`: the core's, and those of entry points, imported when they are asked for."""
+    """The core's commands and those of entry points, which are imported when they are asked for.
+
+    The entry point ``GROUP.NAME`` is the command NAME below a group.
+    """
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return all names, the core's first."""
-        return [*super().list_commands(ctx), *(name for name in VERBS if name not in self.commands)]
+        prefix = self._prefix(ctx)
+        further = [name.removeprefix(prefix) for name in VERBS if name.startswith(prefix)]
+        known = super().list_commands(ctx)
+        return [*known, *(name for name in further if "." not in name and name not in known)]
+
+    def _prefix(self, ctx: Any) -> str:
+        return "" if ctx.parent is None else f"{self.name}."
 
     def get_command(self, ctx: Any, name: str) -> Any:
         """Return a command; None if there is none of that name, or it can't be imported, which stderr says."""
-        if name in self.commands or name not in VERBS:
+        verb = self._prefix(ctx) + name
+        if name in self.commands or verb not in VERBS:
             return super().get_command(ctx, name)
         try:
-            target = VERBS.get(name)
+            target = VERBS.get(verb)
         except (EmbodrlError, ImportError) as error:
-            print(f"the verb '{name}' can't be imported: {error}", file=sys.stderr)
+            print(f"the verb '{verb}' can't be imported: {error}", file=sys.stderr)
             return None
         holder = make_app()
         if isinstance(target, typer.Typer):

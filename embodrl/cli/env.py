@@ -1,4 +1,4 @@
-"""`embodrl env install`, `list`, `remove` and `serve`."""
+"""`embodrl env install`, `list` and `remove`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli.app import add, make_app
+from embodrl.cli.app import Verbs, add, make_app
 from embodrl.cli.common import Debug, execute
 
-app = make_app()
+app = make_app(cls=Verbs)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="the simulator: libero", show_default=False)]
 Prefix = Annotated[
@@ -86,41 +86,6 @@ def remove(name: Name, prefix: Prefix = None, debug: Debug = False) -> None:
     execute(action, debug)
 
 
-def serve(
-    host: Annotated[str, typer.Option("--host", help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one")] = 5700,
-    token: Annotated[str, typer.Option("--token", help="what runs must know; auto draws one, none asks none")] = "auto",
-    max_processes: Annotated[int, typer.Option("--max-processes", min=1, help="simulators at a time")] = 64,
-    extension: Annotated[
-        list[str] | None,
-        typer.Option("--extension", metavar="MODULE", help="registers further environments", show_default=False),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option("--log-dir", metavar="DIR", help="for what simulators print", show_default=False),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Run simulators for training runs on other machines (env.remote), until Ctrl-C or SIGTERM.
-
-    Runs need the token in the environment variable EMBODRL_TOKEN. The connection is not encrypted: across a network of
-    others, use a tunnel. See docs/env_manager.md.
-
-    \b
-    Examples:
-      embodrl env serve
-      embodrl env serve --host 0.0.0.0 --port 5700 --token my-secret-token
-    """
-
-    def action() -> None:
-        from embodrl.runs.env_server import serve as run
-
-        run(host, port, token, max_processes, extension or [], log_dir, lambda line: print(line, flush=True))
-
-    execute(action, debug)
-
-
 add(app, install)
 add(app, list_all, "list")
 add(app, remove)
-add(app, serve)

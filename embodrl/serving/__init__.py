@@ -1,1 +1,1 @@
-"""Policy servers: one core that batches the requests of all connections, and one file per protocol."""
+"""Policy servers: one core that batches the requests of all connections, one file per protocol, and clients."""

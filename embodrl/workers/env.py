@@ -14,11 +14,10 @@ from embodrl.deployment.topology import assign_cpus
 from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.options import EnvTimeouts, RemoteEnv
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.pool.remote_main import probe
 from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.preflight.findings import Finding
 from embodrl.preflight.isolated import check_pins
-from embodrl.specs import ENVS
+from embodrl.specs import ENV_SERVERS, ENVS
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ def check_simulator(config: Config) -> None:
     """
     if config.env.remote:
         for address in dict.fromkeys(config.env.remote):
-            probe(address)
+            ENV_SERVERS.get(address.partition("://")[0])(address)
         return
     from embodrl.preflight.simulators import find_warnings, preflight
 

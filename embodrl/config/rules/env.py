@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from embodrl.config.rules.base import Context, Finding, multiples, note, rule
 from embodrl.config.schema import Config
+from embodrl.specs import ENV_SERVERS
 
 # `embodrl collect` gives up after so many; every attempt has the next seed.
 MAX_ATTEMPTS_PER_EPISODE = 10
@@ -62,9 +63,11 @@ def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
     config, remote = context.config, context.config.env.remote
     if not remote:
         return
-    wrong = [address for address in remote if not re.fullmatch(r"tcp://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{1,5}", address)]
+    form = rf"({'|'.join(map(re.escape, ENV_SERVERS))})://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{{1,5}}"
+    wrong = [address for address in remote if not re.fullmatch(form, address)]
     if wrong:
-        yield Finding("env.remote", f"{', '.join(wrong)}: no address", "name `embodrl env serve`", "tcp://HOST:PORT")
+        allowed = ", ".join(f"{scheme}://HOST:PORT" for scheme in ENV_SERVERS)
+        yield Finding("env.remote", f"{', '.join(wrong)}: no address", "name `embodrl env serve`", allowed)
     others = ("env.remote",)
     if config.env.python not in (None, "auto"):
         message = "is an interpreter of this machine, and the simulators run on others"

@@ -37,7 +37,7 @@ from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import resident_bytes
-from embodrl.specs import ENVS
+from embodrl.specs import ENV_SERVERS, ENVS
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 logger = logging.getLogger("embodrl.envs")
@@ -133,7 +133,7 @@ class EnvManager:
         }
         self._main = "embodrl.envs.pool.worker_main"
         if remote is not None:
-            self._main = "embodrl.envs.pool.remote_main"
+            self._main = ENV_SERVERS.entry(remote.scheme).relay
             self._config |= {"env_type": env_type, "remote": asdict(remote)}
         self._log_path = None if log_dir is None else log_dir / f"{name.replace('/', '_')}.log"
         self._environ = dict(environ or {})

@@ -32,7 +32,7 @@ class EnvTimeouts:
 
 @dataclass(frozen=True)
 class RemoteEnv:
-    """A simulator process behind an env server; see ``envs.pool.remote``.
+    """A simulator process behind an env server; see ``EnvServerSpec``.
 
     Attributes:
         address: of the server, ``tcp://HOST:PORT``.
@@ -49,6 +49,11 @@ class RemoteEnv:
     pin_cpus: bool = True
     timeouts: EnvTimeouts = EnvTimeouts()
     session: str = field(default_factory=lambda: secrets.token_hex(16))
+
+    @property
+    def scheme(self) -> str:
+        """Of the address: which kind of server it is."""
+        return self.address.partition("://")[0]
 
 
 class ManagerOptions(TypedDict, total=False):

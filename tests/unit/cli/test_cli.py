@@ -27,7 +27,7 @@ def run(*arguments: str) -> Result:
 
 VERBS = ["train", "eval", "collect", "convert", "sft", "resume", "export", "list", "doctor", "bench", "parity"]
 VERBS += ["plan train", "config show", "config validate", "config diff", "env install", "env list", "env remove"]
-VERBS += ["pipeline show", "model random"]
+VERBS += ["pipeline show", "model random", "env serve"]
 
 
 @pytest.mark.parametrize("verb", ["", "plan", "config", "env", "pipeline", *VERBS])

@@ -15,6 +15,7 @@ from embodrl.extras.remote_policy.policy import build_remote
 from embodrl.extras.remote_policy.spec import RemoteConfig
 from embodrl.extras.remote_policy.spec import clients as remote_clients
 from embodrl.serving import clients
+from embodrl.specs import SERVE_PROTOCOLS
 from embodrl.types import Observation, SamplingParams
 
 
@@ -186,3 +187,26 @@ def test_it_only_acts_and_needs_a_url():
     with raises_code("remote-policy-has-its-own-weights"):
         load_config(["env=toy", "model=remote", "model.url=ws://host:1", "model.unnorm_key=x"], verb="eval")
     assert set(remote_clients()) == {"ws", "wss", "http", "https", "tcp", "zmq"}
+
+
+class StandIn(clients.Client):
+    """A client of a protocol from outside: the action is the robot's state, once."""
+
+    async def connect(self) -> None:
+        self._learn({"images": ["picture"], "instruction": "text"})
+
+    async def act(self, observation: Observation) -> np.ndarray:
+        return observation.state[:, None]
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_protocol_from_outside_brings_its_client(monkeypatch):
+    monkeypatch.setattr(SERVE_PROTOCOLS, "_entries", dict(SERVE_PROTOCOLS._entries))
+    SERVE_PROTOCOLS.add("standin", "nowhere:Listener", client=StandIn, schemes=("standin", "ws"))
+    load_config(["env=toy", "model=remote", "model.url=standin://host:1"], verb="eval")
+    policy, _ = build("standin://host:1", num_action_chunks=1, action_dim=2)
+    assert (ask(policy, seen(1, 2)) == seen(1, 2).state[:, None]).all()
+    policy.connection.close()
+    assert remote_clients()["ws"] == "embodrl.serving.clients:OpenpiClient"

@@ -28,11 +28,11 @@ from embodrl import __version__
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.trust import CODE_SETTINGS
 from embodrl.deployment.topology import assign_cpus
-from embodrl.envs.pool.link import HANDSHAKE_S, SILENCE_S, Link, Message, pack_observation, pack_step, prove
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.envs.pool.transport import spec_to_dict
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied, MessageError
+from embodrl.extras.env_server.link import HANDSHAKE_S, SILENCE_S, Link, Message, pack_observation, pack_step, prove
 from embodrl.fields import Fields
 from embodrl.processes.frames import Frame, Kind
 from embodrl.processes.serve import describe_error

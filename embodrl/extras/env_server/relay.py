@@ -14,16 +14,16 @@ import threading
 import time
 from typing import Any
 
-from embodrl.envs.pool.link import Link, Message, connect, write_result
 from embodrl.envs.pool.transport import Ring, spec_from_dict
 from embodrl.envs.pool.worker_main import make_ring
 from embodrl.errors import EmbodrlError, EnvError, EnvWorkerDied, MessageError
+from embodrl.extras.env_server.link import Link, Message, connect, write_result
 from embodrl.fields import Fields
 from embodrl.processes.ending import leave
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error
+from embodrl.wire import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "EMBODRL_TOKEN"
 _PAUSE_S, _CONNECT_S = 0.5, 3.0
 _NOT_SENT = ("remote", "memory_fd", "heartbeat_fd", "sys_path", "started_by_main_thread", "extensions")
 _NOT_SENT += ("cpu", "numa_node")

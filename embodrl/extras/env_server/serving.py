@@ -10,8 +10,8 @@ from pathlib import Path
 
 from embodrl.config.load import import_extension
 from embodrl.config.rules.serve import LEAST_TOKEN
-from embodrl.envs.pool.env_server import EnvServer
 from embodrl.errors import ConfigError, UsageError
+from embodrl.extras.env_server.server import EnvServer
 
 
 def serve(

@@ -1,0 +1,13 @@
+"""Env servers at addresses ``tcp://HOST:PORT``, and the command that is one."""
+
+from __future__ import annotations
+
+from embodrl.specs import EnvServerSpec, VerbSpec
+
+TCP = EnvServerSpec(
+    name="tcp",
+    target="embodrl.extras.env_server.relay:probe",
+    description="`embodrl env serve`",
+    relay="embodrl.extras.env_server.relay",
+)
+VERB = VerbSpec(name="env.serve", target="embodrl.extras.env_server.cli:serve")
