@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-from embodrl.config.check import allowed_values, prune, schema_of, validate
+from embodrl.config.check import allowed_values, prune, schema_of, validate, with_every_section
 from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
 from embodrl.config.hub_files import fetch_facts
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
@@ -197,7 +197,7 @@ def finish(
     if verb in (None, "train", "plan"):
         fill_freeze_vision(tree)
     fill_protocol(tree)
-    removed += resolve_references(tree, schema_of(tree))
+    removed += resolve_references(tree, with_every_section(schema_of(tree)))
     problems = composition.problems + removed + not_imported + not_fetched
     schema = schema_of(tree)
     processes = fill_processes(tree, schema)

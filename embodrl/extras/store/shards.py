@@ -21,9 +21,12 @@ from embodrl.data.replay import POLICY
 from embodrl.errors import StoreError
 from embodrl.extras.store.store import Store
 from embodrl.fields import Fields, read_fields
+from embodrl.storage.atomic import remove
 
 EPISODES = "episodes"
 """What shards are below, in a store."""
+REMOVED = ".removed"
+"""A shard in the spool that is being deleted."""
 MERGED = "="
 """In the name of a merged shard, ``COLLECTOR=FIRST-LAST``; no name of a collector has it."""
 
@@ -134,7 +137,9 @@ class ShardWriter:
             self._store.put(path, f"{EPISODES}/{path.name}", facts)
             self._uploaded.add(path)
         for path in complete[:-1]:
-            shutil.rmtree(path)
+            remove(self._spool / REMOVED)
+            path.rename(self._spool / REMOVED)  # a kill leaves no part of a shard that the store would refuse
+            remove(self._spool / REMOVED)
 
     def close(self) -> None:
         """Release the present shard, whose committed episodes stay on the disk."""

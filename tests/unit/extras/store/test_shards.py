@@ -56,6 +56,29 @@ def numbers(found: ShardReader) -> list[int]:
     return [] if found.demos is None else [int(found.demos.actions[last, 0]) for last in sorted(set(found.demos.last))]
 
 
+def test_a_kill_while_a_shard_is_deleted_from_the_spool_costs_nothing(store, tmp_path, monkeypatch):
+    spool = tmp_path / "spool"
+    first = writer(store, spool)
+    for number in range(4):
+        first.add([episode(number)], {"next": number + 1})
+
+    def killed(path):
+        if path.exists():
+            (path / "meta" / "info.json").unlink()
+            raise InterruptedError
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr("embodrl.extras.store.shards.remove", killed)
+        first.upload()
+    first.close()
+    second = writer(store, spool)
+    second.upload()
+    second.close()
+    assert [path.name for path in sorted(spool.glob("a-*"))] == ["a-000001"]
+    found = reader(store, tmp_path)
+    assert found.poll() and found.ids == {f"a-{number}" for number in range(4)}
+
+
 def test_what_was_committed_survives_its_writer_and_is_uploaded_once(store, tmp_path):
     spool = tmp_path / "spool"
     first = writer(store, spool)
