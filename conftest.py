@@ -7,10 +7,13 @@ kind of fault on the toy and on MuJoCo, and with ManiSkill the duties of an envi
 from __future__ import annotations
 
 import gc
+import os
 
 import fork_server
 import pytest
 
+# imageio-ffmpeg forks, and gRPC's handler of forks writes into the child's stderr, where the video's facts are read.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 fork_server.install()
 gc.disable()  # until all tests are collected: nothing of them is garbage
 LONG_WITH_MANISKILL = (

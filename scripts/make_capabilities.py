@@ -181,7 +181,7 @@ SECTIONS: dict[str, list[Row]] = {
             (
                 "integration/test_runs.py::test_evaluations_beside_training_have_the_same_figures",
                 "integration/test_runs.py::test_an_evaluation_that_was_under_way_is_repeated",
-                "unit/runs/test_early_stop.py::test_late_evaluations_end_a_run_when_they_are_known",
+                "unit/trainer/test_early_stop.py::test_late_evaluations_end_a_run_when_they_are_known",
             ),
         ),
         Row(
@@ -190,7 +190,7 @@ SECTIONS: dict[str, list[Row]] = {
             "train env=maniskill model=openvla runner.stop_at_success=0.9 runner.stop_evaluations=2"
             " runner.max_regression=0.2",
             (
-                "unit/runs/test_early_stop.py::test_a_regression_fails_the_run_after_a_checkpoint",
+                "unit/trainer/test_early_stop.py::test_a_regression_fails_the_run_after_a_checkpoint",
                 "integration/test_runs.py::test_a_run_that_has_solved_its_task_ends_and_can_be_trained_on",
             ),
         ),

@@ -60,7 +60,7 @@ class RunSession:
         old_settings: text of the settings of the process or the try before; None for a new run.
 
     Attributes:
-        engine: trains; None until it is there. A lost process of its is what a further try can mend.
+        engine: trains; None until it is there. Another try follows where it has lost a process.
     """
 
     def __init__(

@@ -24,11 +24,21 @@ def test_cuda_libraries_and_torchvision_are_unwanted_beside_a_cpu_torch() -> Non
     assert unwanted(names, "cuda") == {}
 
 
-def test_long_files_need_a_reason() -> None:
-    problems_of = load("check_sizes.py")["problems_of"]
-    assert problems_of("a.py", "x = 1\n" * 600, {}) == []
-    assert problems_of("a.py", "x = 1\n" * 601, {}) == ["a.py: 601 lines, at most 600"]
-    assert problems_of("a.py", "x = 1\n" * 601, {"a.py": "a table"}) == []
+def test_classes_that_want_to_be_two_and_packed_assignments_are_refused() -> None:
+    checks = load("check_sizes.py")
+    shape, problems_of, stale = (checks[name] for name in ("Shape", "problems_of", "stale"))
+    arguments = ", ".join(f"a{index}" for index in range(7))
+    source = (
+        f"class Wide:\n    def __init__(self, {arguments}):\n        self.a = a0\n        self.b, self.c = a1, a2\n"
+    )
+    [problem] = problems_of("a.py", source, {})
+    assert problem.startswith("a.py:1: class Wide")
+    assert list(problems_of("a.py", source, {"a.py:Wide": shape(arguments=7)})) == []
+    assert len(list(problems_of("a.py", "a, b, c = 1, 2, 3\n", {}))) == 1
+    assert list(problems_of("a.py", "a, b = 1, 2\na, b, c = values()\n", {})) == []
+    assert list(stale({"a.py:Wide": shape(1, 3, 7)}, {"a.py:Wide": shape(arguments=7)})) == []
+    assert len(list(stale({"a.py:Wide": shape(1, 3, 7)}, {"a.py:Wide": shape(arguments=8)}))) == 1
+    assert len(list(stale({}, {"a.py:Wide": shape(arguments=8)}))) == 1
 
 
 @pytest.mark.parametrize(

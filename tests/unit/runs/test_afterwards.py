@@ -15,7 +15,8 @@ from embodrl.extras.sweep import runs as sweep
 from embodrl.extras.sweep.combinations import SweptRun
 from embodrl.extras.sweep.runs import COMPARISON_FILE, Sweep, run_sweep
 from embodrl.reporting.console import Console
-from embodrl.runs import eval_output, result
+from embodrl.runs import eval_output
+from embodrl.trainer import result
 from embodrl.workers.evaluator import EvalResult
 
 CODE = "result-without-page"

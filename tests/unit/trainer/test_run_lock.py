@@ -49,7 +49,7 @@ def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
 def test_train_and_resume_want_the_directory_for_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = load_config(["env=toy", f"runner.output_dir={tmp_path}"])
     (tmp_path / "config.yaml").write_text(loaded.to_yaml())
-    monkeypatch.setattr(runner, "_execute", lambda *_: pytest.fail("started"))
+    monkeypatch.setattr(runner, "work", lambda *_: pytest.fail("started"))
     monkeypatch.setattr(CheckpointManager, "latest_good", lambda _: pytest.fail("touched the checkpoints"))
     with run_lock(tmp_path):
         with raises_code("run-in-use", OutputError):
@@ -59,7 +59,7 @@ def test_train_and_resume_want_the_directory_for_themselves(tmp_path: Path, monk
 
 
 def test_a_new_run_wants_no_checkpoints_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_execute", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(runner, "work", lambda *_: pytest.fail("started"))
     CheckpointManager(tmp_path, 1).save(0, {}, {})
     with raises_code("run-exists"):
         runner.train(load_config(["env=toy", f"runner.output_dir={tmp_path}"]))
