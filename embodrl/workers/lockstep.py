@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NotRequired, TypedDict
 
 import numpy as np
@@ -174,7 +174,7 @@ class LockstepRunner:
             return active if active.any() else None
 
         states = _RowStates(self.pool, every[every == leader])
-        prefix = Play(self.pool, self._choose_actions, [states], schedule)
+        prefix = Play(self.pool, self._choose_prefix, [states], schedule)
         prefix.start(every, self.play.observation)
         take_turns([prefix], should_stop)
         clock = time.perf_counter()
@@ -228,11 +228,22 @@ class LockstepRunner:
             return None
         return np.ones_like(play.going) if self.config.env.train.auto_reset else play.going
 
-    def _choose(self, observation: Observation, rows: NDArray[np.int64], number: int) -> PolicyOutput:
-        return self.engine.act(observation, self._needs_values, self.generators)
+    def _choose(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        """Return what the policy answers, which sees only the environments that act; zeros elsewhere."""
+        rows = np.flatnonzero(active)
+        if len(rows) == len(active):
+            return self.engine.act(observation, self._needs_values, self.generators)
+        if not len(rows):
+            assert self.play.last is not None
+            return _spread(self.play.last.output, rows, len(active), rows)
+        output = self.engine.act(observation.select(rows), self._needs_values, self.generators)
+        return _spread(output, np.arange(len(rows)), len(active), rows)
 
-    def _choose_actions(self, observation: Observation, rows: NDArray[np.int64], number: int) -> PolicyOutput:
-        return self.engine.act(observation, False, self.generators)
+    def _choose_prefix(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        """Return what the leaders do, without values."""
+        rows = np.flatnonzero(active)
+        output = self.engine.act(observation.select(rows), False, self.generators)
+        return _spread(output, np.arange(len(rows)), len(active), rows)
 
 
 class _RowStates(Recorder):
@@ -255,3 +266,23 @@ class _RowStates(Recorder):
     def after(self, chunk: PlayedChunk) -> None:
         self.states |= self.pool.get_row_states(np.flatnonzero(chunk.going).tolist())
         self.num_steps += int(chunk.step.valid.sum())
+
+
+def _spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
+    """Return an output for ``batch`` environments: the given rows at their places, zeros elsewhere."""
+    source, target = torch.from_numpy(rows), torch.from_numpy(places)
+
+    def spread(x: Tensor) -> Tensor:
+        whole = x.new_zeros((batch, *x.shape[1:]))
+        whole[target] = x[source.to(x.device)]
+        return whole
+
+    actions = np.zeros((batch, *output.actions.shape[1:]), output.actions.dtype)
+    actions[places] = output.actions[rows]
+    return replace(
+        output,
+        actions=actions,
+        logprobs=spread(output.logprobs),
+        values=None if output.values is None else spread(output.values),
+        forward_inputs={name: spread(tensor) for name, tensor in output.forward_inputs.items()},
+    )

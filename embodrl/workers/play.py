@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.processes.trace import record
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
-Choose = Callable[[Observation, NDArray[np.int64], int], PolicyOutput]
-"""Chooses the chunk with a number, for the environments ``int64[b]`` that an observation ``[b]`` is of."""
+Choose = Callable[[Observation, NDArray[np.bool_], int], PolicyOutput]
+"""Chooses the chunk with a number of all environments; only those of ``bool[B]`` act."""
 
 Schedule = Callable[["Play"], "NDArray[np.bool_] | None"]
 """Returns the environments ``bool[B]`` that act next, or None at the end; it may reset some of them before."""
@@ -51,7 +49,7 @@ class PlayedChunk:
         seen: observation that the actions were chosen by; the pool reuses its memory after the next chunk.
         task_id: ``int64[B]``, tasks of the episodes that the chunk belongs to.
         active: ``bool[B]``, environments that acted.
-        output: chosen actions, zeros where an environment did not act.
+        output: chosen actions, of no meaning where an environment did not act.
         step: results of the simulators; the pool reuses their memory after the next chunk.
     """
 
@@ -117,7 +115,7 @@ class Play:
 
     Args:
         pool: its managers, started.
-        choose: chooses the actions, of the environments that act.
+        choose: chooses the actions.
         recorders: in the order in which they are called.
         schedule: tells which environments act next.
 
@@ -195,7 +193,7 @@ class Play:
     def _send(self, active: NDArray[np.bool_]) -> None:
         clock = time.perf_counter()
         assert self.observation is not None
-        output = self._predict(self.observation, active)
+        output = self.choose(self.observation, active, self.number)
         for recorder in self.recorders:
             output = recorder.before(self.observation, output)
         # Copied: a simulator that is restarted meanwhile writes into the memory of the observation.
@@ -203,17 +201,6 @@ class Play:
         clock = self.lap("policy", clock)
         self.pool.step_async(output.actions, active)
         self.lap("env", clock)
-
-    def _predict(self, observation: Observation, active: NDArray[np.bool_]) -> PolicyOutput:
-        """Return actions of the environments that act, the only ones that the policy sees, and zeros elsewhere."""
-        rows = np.flatnonzero(active)
-        if len(rows) == len(active):
-            return self.choose(observation, rows, self.number)
-        if not len(rows):
-            assert self.last is not None
-            return _spread(self.last.output, rows, len(active), rows)
-        output = self.choose(observation.select(rows), rows, self.number)
-        return _spread(output, np.arange(len(rows)), len(active), rows)
 
     def _receive(self, sent: _Sent) -> None:
         clock = time.perf_counter()
@@ -226,6 +213,16 @@ class Play:
         for recorder in self.recorders:
             recorder.after(chunk)
         self.lap("policy", clock)
+
+
+def one_episode(rows: NDArray[np.int64]) -> Schedule:
+    """Return the schedule of one episode in each of these environments, without auto-reset."""
+
+    def schedule(play: Play) -> NDArray[np.bool_] | None:
+        active = play.going & np.isin(np.arange(play.pool.spec.num_envs), rows)
+        return active if active.any() else None
+
+    return schedule
 
 
 def take_turns(plays: Sequence[Play], should_stop: Callable[[], bool] = lambda: False) -> None:
@@ -251,23 +248,3 @@ class _Sent:
     task_id: NDArray[np.int64]
     active: NDArray[np.bool_]
     output: PolicyOutput
-
-
-def _spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
-    """Return an output for ``batch`` environments: the given rows at their places, zeros elsewhere."""
-    source, target = torch.from_numpy(rows), torch.from_numpy(places)
-
-    def spread(x: Tensor) -> Tensor:
-        whole = x.new_zeros((batch, *x.shape[1:]))
-        whole[target] = x[source.to(x.device)]
-        return whole
-
-    actions = np.zeros((batch, *output.actions.shape[1:]), output.actions.dtype)
-    actions[places] = output.actions[rows]
-    return replace(
-        output,
-        actions=actions,
-        logprobs=spread(output.logprobs),
-        values=None if output.values is None else spread(output.values),
-        forward_inputs={name: spread(tensor) for name, tensor in output.forward_inputs.items()},
-    )
