@@ -22,7 +22,9 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.workers.lockstep import EpisodeStats, LockstepRunner, Seconds, ShardMeta, combine_extras
+from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
+from embodrl.workers.outcomes import EpisodeStats
+from embodrl.workers.play import Seconds, take_turns
 from embodrl.workers.reward import Episode
 
 Metrics = dict[str, float | None]
@@ -191,7 +193,6 @@ class SyncCollector:
     ) -> None:
         self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
-        self.num_steps = config.rollout_chunks
         self.keep_frames = keep_frames
         self.seconds, self.stats = Seconds(), EpisodeStats()
         self._prefix_steps = 0
@@ -338,18 +339,7 @@ class SyncCollector:
             InterruptedError: ``should_stop`` answered True.
         """
         self._begin(iteration, epoch)
-        for stage in self.stages:
-            stage.act()
-        for index in range(self.num_steps):
-            if self.should_stop():
-                for stage in self.stages:
-                    stage.abandon()
-                raise InterruptedError
-            for stage in self.stages:
-                stage.receive()
-                # While the policy serves this stage, the simulators of the others are at work.
-                if index + 1 < self.num_steps:
-                    stage.act()
+        take_turns([stage.play for stage in self.stages], self.should_stop)
         groups = self.schedule.group_ids(epoch)
         batches = [stage.stack(groups[stage.rows]) for stage in self.stages]
         for stage in self.stages:

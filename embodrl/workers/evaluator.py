@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models.base import check_decoding
 from embodrl.types import Decoding, EnvSpec, EnvStep, Observation, PolicyOutput
+from embodrl.workers.play import Play, PlayedChunk, Recorder, one_episode, take_turns
 
 logger = logging.getLogger(__name__)
 
@@ -290,22 +289,23 @@ class Evaluator:
         return played
 
     def _run_decoding(self, decoding: Decoding, episodes: NDArray[np.int64], video_dir: Path | None) -> EpisodeResults:
-        spec = self.pool.spec
-        self._results = results = EpisodeResults(
-            np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes)
-        )
+        size = self.pool.spec.num_envs
+        results = EpisodeResults(np.full((len(episodes), 4), np.nan), [""] * len(episodes), [""] * len(episodes))
         choose = chooser(self.engine, self.config.env.eval.seed, decoding)
         done_before = self.decodings.index(decoding) * len(episodes)
         left = np.arange(len(episodes))
         for attempt in range(MAX_ATTEMPTS):
             if attempt and len(left):
                 logger.warning("%d episodes were ended by a fault of the simulator and are run again", len(left))
-            for start in range(0, len(left), spec.num_envs):
-                places = left[start : start + spec.num_envs]
+            for start in range(0, len(left), size):
+                places = left[start : start + size]
                 if attempt:
                     forget_refused(self.pool.managers)
+                recorder = _ResultRecorder(self.pool, results, places, episodes[places])
+                if video_dir is not None:
+                    recorder.film(video_dir, self.config.env.video.num_episodes)
                 try:
-                    self._play(places, episodes[places], choose, video_dir)
+                    self._play(episodes[places], choose, recorder)
                 except InterruptedError:
                     self.pool.call("rewind", restart=True)
                     raise
@@ -315,43 +315,64 @@ class Evaluator:
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results
 
-    def _play(self, places: NDArray[np.int64], wave: NDArray[np.int64], choose: Choose, video_dir: Path | None) -> None:
-        """Run episodes ``wave int64[n]``, the results of which go to ``places``, in the first n environments."""
-        spec, results = self.pool.spec, self._results
-        num_tasks = len(spec.tasks)
-        chunk = self.config.model.num_action_chunks
-        rows = np.arange(len(wave))
-        clock = time.perf_counter()
+    def _play(self, wave: NDArray[np.int64], choose: Choose, recorder: _ResultRecorder) -> None:
+        """Run episodes ``wave int64[n]`` in the first n environments."""
+        spec, chunk = self.pool.spec, self.config.model.num_action_chunks
+
+        def choose_all(observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+            rows = np.flatnonzero(active)
+            output = choose(observation.select(rows), wave[rows], number)
+            actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
+            actions[rows] = output.actions
+            return replace(output, actions=actions)
+
+        play = Play(self.pool, choose_all, [recorder], one_episode(np.arange(len(wave))))
         # A last wave may be short; every environment is reset, since a pool wants to know the state of all.
         padded = np.pad(wave, (0, spec.num_envs - len(wave)), mode="edge")
-        observation = self.pool.reset(self.config.env.eval.seed + padded, (padded % num_tasks).astype(np.int32))
-        for row in rows:
-            results.instructions[places[row]] = observation.instruction[row]
-            if wave[row] < num_tasks:
-                results.pictures[places[row]] = hashlib.sha256(observation.images[row].tobytes()).hexdigest()
-        if video_dir is not None:
-            self._film(wave, video_dir)
-        active = np.zeros(spec.num_envs, np.bool_)
-        active[rows] = True
-        for number in count():
-            if not active.any():
-                break
-            if self.should_stop():
-                raise InterruptedError
-            clock = self._lap("env", clock)
-            chosen = np.flatnonzero(active)
-            actions = np.zeros((spec.num_envs, chunk, spec.action_dim), np.float32)
-            actions[chosen] = choose(observation.select(chosen), wave[chosen], number).actions
-            clock = self._lap("policy", clock)
-            step = self.pool.step(actions, active)
-            observation = step.observation
-            ended = np.flatnonzero(active & step.done & step.valid.any(axis=1))
-            at_end = self._solved_at_end(step, ended)
-            for row in ended:
-                found = step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]
-                results.outcome[places[row]] = found
-            active = active & ~step.done
-        self._lap("env", clock)
+        play.begin(self.config.env.eval.seed + padded, (padded % len(spec.tasks)).astype(np.int32))
+        take_turns([play], self.should_stop)
+        recorder.results.env_s += play.seconds.env
+        recorder.results.policy_s += play.seconds.policy
+
+
+class _ResultRecorder(Recorder):
+    """Keeps the outcomes of episodes, and films some.
+
+    Args:
+        pool: the environments, started.
+        results: of all episodes.
+        places: ``int64[n]``, where the results of the episodes in the first n environments go.
+        wave: ``int64[n]``, numbers of these episodes.
+    """
+
+    def __init__(
+        self, pool: EnvPool, results: EpisodeResults, places: NDArray[np.int64], wave: NDArray[np.int64]
+    ) -> None:
+        self.pool, self.results = pool, results
+        self.places, self.wave = places, wave
+        self._videos: dict[int, Path] = {}
+
+    def film(self, directory: Path, num_episodes: int) -> None:
+        """Write videos of the episodes with the first numbers."""
+        for row in np.flatnonzero(self.wave < num_episodes).tolist():
+            self._videos[row] = directory.resolve() / f"episode_{self.wave[row]:03d}"
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        for row, place in enumerate(self.places):
+            self.results.instructions[place] = observation.instruction[row]
+            if self.wave[row] < len(self.pool.spec.tasks):
+                self.results.pictures[place] = hashlib.sha256(observation.images[row].tobytes()).hexdigest()
+        size = self.pool.spec.num_envs // len(self.pool.managers)
+        for row, path in self._videos.items():
+            with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it, and counts its episodes as lost
+                self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
+
+    def after(self, chunk: PlayedChunk) -> None:
+        step, ended = chunk.step, np.flatnonzero(chunk.ended)
+        at_end = self._solved_at_end(step, ended)
+        for row in ended:
+            found = step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]
+            self.results.outcome[self.places[row]] = found
 
     def _solved_at_end(self, step: EnvStep, ended: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return ``float64[B]``: whether an episode ended solved; NaN where the environment does not tell.
@@ -367,19 +388,6 @@ class Evaluator:
                 if len(answers) == len(self.pool.managers):
                     at_end[asked] = np.concatenate(answers)[asked]
         return at_end
-
-    def _film(self, wave: np.ndarray, video_dir: Path) -> None:
-        size = self.pool.spec.num_envs // len(self.pool.managers)
-        for row, episode in enumerate(wave):
-            if episode < self.config.env.video.num_episodes:
-                path = video_dir.resolve() / f"episode_{episode:03d}"
-                with suppress(EnvWorkerDied, EnvTimeout):  # the next step finds it, and counts its episodes as lost
-                    self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
-
-    def _lap(self, name: str, clock: float) -> float:
-        now = time.perf_counter()
-        setattr(self._results, f"{name}_s", getattr(self._results, f"{name}_s") + now - clock)
-        return now
 
 
 def _check_same(training: EnvSpec, held_out: EnvSpec) -> None:

@@ -54,6 +54,12 @@ class LocalPool:
     def step(self, actions, active):
         return self.env.chunk_step(actions, active)
 
+    def step_async(self, actions, active):
+        self.pending = self.step(actions, active)
+
+    def wait(self):
+        return self.pending
+
 
 class Expert:
     """Solves the red task only, and looks no further than to the rows that it is asked about."""

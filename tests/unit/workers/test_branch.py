@@ -20,6 +20,7 @@ from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation, PolicyOutpu
 from embodrl.workers.collector import EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.env import check_environments
 from embodrl.workers.lockstep import LockstepRunner
+from embodrl.workers.play import take_turns
 
 CHUNK, LIMIT, NUM_ENVS = 2, 4, 4  # actions in a chunk, chunks in an episode
 FIXED = (
@@ -131,9 +132,7 @@ def play(config: Config, points: list[int], env: Adder) -> tuple[Any, int, Count
     stage: Any = LockstepRunner(config, env, policy, slice(0, NUM_ENVS), False)  # pyright: ignore[reportArgumentType]
     stage.begin(SEEDS, TASKS)
     num_steps = stage.branch(np.array(points), lambda: False)
-    for _ in range(LIMIT):
-        stage.act()
-        stage.receive()
+    take_turns([stage.play])
     return stage.stack(torch.tensor([0, 0, 1, 1])), num_steps, policy
 
 

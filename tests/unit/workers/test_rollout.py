@@ -215,7 +215,7 @@ def test_episodes_are_judged_as_they_end_as_they_would_be_in_the_end(overrides, 
         assert summary(judged[number]) == summary(rewards._record(batch, episodes, index))
         first = tuple((episodes.index == index).nonzero()[0])
         assert judged[number].start_state.equal(batch.forward_inputs["seen"][first])
-    assert overrides or min(moments) < worker.num_steps, "some are judged while the rollout continues"
+    assert overrides or min(moments) < worker.config.rollout_chunks, "some are judged while the rollout continues"
     for episode in judged:
         assert episode.actions.shape == (len(episode.rewards), 7) and (episode.actions[:, 0] == np.float32(0.4)).all()
         assert episode.images[:, 0].equal(episode.frames) and episode.states.shape[0] == len(episode.frames)

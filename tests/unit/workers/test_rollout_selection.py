@@ -91,7 +91,7 @@ def test_groups_have_numbers_of_their_own(stages: int) -> None:
 def test_frames_show_what_a_chunk_led_to(auto_reset: str) -> None:
     config = config_of(f"env.train.auto_reset={auto_reset}", "env.max_episode_steps=16", "env.train.total_num_envs=8")
     worker, _ = worker_of(config, KnownPolicy(0.5))
-    worker.stages[0].keep_frames = True
+    worker.keep_frames = True
     batch, _ = worker.gather(0)
     assert batch.frames is not None and batch.frames.dtype == torch.uint8
     # the same episodes once more, by hand

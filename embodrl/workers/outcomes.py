@@ -1,0 +1,128 @@
+"""Outcomes of the episodes of rollouts, and their metrics.
+
+Shapes: B environments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.types import EnvStep, Observation
+from embodrl.workers.play import PlayedChunk, Recorder
+
+
+@dataclass
+class EpisodeStats:
+    """Outcomes of the episodes that ended in a rollout.
+
+    Attributes:
+        successes, episodes: how many, without those that were lost.
+        lost: how many a fault ended.
+        cut: how many had begun and were cut off by the end of the rollout, before an outcome.
+        returns, lengths: sums of rewards and of environment steps, over ``episodes``.
+        solved_returns: sum of rewards over ``successes``.
+        by_task: task -> [successes, episodes], of all tasks that could have been run.
+    """
+
+    successes: int = 0
+    episodes: int = 0
+    lost: int = 0
+    cut: int = 0
+    returns: float = 0.0
+    solved_returns: float = 0.0
+    lengths: int = 0
+    by_task: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+
+    @staticmethod
+    def of(tasks: Sequence[str]) -> EpisodeStats:
+        """Return counts of zero."""
+        return EpisodeStats(by_task={task: [0, 0] for task in tasks})
+
+    def add(self, step: EnvStep, acted: NDArray[np.bool_], tasks: Sequence[str]) -> None:
+        """Count the episodes that ended in a chunk; those that a fault ended are counted as lost only.
+
+        Args:
+            step: what the chunk led to.
+            acted: ``bool[B]``, environments whose episodes were running before it.
+            tasks: B of them, of these episodes.
+        """
+        done = step.done & acted
+        lost = done & ~step.valid.any(axis=1)
+        ended = done & ~lost
+        self.lost += int(lost.sum())
+        self.episodes += int(ended.sum())
+        self.successes += int(step.success[ended].sum())
+        # In float64 no order of adding up gives another sum: rollout processes add their parts.
+        self.returns += float(step.episode_return[ended].sum(dtype=np.float64))
+        self.solved_returns += float(step.episode_return[ended & step.success].sum(dtype=np.float64))
+        self.lengths += int(step.episode_length[ended].sum())
+        for row in np.flatnonzero(ended).tolist():
+            self.add_to_task(tasks[row], bool(step.success[row]))
+
+    def add_to_task(self, task: str, success: bool) -> None:
+        """Count an episode among those of its task."""
+        successes, episodes = self.by_task.get(task, (0, 0))
+        self.by_task[task] = [successes + success, episodes + 1]
+
+    def merge(self, other: EpisodeStats) -> None:
+        """Count those of another rollout as well."""
+        for name, value in vars(other).items():
+            if name != "by_task":
+                setattr(self, name, getattr(self, name) + value)
+        for task, counts in other.by_task.items():
+            self.by_task[task] = [a + b for a, b in zip(self.by_task.get(task, (0, 0)), counts, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values of its own, of which ``EpisodeStats(**values)`` makes it again."""
+        return asdict(self)
+
+    def metrics(self) -> dict[str, float | None]:
+        """Return means over the episodes, with several tasks of each as well; None where none has ended."""
+        count, started, failed = self.episodes, self.episodes + self.cut, self.episodes - self.successes
+        result = {
+            "rollout/success_rate": self.successes / count if count else None,
+            "rollout/return": self.returns / count if count else None,
+            "rollout/return_solved": self.solved_returns / self.successes if self.successes else None,
+            "rollout/return_failed": (self.returns - self.solved_returns) / failed if failed else None,
+            "rollout/episode_length": self.lengths / count if count else None,
+            "rollout/episodes": float(count),
+            "rollout/lost_episodes": float(self.lost),
+            "rollout/cut_episodes": float(self.cut),
+            "rollout/success_rate_started": self.successes / started if started else None,
+        }
+        if len(self.by_task) > 1:
+            for task, (successes, episodes) in self.by_task.items():
+                result[f"rollout/{task}/success_rate"] = successes / episodes if episodes else None
+                result[f"rollout/{task}/episodes"] = float(episodes)
+        return result
+
+
+class OutcomeRecorder(Recorder):
+    """Counts the episodes that end, and those that the end of a rollout cuts off.
+
+    Args:
+        pool: the environments, started.
+
+    Attributes:
+        stats: counts since ``begin``.
+    """
+
+    def __init__(self, pool: EnvPool) -> None:
+        self.pool = pool
+        self.stats = EpisodeStats()
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self.stats = EpisodeStats.of(self.pool.spec.tasks)
+
+    def after(self, chunk: PlayedChunk) -> None:
+        tasks = [self.pool.spec.tasks[task] for task in chunk.task_id.tolist()]
+        self.stats.add(chunk.step, chunk.active, tasks)
+
+    def end(self, last: PlayedChunk) -> None:
+        self.stats.cut += int(last.going.sum())

@@ -1,0 +1,376 @@
+"""What training keeps of a play: columns of a ``TrajectoryBatch``, and episodes to judge.
+
+Shapes: T policy steps (chunks), B environments, K values per chunk, C actions in a chunk, A action dimensions,
+V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from embodrl.config.schema import Config
+from embodrl.data.replay import POLICY
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.specs import LOSSES
+from embodrl.types import CHOSEN, Observation, PolicyOutput
+from embodrl.workers.corrector import Corrector
+from embodrl.workers.play import PlayedChunk, Recorder
+from embodrl.workers.reward import Episode
+
+NO_VERSION = -1
+"""Version of values that are zeros, or that may be of several versions of the weights."""
+
+Judge = Callable[[Episode], int]
+"""Gets an episode, as far as it got, and returns a ``call_id``."""
+
+
+def make_recorders(
+    config: Config, pool: EnvPool, engine: RolloutEngine, keep_frames: bool, judge: Judge | None
+) -> list[Recorder]:
+    """Return the recorders that the algorithm and the rewards of a run ask for.
+
+    Args:
+        config: the run.
+        pool: the environments, started.
+        engine: the policy.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        judge: gets every episode; None leaves them all to the end of the rollout.
+    """
+    loss, auto_reset = LOSSES.entry(config.algorithm.loss_type), config.env.train.auto_reset
+    transitions = TransitionRecorder()
+    off_policy = loss.off_policy and not loss.imitates
+    asks_expert = loss.imitates or config.algorithm.off_policy.interventions
+    recorders: list[Recorder] = [transitions]
+    if loss.needs_values:
+        recorders.append(ValueRecorder(engine, config.algorithm.bootstrap_type == "truncation"))
+    else:
+        recorders.append(NoValues())
+    if off_policy:
+        recorders.append(FinalRecorder(engine))
+    if asks_expert:
+        corrector = Corrector(config.algorithm.dagger, pool)
+        recorders.append(SourceRecorder(corrector) if off_policy else LabelRecorder(corrector))
+    if keep_frames:
+        recorders.append(FrameRecorder(auto_reset))
+    if judge is not None:
+        recorders.append(JudgeRecorder(judge, transitions, pool, auto_reset))
+    return recorders
+
+
+def _stacked(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+
+
+class TransitionRecorder(Recorder):
+    """Keeps what every algorithm learns from.
+
+    Attributes:
+        steps: columns ``[B,...]`` of each chunk.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Tensor]] = []
+        self._inputs: list[dict[str, Tensor]] = []
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self.steps, self._inputs = [], []
+
+    def after(self, chunk: PlayedChunk) -> None:
+        output, step = chunk.output, chunk.step
+        self._inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})
+        self.steps.append(
+            {
+                "logprobs": output.logprobs.float().cpu(),
+                "rewards": torch.from_numpy(step.reward.copy()),
+                "valid": torch.from_numpy(step.valid.copy()),
+                "terminated": torch.from_numpy(step.terminated.copy()),
+                "truncated": torch.from_numpy(step.truncated.copy()),
+                "success": torch.from_numpy(step.success.copy()),
+                "task_id": torch.from_numpy(chunk.task_id),
+                "policy_version": torch.full((len(output.actions),), output.version, dtype=torch.int64),
+            }
+        )
+
+    def columns(self) -> dict[str, Any]:
+        return {**_stacked(self.steps), "forward_inputs": _stacked(self._inputs)}
+
+
+class NoValues(Recorder):
+    """Fills the columns of a critic with zeros, for algorithms without one."""
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self._shape = (0, len(seeds))
+
+    def end(self, last: PlayedChunk) -> None:
+        self._shape = (last.number + 1, len(last.active))
+
+    def columns(self) -> dict[str, Any]:
+        num_steps, num_envs = self._shape
+        return {
+            "values": torch.zeros(num_steps + 1, num_envs, 1),
+            "bootstrap_values": torch.zeros(num_steps, num_envs, 1),
+            "value_version": torch.full((num_steps, num_envs), NO_VERSION, dtype=torch.int64),
+        }
+
+
+class ValueRecorder(Recorder):
+    """Keeps the critic's values of all observations.
+
+    Args:
+        engine: the policy, with a critic.
+        bootstrap: values of the last observation are wanted where the step limit ended an episode.
+    """
+
+    def __init__(self, engine: RolloutEngine, bootstrap: bool) -> None:
+        self.engine, self.bootstrap = engine, bootstrap
+        self._steps: list[dict[str, Tensor]] = []
+        self._last = torch.zeros(0)
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self._steps = []
+
+    def after(self, chunk: PlayedChunk) -> None:
+        assert chunk.output.values is not None
+        values = chunk.output.values.float().cpu()
+        bootstrap, version = torch.zeros_like(values), torch.full((len(values),), NO_VERSION, dtype=torch.int64)
+        final, rows = chunk.step.final_observation, chunk.cut_off
+        if self.bootstrap and len(rows) and final is not None:
+            places = torch.from_numpy(rows)
+            bootstrap[places], version[places] = self._values(final.select(rows))
+        self._steps.append({"values": values, "bootstrap_values": bootstrap, "value_version": version})
+
+    def end(self, last: PlayedChunk) -> None:
+        self._last, version = self._values(last.step.observation)
+        goes_on = torch.from_numpy(~last.step.done)
+        self._steps[-1]["value_version"] = torch.where(goes_on, version, self._steps[-1]["value_version"])
+
+    def columns(self) -> dict[str, Any]:
+        columns = _stacked(self._steps)
+        return {**columns, "values": torch.cat([columns["values"], self._last[None]])}
+
+    def _values(self, observation: Observation) -> tuple[Tensor, int]:
+        """Return values ``float32[B,K]`` and the version of the weights that they are of, if it is known."""
+        before = self.engine.version
+        values = self.engine.values(observation)
+        return values, before if self.engine.version == before else NO_VERSION
+
+
+class FinalRecorder(Recorder):
+    """Keeps what off-policy algorithms need beyond that: the actions, and what the policy sees at the end.
+
+    Args:
+        engine: the policy.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self._actions: list[Tensor] = []
+        self._inputs: list[dict[str, Tensor]] = []
+        self._blank: dict[str, Tensor] = {}  # inputs of one row, zeros
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self._actions, self._inputs = [], []
+
+    def after(self, chunk: PlayedChunk) -> None:
+        chosen = chunk.output.forward_inputs.get(CHOSEN)
+        self._actions.append(torch.from_numpy(chunk.output.actions.copy()) if chosen is None else chosen.cpu())
+        final = chunk.step.final_observation
+        self._inputs.append(self._final(chunk.seen if final is None else final, chunk.cut_off))
+
+    def end(self, last: PlayedChunk) -> None:
+        rows = np.flatnonzero(~last.step.done)
+        end = self._final(last.step.observation, rows)
+        for name, tensor in self._inputs[-1].items():
+            tensor[rows] = end[name][rows]
+
+    def columns(self) -> dict[str, Any]:
+        actions = torch.stack(self._actions)
+        by_policy = torch.full(actions.shape[:2], POLICY, dtype=torch.int8)
+        return {"actions": actions, "source": by_policy, "final_inputs": _stacked(self._inputs)}
+
+    def _final(self, seen: Observation, rows: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Return the policy's inputs ``[B,...]`` of an observation in ``rows``, zeros elsewhere."""
+        if not self._blank:
+            one = self.engine.inputs(seen.select(np.zeros(1, np.int64)))
+            self._blank = {name: torch.zeros_like(tensor) for name, tensor in one.items()}
+        whole = {name: blank.repeat(seen.batch_size, *[1] * (blank.ndim - 1)) for name, blank in self._blank.items()}
+        if len(rows):  # of these alone: inputs may cost as much as acting
+            for name, tensor in self.engine.inputs(seen.select(rows)).items():
+                whole[name][torch.from_numpy(rows)] = tensor
+        return whole
+
+
+class LabelRecorder(Recorder):
+    """Lets experts label what the policy sees, and act in its place; keeps the labels as the group ``expert``.
+
+    Args:
+        corrector: asks the experts.
+    """
+
+    def __init__(self, corrector: Corrector) -> None:
+        self.corrector = corrector
+        self._labels: list[dict[str, Tensor]] = []
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self._labels = []
+        self.corrector.begin(seeds)
+
+    def before(self, observation: Observation, output: PolicyOutput) -> PolicyOutput:
+        output, labels = self.corrector.correct(observation, output)
+        self._labels.append(self.kept(labels))
+        return output
+
+    def kept(self, labels: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns of a step that are kept."""
+        return labels
+
+    def after(self, chunk: PlayedChunk) -> None:
+        self.corrector.after(chunk.step)
+
+    def columns(self) -> dict[str, Any]:
+        return {"expert": _stacked(self._labels)}
+
+
+class SourceRecorder(LabelRecorder):
+    """As LabelRecorder, for critics: they need to know only who acted, since pictures are in the policy's inputs."""
+
+    def kept(self, labels: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"source": labels["source"]}
+
+    def columns(self) -> dict[str, Any]:
+        return _stacked(self._labels)
+
+
+def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Return what is seen after a chunk, of the episode that it belongs to.
+
+    Args:
+        chunk: of the play.
+        auto_reset: where an episode has ended, ``chunk.step`` has the first observation of the next one.
+
+    Returns:
+        images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
+    """
+    step, before = chunk.step, chunk.seen
+    images, states = step.observation.images.copy(), step.observation.state.copy()
+    if auto_reset:
+        images[step.done], states[step.done] = before.images[step.done], before.state[step.done]
+    if step.final_observation is not None:
+        images[step.final_mask] = step.final_observation.images[step.final_mask]
+        states[step.final_mask] = step.final_observation.state[step.final_mask]
+    return images, states
+
+
+class FrameRecorder(Recorder):
+    """Keeps what the first camera sees after each chunk.
+
+    Args:
+        auto_reset: see ``seen_after``.
+    """
+
+    def __init__(self, auto_reset: bool) -> None:
+        self.auto_reset = auto_reset
+        self._frames: list[Tensor] = []
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self._frames = []
+
+    def after(self, chunk: PlayedChunk) -> None:
+        self._frames.append(torch.from_numpy(seen_after(chunk, self.auto_reset)[0][:, 0]))
+
+    def columns(self) -> dict[str, Any]:
+        return {"frames": torch.stack(self._frames)}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a chunk led to, apart from the columns of a batch.
+
+    Attributes:
+        images, states: after it; see ``seen_after``.
+        actions: ``float32[B,C,A]``.
+        instruction: B of them.
+    """
+
+    images: NDArray[np.uint8]
+    states: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    instruction: list[str]
+
+
+class JudgeRecorder(Recorder):
+    """Has every episode judged when it has ended, and at the end of the rollout those that continue.
+
+    Args:
+        judge: gets the episodes.
+        transitions: called before, keeps the other columns.
+        pool: the environments, started.
+        auto_reset: see ``seen_after``.
+    """
+
+    def __init__(self, judge: Judge, transitions: TransitionRecorder, pool: EnvPool, auto_reset: bool) -> None:
+        self.judge, self.transitions = judge, transitions
+        self.pool, self.auto_reset = pool, auto_reset
+        self._seen: list[_Seen] = []
+        self._call_ids: list[Tensor] = []
+        self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
+        self._starts: dict[int, tuple[NDArray[np.uint8], NDArray[np.float32]]] = {}  # what they began with, by row
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self._seen, self._call_ids = [], []
+        self._since = np.zeros(len(seeds), np.int64)
+
+    def after(self, chunk: PlayedChunk) -> None:
+        for row in np.flatnonzero(self._since == chunk.number):
+            self._starts[int(row)] = (chunk.seen.images[row].copy(), chunk.seen.state[row].copy())
+        self._call_ids.append(torch.full((len(chunk.active),), -1))
+        after = seen_after(chunk, self.auto_reset)
+        self._seen.append(_Seen(*after, chunk.output.actions.copy(), chunk.seen.instruction))
+        for row in np.flatnonzero(chunk.step.done):
+            self._begin_call(int(row))
+
+    def end(self, last: PlayedChunk) -> None:
+        for row in range(len(self._since)):
+            self._begin_call(row)
+
+    def columns(self) -> dict[str, Any]:
+        return {"call_id": torch.stack(self._call_ids)}
+
+    def _begin_call(self, row: int) -> None:
+        """Have the episode of an environment judged as far as it got; the next chunk begins another one."""
+        steps, since = self.transitions.steps, int(self._since[row])
+        self._since[row] = len(steps)
+        chunks = [i for i in range(since, len(steps)) if bool(steps[i]["valid"][row].any())]
+        if not chunks:
+            return
+
+        def of(name: str) -> Tensor:
+            return torch.stack([steps[i][name][row] for i in chunks])
+
+        valid, last, seen = of("valid"), chunks[-1], [self._seen[i] for i in chunks]
+        images = torch.from_numpy(np.stack([each.images[row] for each in seen]))
+        ended = (of("terminated") | of("truncated"))[-1] & valid[-1]
+        self._call_ids[last][row] = self.judge(
+            Episode(
+                rewards=of("rewards")[valid],
+                success=bool(steps[last]["success"][row]),
+                finished=bool(ended.any()),
+                task=self.pool.spec.tasks[int(steps[last]["task_id"][row])],
+                frames=images[:, 0],
+                policy_version=of("policy_version"),
+                instruction=seen[-1].instruction[row],
+                actions=torch.from_numpy(np.stack([each.actions[row] for each in seen]))[valid],
+                states=torch.from_numpy(np.stack([each.states[row] for each in seen])),
+                images=images,
+                start_images=torch.from_numpy(self._starts[row][0]),
+                start_state=torch.from_numpy(self._starts[row][1]),
+            )
+        )
