@@ -197,7 +197,7 @@ def finish(
     if verb in (None, "train", "plan"):
         fill_freeze_vision(tree)
     fill_protocol(tree)
-    removed += resolve_references(tree, with_every_section(schema_of(tree)))
+    removed += resolve_references(tree)
     problems = composition.problems + removed + not_imported + not_fetched
     schema = schema_of(tree)
     processes = fill_processes(tree, schema)
@@ -326,24 +326,26 @@ def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     return problems
 
 
-def resolve_references(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
+def resolve_references(tree: Node) -> list[ConfigProblem]:
     """Replace ``${section.key}`` by the value of that key. Resolvers such as ``${oc.env:HOME}`` are refused."""
+    found = [(key, node) for key, node in walk(tree) if isinstance(node.value, str) and "${" in node.value]
+    if not found:
+        return []
     problems: list[ConfigProblem] = []
-    defaults: dict[str, object] = json.loads(schema().model_dump_json())
+    defaults: dict[str, object] = json.loads(with_every_section(schema_of(tree))().model_dump_json())
     known = leaf_keys(defaults)
-    for key, node in walk(tree):
-        if isinstance(node.value, str) and "${" in node.value:
-            try:
-                node.value = expand(tree, defaults, node.value, (key,))
-            except LookupError as error:
-                wrong = str(error.args[0])
-                hint = "refer to another key of the configuration as ${section.key}"
-                hint += "; resolvers such as oc.env are not run" if ":" in wrong else ""
-                message = f"the reference '${{{wrong}}}' {error.args[1]}"
-                near = "" if wrong in known else nearest(wrong, known)
-                problems.append(
-                    ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint, code="config-reference")
-                )
+    for key, node in found:
+        try:
+            node.value = expand(tree, defaults, cast(str, node.value), (key,))
+        except LookupError as error:
+            wrong = str(error.args[0])
+            hint = "refer to another key of the configuration as ${section.key}"
+            hint += "; resolvers such as oc.env are not run" if ":" in wrong else ""
+            message = f"the reference '${{{wrong}}}' {error.args[1]}"
+            near = "" if wrong in known else nearest(wrong, known)
+            problems.append(
+                ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint, code="config-reference")
+            )
     for problem in problems:
         prune(tree, problem.key)
     return problems

@@ -30,6 +30,7 @@ from embodrl.config.rules import (
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
 from embodrl.config.rules.verbs import Verb, concerns, reads, settings_without_effect
+from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
 from embodrl.specs import ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, VERBS, VerbSpec
 
@@ -103,7 +104,7 @@ def run_rules(
     protocols = [SERVE_PROTOCOLS.entry(name) for name in context.config.serve.protocols] if verb == "serve" else []
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
     specs = [spec for spec in (context.simulator, context.family, *engines.values(), *protocols) if spec is not None]
-    specs += [spec for spec in VERBS.all() if _is_meant(spec, verb, context)]
+    specs += _specs_of_verb(verb, context)
     chosen = [rules for spec in specs for rules in spec.rules]
     every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in chosen for note in one.notes)]
@@ -114,9 +115,12 @@ def run_rules(
     return Report(run(rule for rule in every if rule not in later), run(notes) + ignored, run(later))
 
 
-def _is_meant(spec: VerbSpec, verb: Verb | None, context: Context) -> bool:
-    """Tell whether the rules of a verb count: for that verb, or where everything is checked and has sections of it."""
-    return spec.name == verb if verb is not None else any(name in context.tree.children for name in spec.sections)
+def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:
+    """Return the verb, if it has a spec; where everything is checked, those that have sections in the configuration."""
+    if verb is not None:
+        return [VERBS.entry(verb)] if verb in VERBS else []
+    further = context.tree.children.keys() - Config.model_fields.keys()
+    return [spec for spec in VERBS.all() if further & spec.sections.keys()] if further else []
 
 
 def shipped_rules() -> RuleSet:
