@@ -52,8 +52,9 @@ class Verbs(Group):
     def _prefix(self, ctx: Any) -> str:
         return "" if ctx.parent is None else f"{self.name}."
 
-    def get_command(self, ctx: Any, name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command; None if there is none of that name, or it can't be imported, which stderr says."""
+        name = cmd_name
         verb = self._prefix(ctx) + name
         if name in self.commands or verb not in VERBS:
             return super().get_command(ctx, name)

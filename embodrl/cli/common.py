@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -146,55 +145,44 @@ def show_notes(notes: list[ConfigProblem]) -> None:
         print(f"note: {note.paragraph()}", file=sys.stderr)
 
 
-@dataclass
-class Outcome:
-    """The exit code of a verb."""
-
-    code: int = EXIT_OK
-
-
-@contextmanager
-def leaving(debug: bool = False) -> Iterator[Outcome]:
+def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
     """Run the body of a verb, report its errors on stderr, and leave with its exit code.
 
     Args:
+        action: returns the exit code; None for 0.
         debug: show tracebacks.
 
     Raises:
         typer.Exit: 0 ok, 2 configuration or usage, 1 any other error, 130 SIGINT, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _on_sigterm)
-    outcome = Outcome()
     with safe_streams():
-        try:
-            yield outcome
-        except ConfigError as error:
-            print(error.report(), file=sys.stderr)
-            outcome.code = EXIT_CONFIG
-        except EmbodrlError as error:
-            if debug:
-                traceback.print_exc()
-            print(f"error: {without_controls(str(describe_memory_limit(error) or error))}", file=sys.stderr)
-            outcome.code = error.exit_code
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            outcome.code = EXIT_SIGINT
-        except (OSError, MemoryError, ImportError, RuntimeError) as error:
-            described = describe_os_error(error) if isinstance(error, OSError) else describe_memory_limit(error)
-            if described is None:
-                raise
-            if debug:
-                traceback.print_exc()
-            print(f"error: {without_controls(str(described))}", file=sys.stderr)
-            outcome.code = EXIT_ERROR
-    raise typer.Exit(outcome.code)
+        code = _exit_code_of(action, debug)
+    raise typer.Exit(code)
 
 
-def execute(action: Callable[[], int | None], debug: bool = False) -> NoReturn:
-    """Run a verb that returns its exit code (None for 0), as ``leaving`` does."""
-    with leaving(debug) as outcome:
-        outcome.code = action() or EXIT_OK
-    raise AssertionError("leaving always raises")
+def _exit_code_of(action: Callable[[], int | None], debug: bool) -> int:
+    try:
+        return action() or EXIT_OK
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        return EXIT_CONFIG
+    except EmbodrlError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {without_controls(str(describe_memory_limit(error) or error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_SIGINT
+    except (OSError, MemoryError, ImportError, RuntimeError) as error:
+        described = describe_os_error(error) if isinstance(error, OSError) else describe_memory_limit(error)
+        if described is None:
+            raise
+        if debug:
+            traceback.print_exc()
+        print(f"error: {without_controls(str(described))}", file=sys.stderr)
+        return EXIT_ERROR
 
 
 def describe_os_error(error: OSError) -> EmbodrlError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.cli.app import PresetDirectories, with_presets
-from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, importing, leaving, load_measured
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, importing, load_measured
 
 
 def train(
@@ -23,9 +23,11 @@ def train(
       embodrl train --config my.yaml algorithm.gamma=0.99
     """
 
-    with leaving(debug) as outcome:  # not ``execute``: few frames lie between this verb and the loss
+    def action() -> int | None:
         loaded = load_measured(with_presets(overrides, presets), config, verb="train", trust=trust)
         with importing():
             from embodrl.runs import train as verb
 
-        outcome.code = verb.train(loaded).exit_code
+        return verb.train(loaded).exit_code
+
+    execute(action, debug)

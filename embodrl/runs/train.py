@@ -23,7 +23,6 @@ from embodrl.trainer.files import (
     LOG_FILE,
     PUBLISHED_DIR,
     check_disk_space,
-    drop_missing_warm_start,
     has_results,
     run_directory,
     sent_num_bytes,
@@ -155,8 +154,7 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
         return bool(session.stop)
 
     console.phase("starting simulators")
-    weights_from = config if checkpoint is None else drop_missing_warm_start(config)
-    parts = build(config, weights_from, deployment, directory, device, stopped, closing)
+    parts = build(session, device, stopped, closing)
     session.engine = parts.engine
     parts.engine.on_step = console.step
     session.stop.arm()

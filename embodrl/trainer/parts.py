@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -18,6 +17,7 @@ from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
@@ -29,10 +29,12 @@ from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.scheduler.channel import Channel
+from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
-from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR
+from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, drop_missing_warm_start
+from embodrl.trainer.session import RunSession
 from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
@@ -47,7 +49,7 @@ from embodrl.workers.remote_backend import (
     sends_weights,
 )
 from embodrl.workers.reward import RewardWorker, needs_frames
-from embodrl.workers.rollout_backend import LocalBackend, RolloutBackend, make_collector
+from embodrl.workers.rollout_backend import LocalBackend, make_collector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
 logger = logging.getLogger(__name__)
@@ -73,22 +75,11 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     return RayLauncher(places, config.cluster.ray_address, children=simulators, limits=limits)
 
 
-def build(
-    config: Config,
-    weights_from: Config,
-    deployment: Deployment,
-    run_dir: Path,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-) -> Parts:
-    """Make and start the parts of a run.
+def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
+    """Make and start the parts of a run that trains.
 
     Args:
-        config: the run.
-        weights_from: the same, without a warm start that is no longer needed.
-        deployment: where everything is.
-        run_dir: of the run; logs and weights go there.
+        session: the try of the run.
         device: of the driver's policy.
         stopped: called regularly during rollouts; True interrupts them.
         closing: closes what was started, in reverse order.
@@ -98,83 +89,123 @@ def build(
         WorkerError: a process could not be started.
         EmbodrlError: what a backend needs is missing.
     """
-    log_dir, keep_frames = run_dir / "logs", needs_frames(config)
     closing.enter_context(MemoryWatch())
+    config = session.config
+    weights_from = config if session.checkpoint is None else drop_missing_warm_start(config)
     if LOSSES.entry(config.algorithm.loss_type).offline:
-        return _build_offline(config, weights_from, deployment, log_dir, device, stopped, closing)
-    launcher = make_launcher(config, deployment)
+        return _build_offline(session, weights_from, device, stopped, closing)
+    launcher = make_launcher(config, session.deployment)
     if launcher is not None:
         closing.callback(launcher.close)
-    remote = deployment.rolls_out_in_processes
-    pool = None
-    if not remote:  # the simulators start while the policy is built
-        pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
-        closing.callback(pool.close)
-        pool.start_async()
-    channels: dict[str, Channel] = {}
-    if remote:
+    if session.deployment.rolls_out_in_processes:
         assert launcher is not None
-        channels = rollout_channels(launcher, len(deployment.of("rollout")))
-    policy = build_policy(weights_from, device)
-    # The driver's policy may be offloaded between rollouts where it acts and other processes train.
-    apart = config.rollout.enable_offload and deployment.trains_in_processes and not remote
-    memory = policy_memory(policy) if apart else None
-    sends = sends_weights(config, deployment)
-    pipes = channels_of(channels, "weights")
-    sender: Sender | None = None
-    engine: TrainEngine
-    if deployment.trains_in_processes:
-        group = launch_trainers(weights_from, deployment, log_dir, launcher, pipes if sends else None)
-        closing.callback(group.close)
-        engine = RemoteTrainEngine(config, policy, group, sends, memory)
-        if sends:
-            sender = RemoteSender(group, pipes, trained_names(policy))
+        parts = _build_remote(session, weights_from, device, stopped, closing, launcher)
     else:
-        engine = make_native_engine(config, deployment, policy)
+        parts = _build_local(session, weights_from, device, stopped, closing, launcher)
+    if isinstance(parts.rollouts.collector, AsyncCollector):
+        parts.rollouts.collector.rewards = parts.rewards
+    closing.callback(parts.rewards.close)
+    closing.callback(parts.rollouts.close)
+    return parts
+
+
+def _build_local(
+    session: RunSession,
+    weights_from: Config,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+    launcher: Launcher | None,
+) -> Parts:
+    """As ``build``, where the driver acts: it has the simulators."""
+    config, deployment, log_dir = session.config, session.deployment, session.directory / "logs"
+    pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
+    closing.callback(pool.close)
+    pool.start_async()  # while the policy is built
+    policy = build_policy(weights_from, device)
+    # The driver's policy may be offloaded between rollouts where other processes train.
+    apart = config.rollout.enable_offload and deployment.trains_in_processes
+    memory = policy_memory(policy) if apart else None
+    engine, _ = _make_engine(session, weights_from, policy, launcher, None, closing, memory)
+    pool.wait_started()
+    check_environments(config, pool)
+    threads = deployment.threads_of(deployment.of("rollout")[0])
+    published = session.directory.resolve() / PUBLISHED_DIR
+    acting = make_rollout_engine(config, policy, threads, memory=memory, weights_dir=published)
+    rewards = RewardWorker(config, tuple(pool.spec.tasks))
+    rewards.check(pool.spec)
+    should_stop = _also_lost(engine, stopped)
+    collector = make_collector(config, pool, acting, should_stop, needs_frames(config), rewards.judge)
+    make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
+    evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
+    rollouts = LocalBackend(pool, acting, collector, evaluator)
+    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, pool))
+
+
+def _build_remote(
+    session: RunSession,
+    weights_from: Config,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+    launcher: Launcher,
+) -> Parts:
+    """As ``build``, where other processes act, each with its simulators."""
+    config, deployment, log_dir = session.config, session.deployment, session.directory / "logs"
+    channels = rollout_channels(launcher, len(deployment.of("rollout")))
+    policy = build_policy(weights_from, device)
+    pipes = channels_of(channels, "weights")
+    sends = sends_weights(config, deployment)
+    engine, trainers = _make_engine(session, weights_from, policy, launcher, pipes if sends else None, closing)
+    if trainers is not None and sends:
+        sender: Sender = RemoteSender(trainers, pipes, trained_names(policy))
+        where, sent_from = "training process of rank 0", resolve_device(config)
+    else:
+        sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
+        where, sent_from = "driver", policy.device
+    group = launch_rollouts(weights_from, deployment, launcher, channels, needs_frames(config), log_dir)
+    closing.callback(group.close)
+    kind = choose_weight_sync(deployment, config.rollout.weight_sync)
+    weights = WeightChannel(
+        kind,
+        sender,
+        list(channels_of(channels, "answers").values()),
+        session.directory.resolve() / WEIGHT_SYNC_DIR,
+        "cuda" if uses_nccl(deployment) and sent_from.type == "cuda" else "cpu",
+    )
+    closing.callback(weights.close)
+    logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
+    rollouts = RemoteBackend(config, group, channels, weights, policy, engine, _also_lost(engine, stopped))
+    rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
+    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, None))
+
+
+def _make_engine(
+    session: RunSession,
+    weights_from: Config,
+    policy: VLAPolicy,
+    launcher: Launcher | None,
+    pipes: dict[str, Channel] | None,
+    closing: ExitStack,
+    memory: Offload | None = None,
+) -> tuple[TrainEngine, WorkerGroup | None]:
+    """Return what trains, and the processes in which it does, which send the weights through ``pipes`` if given."""
+    config, deployment = session.config, session.deployment
+    if not deployment.trains_in_processes:
+        return make_native_engine(config, deployment, policy), None
+    group = launch_trainers(weights_from, deployment, session.directory / "logs", launcher, pipes)
+    closing.callback(group.close)
+    return RemoteTrainEngine(config, policy, group, pipes is not None, memory), group
+
+
+def _also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], bool]:
+    """Return ``stopped``, which raises at once if a training process has died meanwhile."""
 
     def should_stop() -> bool:
-        """Return whether the run is to stop; raise at once if a training process has died meanwhile."""
         engine.check()
         return stopped()
 
-    rollouts: RolloutBackend
-    if pool is not None:
-        pool.wait_started()
-        check_environments(config, pool)
-        threads = deployment.threads_of(deployment.of("rollout")[0])
-        acting = make_rollout_engine(
-            config, policy, threads, memory=memory, weights_dir=run_dir.resolve() / PUBLISHED_DIR
-        )
-        rewards = RewardWorker(config, tuple(pool.spec.tasks))
-        rewards.check(pool.spec)
-        collector = make_collector(config, pool, acting, should_stop, keep_frames, rewards.judge)
-        make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
-        evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
-        rollouts = LocalBackend(pool, acting, collector, evaluator)
-    else:
-        assert launcher is not None
-        group = launch_rollouts(weights_from, deployment, launcher, channels, keep_frames, log_dir)
-        closing.callback(group.close)
-        where = "driver" if sender is None else "training process of rank 0"
-        sent_from = policy.device if sender is None else resolve_device(config)
-        sender = sender or LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
-        kind = choose_weight_sync(deployment, config.rollout.weight_sync)
-        weights = WeightChannel(
-            kind,
-            sender,
-            list(channels_of(channels, "answers").values()),
-            run_dir.resolve() / WEIGHT_SYNC_DIR,
-            "cuda" if uses_nccl(deployment) and sent_from.type == "cuda" else "cpu",
-        )
-        closing.callback(weights.close)
-        logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
-        rollouts = RemoteBackend(config, group, channels, weights, policy, engine, should_stop)
-        rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
-    if isinstance(rollouts.collector, AsyncCollector):
-        rollouts.collector.rewards = rewards
-    closing.callback(rewards.close)
-    closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, pool))
+    return should_stop
 
 
 def _learns_from(
@@ -191,20 +222,19 @@ def _learns_from(
 
 
 def _build_offline(
-    config: Config,
+    session: RunSession,
     weights_from: Config,
-    deployment: Deployment,
-    log_dir: Path,
     device: torch.device,
     stopped: Callable[[], bool],
     closing: ExitStack,
 ) -> Parts:
     """As ``build``, of a run that learns from a dataset: simulators start with the first evaluation."""
+    config, deployment = session.config, session.deployment
     policy = build_policy(weights_from, device)
     data, seen = load_offline(config, policy)
     engine = make_offline_engine(config, deployment, policy, seen)
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
-    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, stopped)
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), session.directory / "logs", stopped)
     closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data)
 
