@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, JoinedStats, KeyStats, RobotStats
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of, read_file
 from embodrl.models.common.images import center_crop, pad_to_square, resize_area, resize_bilinear
 from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range, read_values, stats_sets
-from embodrl.models.gr00t.robots import NEW_EMBODIMENT, JoinedStats, KeyStats, RobotStats
 
 PROCESSOR_FILE, STATISTICS_FILE, EMBODIMENTS_FILE = "processor_config.json", "statistics.json", "embodiment_id.json"
 EMBODIMENT_IDS = {

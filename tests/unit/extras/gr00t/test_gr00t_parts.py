@@ -12,11 +12,9 @@ from expect import raises_code
 from PIL import Image
 
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.norm_stats import stats_sets
-from embodrl.models.gr00t.config import EMBODIMENT_IDS
-from embodrl.models.gr00t.policy import embodiment_id, trimmed
-from embodrl.models.gr00t.processing import (
+from embodrl.extras.gr00t.config import EMBODIMENT_IDS
+from embodrl.extras.gr00t.policy import embodiment_id, trimmed
+from embodrl.extras.gr00t.processing import (
     SPECIAL_TOKENS,
     Gr00tProcessor,
     chat,
@@ -24,7 +22,9 @@ from embodrl.models.gr00t.processing import (
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
-from embodrl.models.gr00t.robots import KEYS, JoinedStats, Keys, KeyStats, choose_keys, choose_robot
+from embodrl.extras.gr00t.robots import KEYS, JoinedStats, Keys, KeyStats, choose_keys, choose_robot
+from embodrl.models.common.config_file import fields_of
+from embodrl.models.common.norm_stats import stats_sets
 from embodrl.types import Observation
 
 CONTENT = {

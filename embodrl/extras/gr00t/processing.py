@@ -17,10 +17,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
+from embodrl.extras.gr00t.robots import JoinedStats
 from embodrl.models.common.images import crop_side_and_resize
 from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
-from embodrl.models.gr00t.robots import JoinedStats
 from embodrl.types import Observation
 
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"

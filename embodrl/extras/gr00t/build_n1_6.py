@@ -7,14 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from embodrl.models.base import LoadReport
-from embodrl.models.common.images import resize_bicubic
-from embodrl.models.gr00t.build_n1_7 import Gr00tN17Processor, Version, build
-from embodrl.models.gr00t.config import SYSTEM_PROMPT
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config
-from embodrl.models.gr00t.modeling import Gr00tN16Model
-from embodrl.models.gr00t.policy import Gr00tPolicy
-from embodrl.models.gr00t.processing import (
+from embodrl.extras.gr00t.build_n1_7 import Gr00tN17Processor, Version, build
+from embodrl.extras.gr00t.config import SYSTEM_PROMPT
+from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN16Config
+from embodrl.extras.gr00t.modeling import Gr00tN16Model
+from embodrl.extras.gr00t.policy import Gr00tPolicy
+from embodrl.extras.gr00t.processing import (
     CHAT_END,
     CHAT_START,
     IMAGE_END,
@@ -22,7 +20,9 @@ from embodrl.models.gr00t.processing import (
     IMAGE_TOKEN,
     ChatTokenizer,
 )
-from embodrl.models.gr00t.spec import Gr00tN16ModelConfig
+from embodrl.extras.gr00t.spec import Gr00tN16ModelConfig
+from embodrl.models.base import LoadReport
+from embodrl.models.common.images import resize_bicubic
 
 QWEN, VISION = "backbone.model.language_model", "backbone.model.vision_model"
 

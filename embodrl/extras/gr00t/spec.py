@@ -207,7 +207,7 @@ def interface(context: Context) -> Interface | None:
 
 SPEC = flow_family(
     "gr00t",
-    "gr00t",
+    "embodrl.extras.gr00t",
     "GR00T N1.5: SigLIP 2, Qwen3 and a flow-matching diffusion transformer",
     Gr00tModelConfig,
     (RULES,),
@@ -220,7 +220,7 @@ SPEC = flow_family(
 )
 N1_7 = flow_family(
     "gr00t_n1_7",
-    "gr00t",
+    "embodrl.extras.gr00t",
     "GR00T N1.7: Qwen3-VL and a flow-matching diffusion transformer",
     Gr00tN17ModelConfig,
     (RULES_N1_7, CROPS),
@@ -233,7 +233,7 @@ N1_7 = flow_family(
 )
 N1_6 = flow_family(
     "gr00t_n1_6",
-    "gr00t",
+    "embodrl.extras.gr00t",
     "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
     Gr00tN16ModelConfig,
     (RULES_N1_6, CROPS),

@@ -9,17 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 from expect import raises_code
-from test_gr00t_n1_7_layout import PUBLIC as N1_7
-from test_gr00t_n1_7_layout import sidecars
+from gr00t_files import N1_7, sidecars
 from tiny_families import build
 from transformers import Siglip2VisionConfig, Siglip2VisionModel
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t import eagle3
+from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN16Config
+from embodrl.extras.gr00t.modeling import Gr00tN16Model
+from embodrl.extras.gr00t.qwen3_vl import VisionSpec
 from embodrl.models.common.dit import TransformerSpec
-from embodrl.models.gr00t import eagle3
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config
-from embodrl.models.gr00t.modeling import Gr00tN16Model
-from embodrl.models.gr00t.qwen3_vl import VisionSpec
 
 PUBLIC = {name: value for name, value in N1_7.items() if name != "vl_self_attention_cfg"}
 PUBLIC |= {"model_type": "Gr00tN1d6", "model_name": "nvidia/Eagle-Block2A-2B-v2", "action_horizon": 50}

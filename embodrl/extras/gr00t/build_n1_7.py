@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.models.base import LoadReport
-from embodrl.models.common import checkpoint
-from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.common.flow_spec import FlowModelConfig
-from embodrl.models.common.heads import build_noise_head, build_value_head
-from embodrl.models.common.init import new_generator
-from embodrl.models.common.limits import check_vocabulary
-from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
-from embodrl.models.gr00t.modeling import Gr00tN16Model, Gr00tN17Model
-from embodrl.models.gr00t.policy import Gr00tPolicy
-from embodrl.models.gr00t.processing import (
+from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN17Config
+from embodrl.extras.gr00t.modeling import Gr00tN16Model, Gr00tN17Model
+from embodrl.extras.gr00t.policy import Gr00tPolicy
+from embodrl.extras.gr00t.processing import (
     CHAT_END,
     CHAT_START,
     ChatTokenizer,
@@ -32,9 +24,17 @@ from embodrl.models.gr00t.processing import (
     load_chat_tokenizer,
     tiny_chat_tokenizer,
 )
-from embodrl.models.gr00t.robots import NEW_EMBODIMENT, RobotStats
-from embodrl.models.gr00t.sidecars import PROCESSOR_FILE, with_statistics
-from embodrl.models.gr00t.spec import Gr00tN17ModelConfig, Gr00tTiledSizes
+from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, RobotStats
+from embodrl.extras.gr00t.sidecars import PROCESSOR_FILE, with_statistics
+from embodrl.extras.gr00t.spec import Gr00tN17ModelConfig, Gr00tTiledSizes
+from embodrl.models.base import LoadReport
+from embodrl.models.common import checkpoint
+from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
+from embodrl.models.common.flow_spec import FlowModelConfig
+from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.init import new_generator
+from embodrl.models.common.limits import check_vocabulary
+from embodrl.models.common.norm_stats import given_sets
 
 IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")

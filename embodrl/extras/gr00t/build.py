@@ -7,6 +7,18 @@ from pathlib import Path
 
 import torch
 
+from embodrl.extras.gr00t.config import METADATA_FILE, Gr00tConfig
+from embodrl.extras.gr00t.modeling import Gr00tModel
+from embodrl.extras.gr00t.policy import Gr00tPolicy
+from embodrl.extras.gr00t.processing import (
+    ChatTokenizer,
+    Gr00tProcessor,
+    has_tokenizer,
+    load_chat_tokenizer,
+    tiny_chat_tokenizer,
+)
+from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, Keys, choose_keys, choose_robot, identity_metadata
+from embodrl.extras.gr00t.spec import Gr00tModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION
@@ -15,18 +27,6 @@ from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.gr00t.config import METADATA_FILE, Gr00tConfig
-from embodrl.models.gr00t.modeling import Gr00tModel
-from embodrl.models.gr00t.policy import Gr00tPolicy
-from embodrl.models.gr00t.processing import (
-    ChatTokenizer,
-    Gr00tProcessor,
-    has_tokenizer,
-    load_chat_tokenizer,
-    tiny_chat_tokenizer,
-)
-from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys, choose_keys, choose_robot, identity_metadata
-from embodrl.models.gr00t.spec import Gr00tModelConfig
 
 EAGLE_TOKENIZER = "lerobot/eagle2hg-processor-groot-n1p5"
 EAGLE_FILES = (

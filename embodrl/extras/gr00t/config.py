@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, Keys
+from embodrl.extras.gr00t.spec import Gr00tArchitectureConfig, Gr00tFeatureBlocks, Gr00tSizes
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
@@ -30,8 +32,6 @@ from embodrl.models.common.config_file import (
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import stats_content, stats_sets
 from embodrl.models.common.patches import SO400M_224, SiglipSpec
-from embodrl.models.gr00t.robots import NEW_EMBODIMENT, Keys
-from embodrl.models.gr00t.spec import Gr00tArchitectureConfig, Gr00tFeatureBlocks, Gr00tSizes
 
 MODEL_TYPE = "gr00t_n1_5"
 EAGLE_PATH = "NVEagle/eagle_er-qwen3_1_7B-Siglip2_400M_stage1_5_128gpu_er_v7_1mlp_nops"

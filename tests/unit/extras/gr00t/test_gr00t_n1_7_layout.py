@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,112 +10,21 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
+from gr00t_files import N1_7 as PUBLIC
+from gr00t_files import PROCESSOR, STATISTICS, sidecars
 from tiny_families import build, observation
 
 from embodrl.errors import CheckpointError, EmbodrlError, StatisticsMissingError
-from embodrl.models.common.config_file import fields_of
+from embodrl.extras.gr00t.build_n1_7 import Gr00tN17Processor, QwenTokenizer
+from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN17Config
+from embodrl.extras.gr00t.modeling import Gr00tN17Model
+from embodrl.extras.gr00t.processing import tiny_chat_tokenizer
+from embodrl.extras.gr00t.qwen3_vl import patchify, rope_positions
+from embodrl.extras.gr00t.robots import KeyStats
+from embodrl.extras.gr00t.sidecars import EMBODIMENT_IDS, ImageTransform, Sidecars
 from embodrl.models.common.images import center_crop, resize_area
-from embodrl.models.common.norm_stats import stats_sets
-from embodrl.models.gr00t.build_n1_7 import Gr00tN17Processor, QwenTokenizer
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
-from embodrl.models.gr00t.modeling import Gr00tN17Model
-from embodrl.models.gr00t.processing import tiny_chat_tokenizer
-from embodrl.models.gr00t.qwen3_vl import patchify, rope_positions
-from embodrl.models.gr00t.robots import KeyStats
-from embodrl.models.gr00t.sidecars import EMBODIMENT_IDS, ImageTransform, Sidecars
 
 U = "checkpoint-unsupported"
-POSE = ("x", "y", "z", "roll", "pitch", "yaw", "gripper")
-PUBLIC: dict[str, Any] = {
-    "model_type": "Gr00tN1d7",
-    "architectures": ["Gr00tN1d7"],
-    "model_name": "nvidia/Cosmos-Reason2-2B",
-    "backbone_model_type": "qwen",
-    "backbone_embedding_dim": 2048,
-    "select_layer": 16,
-    "max_state_dim": 132,
-    "max_action_dim": 132,
-    "action_horizon": 40,
-    "hidden_size": 1024,
-    "input_embedding_dim": 1536,
-    "state_history_length": 1,
-    "add_pos_embed": True,
-    "use_vlln": True,
-    "max_seq_len": 1024,
-    "max_num_embodiments": 32,
-    "use_alternate_vl_dit": True,
-    "attend_text_every_n_blocks": 2,
-    "diffusion_model_cfg": {
-        "positional_embeddings": None,
-        "num_layers": 32,
-        "num_attention_heads": 32,
-        "attention_head_dim": 48,
-        "norm_type": "ada_norm",
-        "dropout": 0.2,
-        "final_dropout": True,
-        "output_dim": 1024,
-        "interleave_self_attention": True,
-    },
-    "vl_self_attention_cfg": {
-        "positional_embeddings": None,
-        "num_layers": 4,
-        "num_attention_heads": 32,
-        "attention_head_dim": 64,
-    },
-    "num_inference_timesteps": 4,
-    "num_timestep_buckets": 1000,
-    "tune_llm": False,
-}
-
-
-def part(names: tuple[str, ...], steps: int = 1, **more: Any) -> dict[str, Any]:
-    return {"delta_indices": list(range(steps)), "modality_keys": list(names), **more}
-
-
-PROCESSOR: dict[str, Any] = {
-    "processor_class": "Gr00tN1d7Processor",
-    "processor_kwargs": {
-        "modality_configs": {
-            "libero_sim": {
-                "video": part(("image", "wrist_image")),
-                "state": part(POSE, sin_cos_embedding_keys=None, mean_std_embedding_keys=None),
-                "action": part(POSE, 16, action_configs=None),
-                "language": part(("annotation.human.action.task_description",)),
-            }
-        },
-        "image_crop_size": [230, 230],
-        "image_target_size": [256, 256],
-        "shortest_image_edge": 256,
-        "crop_fraction": 0.95,
-        "use_albumentations": True,
-        "use_percentiles": True,
-        "use_relative_action": True,
-        "formalize_language": True,
-        "clip_outliers": True,
-    },
-}
-
-
-def numbers(low: list[float], high: list[float]) -> dict[str, list[float]]:
-    """The quantiles are the middle half of the range."""
-    span = [(b - a) / 4 for a, b in zip(low, high, strict=True)]
-    ends = {"min": low, "max": high, "mean": [0.0] * len(low), "std": [2.0] * len(low)}
-    inner = ([a + s for a, s in zip(low, span, strict=True)], [b - s for b, s in zip(high, span, strict=True)])
-    return ends | dict(zip(("q01", "q99"), inner, strict=True))
-
-
-STATE = {name: numbers([-2.0, -4.0], [2.0, 4.0]) if name == "gripper" else numbers([-2.0], [2.0]) for name in POSE}
-ACTION = {name: numbers([-2.0], [6.0]) for name in POSE}
-STATISTICS: dict[str, Any] = {"libero_sim": {"state": STATE, "action": ACTION, "relative_action": {}}}
-
-
-def sidecars(change: dict[str, Any] | None = None, statistics: Any = STATISTICS, **kwargs: Any) -> Sidecars:
-    """NVIDIA's files for LIBERO, with changed entries of the robot and of the processor."""
-    processor = copy.deepcopy(PROCESSOR)
-    processor["processor_kwargs"] |= kwargs
-    for name, entries in (change or {}).items():
-        processor["processor_kwargs"]["modality_configs"]["libero_sim"][name] |= entries
-    return Sidecars(fields_of(processor, "processor_config.json"), stats_sets(fields_of(statistics, "x")), {})
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,22 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Self
 
+from embodrl.extras.gr00t.config import (
+    NO_TRANSFORMER,
+    ActionHeadSpec,
+    QwenSpec,
+    check_model_type,
+    head_dict,
+    head_spec,
+    qwen3_1_7b,
+    refuse,
+    tiny_head,
+    tiny_qwen,
+)
+from embodrl.extras.gr00t.qwen3_vl import VisionSpec
+from embodrl.extras.gr00t.robots import NEW_EMBODIMENT
+from embodrl.extras.gr00t.sidecars import EMBODIMENT_IDS, EMBODIMENT_IDS_N1_6, Sidecars, identity_sidecars
+from embodrl.extras.gr00t.spec import Gr00tTiledSizes
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     CONFIG_FILE,
@@ -24,22 +40,6 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import StatsSets
-from embodrl.models.gr00t.config import (
-    NO_TRANSFORMER,
-    ActionHeadSpec,
-    QwenSpec,
-    check_model_type,
-    head_dict,
-    head_spec,
-    qwen3_1_7b,
-    refuse,
-    tiny_head,
-    tiny_qwen,
-)
-from embodrl.models.gr00t.qwen3_vl import VisionSpec
-from embodrl.models.gr00t.robots import NEW_EMBODIMENT
-from embodrl.models.gr00t.sidecars import EMBODIMENT_IDS, EMBODIMENT_IDS_N1_6, Sidecars, identity_sidecars
-from embodrl.models.gr00t.spec import Gr00tTiledSizes
 
 CROP_FRACTION = 0.95
 TEXT_EVERY = 2

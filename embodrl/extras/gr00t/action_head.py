@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.models.common.dit import ContextMask, DiffusionTransformer, KeyValue, SelfAttentionTransformer
 from embodrl.models.common.gemma import per_token
-from embodrl.models.gr00t.config import ActionHeadSpec
 
 MAX_PERIOD = 10000.0
 TOKEN_STD = 0.5

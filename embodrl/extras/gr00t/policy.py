@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.extras.gr00t.modeling import Gr00tModel, Gr00tN17Model
+from embodrl.extras.gr00t.processing import Gr00tProcessor, load_chat_tokenizer
+from embodrl.extras.gr00t.robots import RobotStats
 from embodrl.models.common import checkpoint
 from embodrl.models.common.dit import ContextMask, KeyValue
 from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
@@ -26,9 +29,6 @@ from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
-from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN17Model
-from embodrl.models.gr00t.processing import Gr00tProcessor, load_chat_tokenizer
-from embodrl.models.gr00t.robots import RobotStats
 from embodrl.types import Observation
 
 MEAN_AND_STD = 0.5

@@ -4,69 +4,19 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
+import gr00t_files
 import pytest
 import torch
 from expect import raises_code
+from gr00t_files import N1_5 as PUBLIC
 from runs import script
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t.config import Gr00tConfig
+from embodrl.extras.gr00t.modeling import Gr00tModel
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.gr00t.config import Gr00tConfig
-from embodrl.models.gr00t.modeling import Gr00tModel
 
-PUBLIC: dict[str, Any] = {
-    "model_type": "gr00t_n1_5",
-    "architectures": ["GR00T_N1_5"],
-    "action_dim": 32,
-    "action_horizon": 16,
-    "hidden_size": 2048,
-    "compute_dtype": "bfloat16",
-    "backbone_cfg": {
-        "eagle_path": "NVEagle/eagle_er-qwen3_1_7B-Siglip2_400M_stage1_5_128gpu_er_v7_1mlp_nops",
-        "project_to_dim": None,
-        "reproject_vision": False,
-        "select_layer": 12,
-        "tune_llm": False,
-        "tune_visual": True,
-    },
-    "action_head_cfg": {
-        "action_dim": 32,
-        "action_horizon": 16,
-        "add_pos_embed": True,
-        "backbone_embedding_dim": 2048,
-        "diffusion_model_cfg": {
-            "attention_head_dim": 48,
-            "cross_attention_dim": 2048,
-            "dropout": 0.2,
-            "final_dropout": True,
-            "interleave_self_attention": True,
-            "norm_type": "ada_norm",
-            "num_attention_heads": 32,
-            "num_layers": 16,
-            "output_dim": 1024,
-            "positional_embeddings": None,
-        },
-        "hidden_size": 1024,
-        "input_embedding_dim": 1536,
-        "max_action_dim": 32,
-        "max_state_dim": 64,
-        "noise_beta_alpha": 1.5,
-        "noise_beta_beta": 1.0,
-        "noise_s": 0.999,
-        "num_inference_timesteps": 4,
-        "num_target_vision_tokens": 32,
-        "num_timestep_buckets": 1000,
-        "use_vlln": True,
-        "vl_self_attention_cfg": {
-            "attention_head_dim": 64,
-            "num_attention_heads": 32,
-            "num_layers": 4,
-            "positional_embeddings": None,
-        },
-    },
-}
 ROBOTS = {"gr1": fields_of({}, "x")}
 EAGLE = "backbone.eagle_model"
 VISION = f"{EAGLE}.vision_model.vision_model"
@@ -155,16 +105,16 @@ def test_published_sizes(model):
 def test_construction_needs_no_memory(tmp_path):
     code = (
         "import resource, torch\n"
-        "from test_gr00t_layout import PUBLIC\n"
-        "from embodrl.models.gr00t.config import Gr00tConfig\n"
-        "from embodrl.models.gr00t.modeling import Gr00tModel\n"
+        "from gr00t_files import N1_5 as PUBLIC\n"
+        "from embodrl.extras.gr00t.config import Gr00tConfig\n"
+        "from embodrl.extras.gr00t.modeling import Gr00tModel\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "with torch.device('meta'):\n"
         "    Gr00tModel(Gr00tConfig.from_dict(PUBLIC, {}))\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
     (tmp_path / "construct.py").write_text(code)
-    done = script(tmp_path / "construct.py", search_path=Path(__file__).parent)
+    done = script(tmp_path / "construct.py", search_path=Path(gr00t_files.__file__).parent)
     assert int(done.stdout) < 300_000  # KiB; the weights alone would be 10 GB
 
 
