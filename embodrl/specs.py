@@ -550,7 +550,6 @@ MODELS = Registry(
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
         "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
-        "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "gaussian": "embodrl.models.gaussian.spec:SPEC",
     },
 )

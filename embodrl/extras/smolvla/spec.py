@@ -67,7 +67,7 @@ def smolvla_dimensions_fit(context: Context) -> Iterator[Finding]:
 
 SPEC = flow_family(
     "smolvla",
-    "embodrl.models.smolvla",
+    "embodrl.extras.smolvla",
     "SmolVLA: SmolVLM2 and a flow-matching action expert",
     SmolVlaModelConfig,
     (RULES, WHOLE_PICTURES),

@@ -11,6 +11,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from embodrl.extras.smolvla import files
+from embodrl.extras.smolvla.config import PUBLIC
+from embodrl.extras.smolvla.modeling import SmolContext, SmolVlaModel
+from embodrl.extras.smolvla.processing import SmolProcessor
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.expert_policy import ExpertPolicy
@@ -22,10 +26,6 @@ from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.pi.stats import PiStats
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
-from embodrl.models.smolvla import files
-from embodrl.models.smolvla.config import PUBLIC
-from embodrl.models.smolvla.modeling import SmolContext, SmolVlaModel
-from embodrl.models.smolvla.processing import SmolProcessor
 
 
 class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from embodrl.extras.smolvla import files
+from embodrl.extras.smolvla.config import SmolVlaConfig
+from embodrl.extras.smolvla.modeling import SmolVlaModel
+from embodrl.extras.smolvla.policy import SmolVlaPolicy
+from embodrl.extras.smolvla.processing import SmolProcessor
+from embodrl.extras.smolvla.spec import SmolVlaModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
@@ -13,12 +19,6 @@ from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.pi.config import Normalization
 from embodrl.models.pi.stats import choose, identity_set
 from embodrl.models.pi.tokenizer import tiny_tokenizer
-from embodrl.models.smolvla import files
-from embodrl.models.smolvla.config import SmolVlaConfig
-from embodrl.models.smolvla.modeling import SmolVlaModel
-from embodrl.models.smolvla.policy import SmolVlaPolicy
-from embodrl.models.smolvla.processing import SmolProcessor
-from embodrl.models.smolvla.spec import SmolVlaModelConfig
 
 TINY_STATS_KEY = "maniskill"
 _SIZES = ("siglip", "vlm", "expert", "scale_factor", "max_action_dim", "action_horizon")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from embodrl.extras.smolvla.spec import SmolVlaArchitectureConfig
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
     OWN_SECTION,
@@ -23,7 +24,6 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.patches import SiglipSpec
-from embodrl.models.smolvla.spec import SmolVlaArchitectureConfig
 
 
 @dataclass(frozen=True)
