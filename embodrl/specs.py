@@ -549,7 +549,6 @@ MODELS = Registry(
         "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
-        "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
         "gaussian": "embodrl.models.gaussian.spec:SPEC",
     },
 )

@@ -96,7 +96,7 @@ def tokens_are_in_no_order(context: Context) -> Iterator[Finding]:
 
 SPEC = ModelSpec(
     name="pi0_fast",
-    target="embodrl.models.pi0_fast.build:build_pi0_fast",
+    target="embodrl.extras.pi0_fast.build:build_pi0_fast",
     description="pi0-FAST: PaliGemma that writes a chunk of actions as FAST tokens",
     recognizes=lambda raw: raw.get("type") == "pi0_fast",
     settings=Pi0FastModelConfig,

@@ -7,6 +7,13 @@ from pathlib import Path
 
 import torch
 
+from embodrl.extras.pi0_fast import files
+from embodrl.extras.pi0_fast.codec import TINY_CODEC, read_codec
+from embodrl.extras.pi0_fast.config import FastConfig
+from embodrl.extras.pi0_fast.modeling import FastModel
+from embodrl.extras.pi0_fast.policy import FastPolicy
+from embodrl.extras.pi0_fast.processing import FastProcessor
+from embodrl.extras.pi0_fast.spec import Pi0FastModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of, read_file
@@ -17,13 +24,6 @@ from embodrl.models.pi.conventions import with_lerobots_age
 from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot
 from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
 from embodrl.models.pi.weights import EMBEDDING, LANGUAGE, TOWER, in_float32
-from embodrl.models.pi0_fast import files
-from embodrl.models.pi0_fast.codec import TINY_CODEC, read_codec
-from embodrl.models.pi0_fast.config import FastConfig
-from embodrl.models.pi0_fast.modeling import FastModel
-from embodrl.models.pi0_fast.policy import FastPolicy
-from embodrl.models.pi0_fast.processing import FastProcessor
-from embodrl.models.pi0_fast.spec import Pi0FastModelConfig
 
 TINY_STATS_KEY = "maniskill"
 SECTION = "model.pi0_fast"

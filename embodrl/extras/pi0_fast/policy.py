@@ -19,6 +19,11 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
+from embodrl.extras.pi0_fast.codec import ActionCodec
+from embodrl.extras.pi0_fast.config import PUBLIC_FAST
+from embodrl.extras.pi0_fast.files import CODEC_DIRECTORY, public_state, state_dims, write_processors
+from embodrl.extras.pi0_fast.modeling import FastModel
+from embodrl.extras.pi0_fast.processing import FastProcessor
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
 from embodrl.models.common.flow_policy import LEARNABLE
@@ -31,11 +36,6 @@ from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.pi.stats import PiStats
 from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.models.pi.weights import in_float32, neutral_norm
-from embodrl.models.pi0_fast.codec import ActionCodec
-from embodrl.models.pi0_fast.config import PUBLIC_FAST
-from embodrl.models.pi0_fast.files import CODEC_DIRECTORY, public_state, state_dims, write_processors
-from embodrl.models.pi0_fast.modeling import FastModel
-from embodrl.models.pi0_fast.processing import FastProcessor
 from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 BEGIN, END = "Action: ", "|"

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from tiny_families import TINY, build, generator, observation, tiny_config
 
 from embodrl.data.statistics import RobotStatistics, dimension_stats
+from embodrl.extras.pi0_fast.codec import TINY_CODEC, ActionCodec, cosines, read_codec
+from embodrl.extras.pi0_fast.modeling import FastModel
+from embodrl.extras.pi0_fast.policy import SENTENCE, WRITTEN, FastPolicy
 from embodrl.models.common.gripper import to_model
-from embodrl.models.pi0_fast.codec import TINY_CODEC, ActionCodec, cosines, read_codec
-from embodrl.models.pi0_fast.modeling import FastModel
-from embodrl.models.pi0_fast.policy import SENTENCE, WRITTEN, FastPolicy
 from embodrl.models.registry import build_policy
 from embodrl.types import TOKEN_MASK, Observation, SamplingParams
 

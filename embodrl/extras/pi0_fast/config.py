@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.pi0_fast.spec import Pi0FastArchitectureConfig
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import OWN_SECTION, check_family, read_file
 from embodrl.models.common.gemma import GemmaSpec
@@ -21,7 +22,6 @@ from embodrl.models.pi.config import (
     variant_name,
 )
 from embodrl.models.pi.tokenizer import PALIGEMMA
-from embodrl.models.pi0_fast.spec import Pi0FastArchitectureConfig
 
 NAME = "pi0_fast"
 ACTION_TOKENIZER = "lerobot/fast-action-tokenizer"
