@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline, plan
+from embodrl.cli import config, data, env, model, pipeline
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
@@ -79,9 +79,7 @@ add(app, sft)
 add(app, resume)
 add(app, fetch)
 add(app, export)
-for module, name in (
-    *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
-):
+for module, name in (*((config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, profile)
 add(app, list_names, "list")

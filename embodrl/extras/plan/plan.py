@@ -9,7 +9,7 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import GIB
-from embodrl.preflight.plan_memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
+from embodrl.extras.plan.memory import ESTIMATED_BY, MemoryPlan, as_plain, chunks_of, plan_memory
 
 
 @dataclass(frozen=True)

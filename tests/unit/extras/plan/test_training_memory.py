@@ -16,8 +16,8 @@ from toy_policy import ToyPolicy
 from embodrl.config.schema import ModelConfig, model_settings
 from embodrl.errors import CheckpointError
 from embodrl.extras.bench.inference import FULL
+from embodrl.extras.plan.training_memory import estimate, estimate_training_memory, token_counts
 from embodrl.models.base import VLAPolicy
-from embodrl.models.memory import estimate, estimate_training_memory, token_counts
 from embodrl.models.registry import build_policy
 
 GB = 10**9

@@ -10,13 +10,13 @@ from runs import script
 from typer.testing import CliRunner
 
 from embodrl.cli.main import about, app
-from embodrl.cli.plan import changed
 from embodrl.config import load_config
+from embodrl.extras.plan.cli import changed
+from embodrl.extras.plan.fit import find_fit
+from embodrl.extras.plan.memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
+from embodrl.extras.plan.plan import make_plan, per_device
+from embodrl.extras.plan.rollout_memory import recorded_bytes
 from embodrl.models.registry import build_policy
-from embodrl.models.rollout_memory import recorded_bytes
-from embodrl.preflight.fit import find_fit
-from embodrl.preflight.plan import make_plan, per_device
-from embodrl.preflight.plan_memory import ESTIMATED_BY, GIB, HOST, KEPT_FREED_BYTES, MIB
 from embodrl.types import Observation, SamplingParams
 
 CLI = CliRunner()
@@ -165,8 +165,8 @@ def test_no_simulator_is_imported(tmp_path):
 import sys
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 from embodrl.config import load_config
-from embodrl.preflight.fit import find_fit
-from embodrl.preflight.plan import make_plan
+from embodrl.extras.plan.fit import find_fit
+from embodrl.extras.plan.plan import make_plan
 make_plan(load_config(["cluster=8xh100"], verb="plan"))
 assert not {"mani_skill", "sapien", "ray"} & set(sys.modules)
 """

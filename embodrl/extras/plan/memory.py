@@ -12,11 +12,11 @@ import torch
 from embodrl.config.schema import Config, model_settings
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.deployment.topology import GIB
+from embodrl.extras.plan.rollout_memory import kv_cache_bytes, recorded_bytes
+from embodrl.extras.plan.training_memory import TrainingMemory, estimate, token_counts
 from embodrl.hybrid_engines.training.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
-from embodrl.models.memory import TrainingMemory, estimate, token_counts
 from embodrl.models.registry import build_policy
-from embodrl.models.rollout_memory import kv_cache_bytes, recorded_bytes
 from embodrl.names import import_object
 from embodrl.preflight.doctor import memory_limit_bytes
 from embodrl.specs import ENGINES, ENVS, MODELS

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
     from embodrl.config.schema import Config
     from embodrl.deployment import ProcessPlace
-    from embodrl.preflight.fit import Fit
-    from embodrl.preflight.plan import Plan
-    from embodrl.preflight.plan_memory import MemoryOf
+    from embodrl.extras.plan.fit import Fit
+    from embodrl.extras.plan.memory import MemoryOf
+    from embodrl.extras.plan.plan import Plan
 
 app = make_app()
 MAX_ROWS = 40
@@ -64,13 +64,13 @@ def train(
     """
 
     def action() -> int:
+        from embodrl.extras.plan.plan import make_plan
         from embodrl.pipelines.load import load_config
-        from embodrl.preflight.plan import make_plan
 
         given = overrides or []
         found = None
         if fit:
-            from embodrl.preflight.fit import find_fit
+            from embodrl.extras.plan.fit import find_fit
 
             def candidate(added: tuple[str, ...]) -> LoadedConfig:
                 print(f"trying {shlex.join(added) or 'it as it is'}", file=sys.stderr, flush=True)
@@ -150,7 +150,7 @@ def show(plan: Plan, config: Config) -> None:
 def _show_processes(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    from embodrl.preflight.plan import per_cpu, per_device
+    from embodrl.extras.plan.plan import per_cpu, per_device
 
     table = Table(title="placement")
     for column in ("component", "ranks", "node", "GPUs", "CPUs", "NUMA node"):
@@ -228,8 +228,8 @@ def _without_repeats(memories: Sequence[MemoryOf]) -> list[tuple[MemoryOf, int]]
 def _show_memory(plan: Plan, console: Console) -> None:
     from rich.table import Table
 
-    from embodrl.preflight.plan import gib
-    from embodrl.preflight.plan_memory import ESTIMATED_BY, PHASES
+    from embodrl.extras.plan.memory import ESTIMATED_BY, PHASES
+    from embodrl.extras.plan.plan import gib
 
     columns = _without_repeats(plan.memory.memories)
     parts = [part for part in ESTIMATED_BY if any(memory.needed.get(part) for memory, _ in columns)]
@@ -253,7 +253,7 @@ def _show_memory(plan: Plan, console: Console) -> None:
 
 
 def _show_verdict(plan: Plan, columns: Sequence[tuple[MemoryOf, int]], console: Console) -> None:
-    from embodrl.preflight.plan import gib
+    from embodrl.extras.plan.plan import gib
 
     if plan.memory.not_estimated:
         console.print(f"[bold red]not known whether it fits[/]: {plan.memory.not_estimated}", soft_wrap=True)

@@ -14,8 +14,8 @@ from functools import cache
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
-from embodrl.preflight.plan import Plan, make_plan, spread
-from embodrl.preflight.plan_memory import HEADROOM
+from embodrl.extras.plan.memory import HEADROOM
+from embodrl.extras.plan.plan import Plan, make_plan, spread
 
 ADAPTERS = ("model.trainable=lora", "actor.param_dtype=bf16")
 CHECKPOINTING = "actor.gradient_checkpointing=true"
