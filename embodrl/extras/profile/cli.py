@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from embodrl.config.schema import Config
-    from embodrl.runs.profile import ProcessShare
+    from embodrl.extras.profile.timeline import ProcessShare
 
 SHOWN = 4
 QUICK = {"runner.eval_interval": "0", "runner.eval_at_start": "false"} | dict.fromkeys(
@@ -54,8 +54,8 @@ def profile(
 
         if "env.eval.num_episodes" not in keys:
             loaded = loaded.with_config(_briefly_evaluated(loaded.config))
-        from embodrl.runs.profile import TRACE_FILE, read_events, shares
-        from embodrl.runs.profile import profile as verb
+        from embodrl.extras.profile.timeline import TRACE_FILE, read_events, shares
+        from embodrl.extras.profile.timeline import profile as verb
 
         run_dir = Path(loaded.config.runner.output_dir)
         result = verb(loaded, run_dir)

@@ -11,8 +11,8 @@ import pytest
 from expect import raises_code
 
 from embodrl.errors import OutputError
+from embodrl.extras.profile.timeline import Event, read_events, shares
 from embodrl.processes.trace import NAME_VARIABLE, VARIABLE, naming, record, span
-from embodrl.runs.profile import Event, read_events, shares
 
 
 def event(name: str, start: float, end: float, pid: int) -> Event:
