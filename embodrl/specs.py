@@ -549,11 +549,6 @@ MODELS = Registry(
         "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
         "pi0": "embodrl.models.pi.spec:PI0",
         "pi05": "embodrl.models.pi.spec:PI05",
-        "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
-        "gr00t": "embodrl.models.gr00t.spec:SPEC",
-        "gr00t_n1_6": "embodrl.models.gr00t.spec:N1_6",
-        "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
-        "smolvla": "embodrl.models.smolvla.spec:SPEC",
         "gaussian": "embodrl.models.gaussian.spec:SPEC",
     },
 )

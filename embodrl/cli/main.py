@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline, plan
+from embodrl.cli import config, data, env, model, pipeline
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
@@ -17,7 +17,6 @@ from embodrl.cli.evaluate import evaluate
 from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
-from embodrl.cli.profile import profile
 from embodrl.cli.resume import resume
 from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
@@ -79,11 +78,8 @@ add(app, sft)
 add(app, resume)
 add(app, fetch)
 add(app, export)
-for module, name in (
-    *((plan, "plan"), (config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),
-):
+for module, name in (*((config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
-add(app, profile)
 add(app, list_names, "list")
 add(app, doctor)
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from embodrl.extras.parity import smolvla as parity
-from embodrl.models.smolvla.files import public_state
-from embodrl.models.smolvla.modeling import SmolVlaModel
+from embodrl.extras.smolvla.files import public_state
+from embodrl.extras.smolvla.modeling import SmolVlaModel
 
 RECORDING = Path(__file__).parent / "recordings" / "smolvla"
 

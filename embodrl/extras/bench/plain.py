@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from embodrl.extras.pi0_fast.policy import FastPolicy
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 from embodrl.models.openvla.token_policy import TokenPolicy
-from embodrl.models.pi0_fast.policy import FastPolicy
 from embodrl.types import Observation, SamplingParams
 
 Plain = Callable[[Observation], NDArray[np.float32]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
+from embodrl.extras.plan.memory import ModelFigures
 from embodrl.models.base import VLAPolicy
-from embodrl.preflight.plan_memory import ModelFigures
 
 
 def uncut_bytes(policy: VLAPolicy) -> int:

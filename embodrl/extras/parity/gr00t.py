@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.parity.common import (
     INPUTS_FILE,
     LOGITS_TOLERANCE,
@@ -22,8 +24,6 @@ from embodrl.extras.parity.common import (
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.dit import TransformerSpec
-from embodrl.models.gr00t.action_head import ActionHead
-from embodrl.models.gr00t.config import ActionHeadSpec
 
 WEIGHTS_FILE = "model.safetensors"
 DEFAULTS = {"dit_heads": 2, "vl_heads": 2}

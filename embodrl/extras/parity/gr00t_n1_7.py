@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN17Config
+from embodrl.extras.gr00t.modeling import Gr00tN17Model
+from embodrl.extras.gr00t.sidecars import identity_sidecars
 from embodrl.extras.parity.common import (
     CHAIN_TOLERANCE,
     INPUTS_FILE,
@@ -23,9 +26,6 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.common.flow import integrate, reversed_velocity
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
-from embodrl.models.gr00t.modeling import Gr00tN17Model
-from embodrl.models.gr00t.sidecars import identity_sidecars
 
 WEIGHTS_FILE = "model.safetensors"
 NUM_STEPS = 4

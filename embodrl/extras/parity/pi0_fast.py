@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.extras.parity.common import INPUTS_FILE, LOGITS_TOLERANCE, Comparison, compare, read_tensors
+from embodrl.extras.pi0_fast.config import FastConfig
+from embodrl.extras.pi0_fast.files import aliases, is_tied
+from embodrl.extras.pi0_fast.modeling import FastModel
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.pi0_fast.config import FastConfig
-from embodrl.models.pi0_fast.files import aliases, is_tied
-from embodrl.models.pi0_fast.modeling import FastModel
 
 WEIGHTS_FILE = "model.safetensors"
 

@@ -17,12 +17,12 @@ from embodrl.extras.parity.common import (
     compare_flow,
     read_tensors,
 )
+from embodrl.extras.smolvla.config import SmolVlaConfig
+from embodrl.extras.smolvla.files import aliases_and_ignored
+from embodrl.extras.smolvla.modeling import SmolVlaModel
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict, stored_shapes
 from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.smolvla.config import SmolVlaConfig
-from embodrl.models.smolvla.files import aliases_and_ignored
-from embodrl.models.smolvla.modeling import SmolVlaModel
 
 WEIGHTS_FILE = "model.safetensors"
 

@@ -230,13 +230,13 @@ def flow_family(
     missing_config: str = "",
     public_preset: str = "",
 ) -> ModelSpec:
-    """Return the spec of a flow-matching family, which ``embodrl/models/PACKAGE`` builds; see ``ModelSpec``.
+    """Return the spec of a flow-matching family, which the package ``package`` builds; see ``ModelSpec``.
 
     ``suffix`` tells its module ``build`` from that of another family in the package.
     """
     return ModelSpec(
         name=name,
-        target=f"embodrl.models.{package}.build{suffix}:build_{name}",
+        target=f"{package}.build{suffix}:build_{name}",
         description=description,
         settings=settings,
         rules=(rules[0], FLOW, *rules[1:]),

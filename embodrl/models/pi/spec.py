@@ -120,7 +120,7 @@ def variant_of(raw: Mapping[str, object]) -> object:
 
 PI0 = flow_family(
     "pi0",
-    "pi",
+    "embodrl.models.pi",
     f"pi0: {EXPERT}",
     PiModelConfig,
     (RULES, WHOLE_PICTURES, OF_PI0),
@@ -132,7 +132,7 @@ PI0 = flow_family(
 )
 PI05 = flow_family(
     "pi05",
-    "pi",
+    "embodrl.models.pi",
     f"pi0.5: {EXPERT}",
     PiModelConfig,
     (RULES, WHOLE_PICTURES),

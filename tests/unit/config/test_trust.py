@@ -180,7 +180,7 @@ SITES = {
     "names.py": "reward.fn rollout.workflow pipeline.fn",
     "preflight/extras.py": "",
     "preflight/isolated.py": "",
-    "preflight/plan_memory.py": "",
+    "extras/plan/memory.py": "",
     "preflight/simulators.py": "env.python",
     "preflight/vulkan.py": "",
     "processes/bootstrap.py": "",

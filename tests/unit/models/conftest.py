@@ -1,16 +1,3 @@
-"""Policies of these tests have no checksums, as those of other programs: many tests edit what they saved."""
+"""Policies of these tests have no checksums."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
-import pytest
-
-from embodrl.models.common import checkpoint
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_checksums() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "write_checksums", lambda directory: None)
-        yield
+from no_checksums import no_checksums  # noqa: F401

@@ -16,6 +16,8 @@ from tiny_families import build
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.parity import gr00t as gr00t_parity
 from embodrl.extras.parity import openvla as openvla_parity
 from embodrl.extras.parity import openvla_oft as oft_parity
@@ -29,8 +31,6 @@ from embodrl.models.common.flow import integrate
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.norm_stats import choose_stats, stats_sets
 from embodrl.models.common.patches import SiglipSpec
-from embodrl.models.gr00t.action_head import ActionHead
-from embodrl.models.gr00t.config import ActionHeadSpec
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla_oft.modeling import append_action_places, at_action_places
 from embodrl.models.pi.config import PiConfig

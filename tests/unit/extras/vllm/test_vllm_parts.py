@@ -16,11 +16,11 @@ from tiny_families import build, observation
 from embodrl.config import load_config
 from embodrl.config.schema import RolloutConfig, SamplingConfig
 from embodrl.errors import ConfigError, MissingDependencyError
+from embodrl.extras.plan.plan import make_plan
 from embodrl.extras.vllm import engine as vllm_engine
 from embodrl.extras.vllm.decoder import import_vllm, kv_cache_bytes
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, make_rollout_engine, max_batch_rows
 from embodrl.models.common.sampling import draw
-from embodrl.preflight.plan import make_plan
 
 SAMPLING = SamplingConfig(temperature=1.6)
 

@@ -1,0 +1,7 @@
+"""The verb `embodrl profile`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="profile", target="embodrl.extras.profile.cli:profile")
