@@ -90,8 +90,8 @@ class Registry(Generic[E]):
         return self.register(self.cls.make(name, target, description, facts))
 
     def names(self) -> list[str]:
-        """Return all names: built in, registered, then those of entry points."""
-        return list(dict.fromkeys((*self.builtin, *self._entries, *self._discovered())))
+        """Return all names: built in, those of entry points, then registered ones."""
+        return list(dict.fromkeys((*self.builtin, *self._discovered(), *self._entries)))
 
     def shipped(self) -> list[str]:
         """Return the names that come with embodrl: built in, or of its own entry points."""
@@ -157,7 +157,7 @@ class Registry(Generic[E]):
     def _discovered(self) -> dict[str, EntryPoint]:
         if self._points is None:  # reading the metadata of all installed packages takes some milliseconds
             points = entry_points(group=self.group) if self.group else ()
-            self._points = {point.name: point for point in points}
+            self._points = {point.name: point for point in sorted(points, key=lambda point: point.name)}
         return self._points
 
     def _load(self, point: EntryPoint) -> E:
