@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.extras.bench.e2e import Clock
+from embodrl.extras.bench.e2e import PhaseClock
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -90,7 +90,7 @@ def run(overrides: Sequence[str] = ()) -> dict[str, Any]:
         engine = NativeTrainEngine(policy, EngineOptions(config.actor, 3), device, 1)
         worker = SyncCollector(config, pool, make_rollout_engine(config, policy, 1), lambda: False)
         shuffle = torch.Generator().manual_seed(config.runner.seed)
-        clock = Clock([manager.pid for manager in pool.managers if manager.pid is not None])
+        clock = PhaseClock([manager.pid for manager in pool.managers if manager.pid is not None])
 
         def decide(iteration: int) -> Any:
             return worker.gather(iteration)[0]

@@ -84,14 +84,14 @@ def load(*arguments: Any) -> dict[str, float]:
 
 def one_call_per_request() -> type:
     """Return a core without batches or a thread: the event loop computes."""
-    from embodrl.serving.core import Chunk, ModelCore
+    from embodrl.serving.core import ModelCore, ServedChunk
     from embodrl.types import Observation
 
     class OneCallPerRequest(ModelCore):
-        async def act(self, observation: Observation, client: object, protocol: str) -> Chunk:
+        async def act(self, observation: Observation, client: object, protocol: str) -> ServedChunk:
             clock = time.perf_counter()
             output = self.engine.decide(observation, "greedy")
-            return Chunk(output.actions[0], output.version, 1, 1000 * (time.perf_counter() - clock))
+            return ServedChunk(output.actions[0], output.version, 1, 1000 * (time.perf_counter() - clock))
 
     return OneCallPerRequest
 

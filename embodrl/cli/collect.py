@@ -11,7 +11,7 @@ from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, loa
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
-    from embodrl.runs.collect import ActingPolicy
+    from embodrl.runs.collect import RecordedPolicy
 
 
 def collect(
@@ -59,7 +59,7 @@ def collect(
     execute(action, debug)
 
 
-def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tuple[LoadedConfig, ActingPolicy]:
+def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tuple[LoadedConfig, RecordedPolicy]:
     """Load the configuration of a policy, and the policy."""
     from embodrl.config.compose import assignment
     from embodrl.hub import is_hub_id

@@ -10,7 +10,7 @@ import typer
 from embodrl.cli.common import Debug, Overrides, execute
 
 if TYPE_CHECKING:
-    from embodrl.preflight.findings import Finding
+    from embodrl.preflight.findings import MachineFinding
 
 
 def doctor(
@@ -30,7 +30,7 @@ def doctor(
       embodrl doctor env=metaworld env.python=/path/to/python
     """
 
-    def show_progress(finding: Finding) -> None:
+    def show_progress(finding: MachineFinding) -> None:
         if not json_output:
             print(f"  {finding.name}: {finding.status}", file=sys.stderr, flush=True)
 

@@ -11,14 +11,14 @@ import typer
 from embodrl.cli.common import Debug, Overrides, Trust, execute
 
 
-class Adapters(StrEnum):
+class AdapterLayout(StrEnum):
     """What becomes of low-rank adapters."""
 
     merged = "merged"
     apart = "apart"
 
 
-class Layout(StrEnum):
+class ExportLayout(StrEnum):
     """Of the files."""
 
     public = "public"
@@ -31,11 +31,12 @@ def export(
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="a new directory", show_default=False)],
     adapters: Annotated[
-        Adapters, typer.Option(help="low-rank adapters: added to the weights in float32, or apart in peft's layout")
-    ] = Adapters.merged,
+        AdapterLayout,
+        typer.Option(help="low-rank adapters: added to the weights in float32, or apart in peft's layout"),
+    ] = AdapterLayout.merged,
     layout: Annotated[
-        Layout, typer.Option(help="that of the family's publisher, or lerobot's (pi0, pi05, smolvla)")
-    ] = Layout.public,
+        ExportLayout, typer.Option(help="that of the family's publisher, or lerobot's (pi0, pi05, smolvla)")
+    ] = ExportLayout.public,
     push: Annotated[
         str | None,
         typer.Option("--push", metavar="ORG/NAME", help="upload it to the Hugging Face hub, too", show_default=False),

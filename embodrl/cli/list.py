@@ -14,7 +14,7 @@ from embodrl.cli.common import ConfigFile, Debug, JsonOutput, Trust, execute
 from embodrl.errors import ConfigError, ConfigProblem
 
 
-class Kind(StrEnum):
+class ListedKind(StrEnum):
     """What is listed."""
 
     models = "models"
@@ -32,9 +32,9 @@ def list_names(
         str | None,
         typer.Argument(
             metavar="KIND",
-            help=f"{', '.join(Kind)}; leave it out for everything",
+            help=f"{', '.join(ListedKind)}; leave it out for everything",
             show_default=False,
-            autocompletion=one_of(Kind),
+            autocompletion=one_of(ListedKind),
         ),
     ] = None,
     settings: Annotated[
@@ -66,7 +66,7 @@ def list_names(
         from embodrl.cli.listing import OF_PRESETS, SECTIONS, as_text
 
         own = load_extensions([*rest, *(settings or [])], config, trust)
-        kinds = [Kind(choose(first, Kind, "kind"))] if first else list(Kind)
+        kinds = [ListedKind(choose(first, ListedKind, "kind"))] if first else list(ListedKind)
         found = {
             one.value: OF_PRESETS[one.value](own) if one.value in OF_PRESETS else SECTIONS[one.value]() for one in kinds
         }

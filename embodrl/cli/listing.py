@@ -28,7 +28,7 @@ ENV_FACTS = {"actions": "actions", "camera_list": "cameras", "experts": "experts
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedName:
     """A name that may be chosen, and what is known about it: labels and texts; several tasks have the same label."""
 
     name: str
@@ -43,7 +43,7 @@ class Entry:
         return {"name": self.name, "description": self.description, **facts}
 
 
-def as_text(entries: list[Entry]) -> str:
+def as_text(entries: list[ListedName]) -> str:
     """Return names and descriptions in two columns, and facts below the descriptions."""
     name_width = max(len(entry.name) for entry in entries)
     label_width = max((len(label) for entry in entries for label, _ in entry.facts), default=0)
@@ -70,10 +70,10 @@ def settings_of(own: type[BaseModel], common: type[BaseModel], section: str) -> 
     return [(SETTINGS, ", ".join(names))] if names else []
 
 
-def models() -> list[Entry]:
+def models() -> list[ListedName]:
     """Return the registered models, each with what is known about it."""
     return [
-        Entry(
+        ListedName(
             spec.name,
             spec.description,
             [*facts_of(spec, MODEL_FACTS), *settings_of(model_settings(spec.name), ModelConfig, "model")],
@@ -82,16 +82,16 @@ def models() -> list[Entry]:
     ]
 
 
-def envs() -> list[Entry]:
+def envs() -> list[ListedName]:
     """Return the registered environments, each with what is known about it, and its tasks with their instructions."""
-    found: list[Entry] = []
+    found: list[ListedName] = []
     for spec in ENVS.all():
         facts = [*facts_of(spec, ENV_FACTS), *settings_of(env_settings(spec.name), EnvConfig, "env")]
         if spec.isolated:
             facts.append((INSTALL, f"embodrl env install {spec.name}"))
         elif spec.extra:
             facts.append((INSTALL, f"pip install 'embodrl[{spec.extra}]'"))
-        found.append(Entry(spec.name, spec.description, facts + labelled_tasks(spec)))
+        found.append(ListedName(spec.name, spec.description, facts + labelled_tasks(spec)))
     return found
 
 
@@ -105,33 +105,33 @@ def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
     return result + [("task", text) for text in tasks.values()]
 
 
-def algorithms() -> list[Entry]:
+def algorithms() -> list[ListedName]:
     """Return the advantage estimators and losses."""
     return [
-        Entry(f"{key}={name}", registry.entry(name).description)
+        ListedName(f"{key}={name}", registry.entry(name).description)
         for key, registry in (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
         for name in registry
     ]
 
 
-def pipelines() -> list[Entry]:
+def pipelines() -> list[ListedName]:
     """Return the built-in pipelines."""
-    return [Entry(name, PIPELINES.entry(name).description) for name in PIPELINES]
+    return [ListedName(name, PIPELINES.entry(name).description) for name in PIPELINES]
 
 
-def axes() -> list[Entry]:
+def axes() -> list[ListedName]:
     """Return for each environment the axes along which an evaluation can perturb it."""
-    found: list[Entry] = []
+    found: list[ListedName] = []
     for spec in ENVS.all():
         for name, axis in spec.axes.items():
             facts = [("tasks", ", ".join(axis.tasks))] if axis.tasks is not None else []
-            found.append(Entry(f"{spec.name} axes={name}", f"{axis.group}: {axis.description}", facts))
+            found.append(ListedName(f"{spec.name} axes={name}", f"{axis.group}: {axis.description}", facts))
     return found
 
 
-def protocols() -> list[Entry]:
+def protocols() -> list[ListedName]:
     """Return the evaluation protocols, each with what it sets and where that is written down."""
-    found: list[Entry] = []
+    found: list[ListedName] = []
     for spec in PROTOCOLS.all():
         facts = [("", _assignments(spec.settings))]
         facts += [(name, _assignments(settings)) for name, settings in spec.models.items()]
@@ -142,7 +142,7 @@ def protocols() -> list[Entry]:
             ("episodes", f"{spec.episodes_per_task} per task, cameras of {spec.camera_px} x {spec.camera_px} pixels")
         )
         facts += [("differs", spec.differs)] if spec.differs else []
-        found.append(Entry(spec.name, spec.description, [*facts, ("source", spec.source)]))
+        found.append(ListedName(spec.name, spec.description, [*facts, ("source", spec.source)]))
     return found
 
 
@@ -150,20 +150,20 @@ def _assignments(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def presets(own: Sequence[Path] = ()) -> list[Entry]:
+def presets(own: Sequence[Path] = ()) -> list[ListedName]:
     """Return the presets of every group with the first line of their comment; of those in ``own`` also the file."""
-    found: list[Entry] = []
+    found: list[ListedName] = []
     for group in preset_files.groups():
         for name in preset_files.presets(group, own):
             path = preset_files.preset_file(group, name, own)
             facts = [] if preset_files.is_shipped(path) else [("file", str(path))]
-            found.append(Entry(f"{group}={name}", preset_files.describe(group, name, own), facts))
+            found.append(ListedName(f"{group}={name}", preset_files.describe(group, name, own), facts))
     return found
 
 
-def experiments(own: Sequence[Path] = ()) -> list[Entry]:
+def experiments(own: Sequence[Path] = ()) -> list[ListedName]:
     """Return the presets of experiments, with the stages of those that are recipes and what they are known to reach."""
-    found: list[Entry] = []
+    found: list[ListedName] = []
     for name in preset_files.presets("experiment", own):
         recipe = lookup(preset_files.load_presets({"experiment": name}, own)[0], "recipe")
         facts: list[tuple[str, str]] = []
@@ -171,7 +171,7 @@ def experiments(own: Sequence[Path] = ()) -> list[Entry]:
             stages = ", ".join(cast(list[str], recipe.children["stages"].plain()))
             facts = [("stages", stages), ("expected", str(recipe.children["expected"].value))]
             facts.append(("start", f"embodrl run experiment={name}"))
-        found.append(Entry(name, preset_files.describe("experiment", name, own), facts))
+        found.append(ListedName(name, preset_files.describe("experiment", name, own), facts))
     return found
 
 

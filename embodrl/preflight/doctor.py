@@ -20,9 +20,9 @@ from rich.console import Console
 
 from embodrl.preflight import vulkan
 from embodrl.preflight.extras import check_extras
-from embodrl.preflight.findings import Finding, as_json, can_train, show
+from embodrl.preflight.findings import MachineFinding, as_json, can_train, show
 from embodrl.preflight.isolated import check_all_pins
-from embodrl.preflight.presets import Machine, preset_lacks
+from embodrl.preflight.presets import CheckedMachine, preset_lacks
 from embodrl.preflight.simulators import check_libraries, check_simulators, check_vulkan, problems
 
 GIB = 1 << 30
@@ -40,21 +40,21 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def check_python(found: tuple[int, int] = sys.version_info[:2]) -> Finding:
+def check_python(found: tuple[int, int] = sys.version_info[:2]) -> MachineFinding:
     """Python 3.11 or 3.12."""
     text = f"{found[0]}.{found[1]} ({sys.executable})"
     if found in SUPPORTED_PYTHONS:
-        return Finding("Python", "ok", text)
-    return Finding("Python", "error", text, "make the virtual environment with Python 3.11 or 3.12")
+        return MachineFinding("Python", "ok", text)
+    return MachineFinding("Python", "error", text, "make the virtual environment with Python 3.11 or 3.12")
 
 
-def check_cpu() -> Finding:
+def check_cpu() -> MachineFinding:
     """Cores that this process may use."""
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     text = f"{usable} of {present} cores usable"
     if usable < 2:
-        return Finding("CPU", "warning", text, "simulation and training share one core; two or more are faster")
-    return Finding("CPU", "ok", text)
+        return MachineFinding("CPU", "warning", text, "simulation and training share one core; two or more are faster")
+    return MachineFinding("CPU", "ok", text)
 
 
 def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -69,29 +69,29 @@ def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     return total
 
 
-def check_memory() -> Finding:
+def check_memory() -> MachineFinding:
     """Memory for two simulators, the policy and its optimizer."""
     limit, available = memory_limit_bytes() / GIB, psutil.virtual_memory().available / GIB
     text = f"{limit:.1f} GiB, {min(limit, available):.1f} GiB available"
     if limit < MIN_MEMORY_GIB:
-        return Finding("memory", "warning", text, "lower env.num_processes and env.train.total_num_envs")
-    return Finding("memory", "ok", text)
+        return MachineFinding("memory", "warning", text, "lower env.num_processes and env.train.total_num_envs")
+    return MachineFinding("memory", "ok", text)
 
 
-def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHARED_MEMORY_MIB) -> Finding:
+def check_shared_memory(path: Path = Path("/dev/shm"), min_mib: float = MIN_SHARED_MEMORY_MIB) -> MachineFinding:
     """Room for Ray and NCCL; the memory that simulators share with the run is not there."""
     if not path.is_dir():
         hint = "mount it: mount -t tmpfs tmpfs /dev/shm"
-        return Finding("shared memory", "warning", f"{path} is missing, which Ray and NCCL use", hint)
+        return MachineFinding("shared memory", "warning", f"{path} is missing, which Ray and NCCL use", hint)
     free_mib = shutil.disk_usage(path).free / (1 << 20)
     text = f"{free_mib:.0f} MiB free in {path}"
     if free_mib < min_mib:
         hint = "give the container more (docker run --shm-size=1g), or remount: mount -o remount,size=1g /dev/shm"
-        return Finding("shared memory", "warning", f"{text}, which Ray and NCCL use", hint)
-    return Finding("shared memory", "ok", text)
+        return MachineFinding("shared memory", "warning", f"{text}, which Ray and NCCL use", hint)
+    return MachineFinding("shared memory", "ok", text)
 
 
-def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> Finding:
+def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> MachineFinding:
     """Room for checkpoints and videos where runs are written."""
     existing = path.resolve()
     while not existing.exists():
@@ -99,26 +99,28 @@ def check_disk(path: Path, min_gib: float = MIN_DISK_GIB) -> Finding:
     free_gib = shutil.disk_usage(existing).free / GIB
     text = f"{free_gib:.1f} GiB free in {existing}"
     if free_gib < min_gib:
-        return Finding("disk", "warning", text, "free some, or set runner.output_dir to another disk")
-    return Finding("disk", "ok", text)
+        return MachineFinding("disk", "warning", text, "free some, or set runner.output_dir to another disk")
+    return MachineFinding("disk", "ok", text)
 
 
-def check_torch() -> Finding:
+def check_torch() -> MachineFinding:
     """Which torch build, from its metadata."""
     found = installed_version("torch")
     if found is None:
-        return Finding("torch", "error", "not installed", "pip install torch (in a clone: make setup)")
-    return Finding("torch", "ok", f"{found} ({'CPU build' if '+cpu' in found else 'CUDA build'})")
+        return MachineFinding("torch", "error", "not installed", "pip install torch (in a clone: make setup)")
+    return MachineFinding("torch", "ok", f"{found} ({'CPU build' if '+cpu' in found else 'CUDA build'})")
 
 
-def check_torchvision(torch: str | None, torchvision: str | None) -> Finding:
+def check_torchvision(torch: str | None, torchvision: str | None) -> MachineFinding:
     """A torchvision built for CUDA beside a CPU torch breaks every import of transformers."""
     if torchvision is None:
-        return Finding("torchvision", "ok", "not installed (embodrl does not need it)")
+        return MachineFinding("torchvision", "ok", "not installed (embodrl does not need it)")
     text = f"{torchvision} beside torch {torch}"
     if torch is not None and "+cpu" in torch and "+cpu" not in torchvision:
-        return Finding("torchvision", "error", f"{text}: `import transformers` fails", "pip uninstall torchvision")
-    return Finding("torchvision", "ok", text)
+        return MachineFinding(
+            "torchvision", "error", f"{text}: `import transformers` fails", "pip uninstall torchvision"
+        )
+    return MachineFinding("torchvision", "ok", text)
 
 
 def list_gpus() -> list[tuple[str, int]]:
@@ -138,17 +140,17 @@ def list_gpus() -> list[tuple[str, int]]:
         pynvml.nvmlShutdown()
 
 
-def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> Finding:
+def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> MachineFinding:
     """GPUs, and whether torch can use them."""
     if not gpus:
-        return Finding("GPU", "ok", "none; the policy runs on the CPU")
+        return MachineFinding("GPU", "ok", "none; the policy runs on the CPU")
     text = "; ".join(f"{name}, {size / GIB:.1f} GiB" for name, size in gpus)
     if torch is not None and "+cpu" in torch:
-        return Finding("GPU", "warning", text, "torch is a CPU build: EMBODRL_TORCH=cuda make setup")
-    return Finding("GPU", "ok", text)
+        return MachineFinding("GPU", "warning", text, "torch is a CPU build: EMBODRL_TORCH=cuda make setup")
+    return MachineFinding("GPU", "ok", text)
 
 
-def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> Iterator[Finding]:
+def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> Iterator[MachineFinding]:
     """Run every check; a frame is drawn only where the driver could do it."""
     torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
     yield from (check_python(), check_cpu(), check_memory(), check_shared_memory(), check_disk(output_dir))
@@ -159,10 +161,10 @@ def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[
     yield from check_extras()
 
 
-def summarize(findings: list[Finding], gpus: list[tuple[str, int]]) -> Machine:
+def summarize(findings: list[MachineFinding], gpus: list[tuple[str, int]]) -> CheckedMachine:
     """Return what the presets need to know."""
     usable_gpus = gpus if "+cpu" not in (installed_version("torch") or "") else []
-    return Machine(
+    return CheckedMachine(
         simulators=problems(findings),
         memory_bytes=memory_limit_bytes(),
         gpu_bytes=tuple(size for _, size in usable_gpus),
@@ -174,9 +176,9 @@ def run_doctor(
     json_output: bool = False,
     output_dir: Path = Path("outputs"),
     console: Console | None = None,
-    further: Callable[[], Finding] | None = None,
+    further: Callable[[], MachineFinding] | None = None,
     extensions: Sequence[str] = (),
-    progress: Callable[[Finding], None] = lambda _: None,
+    progress: Callable[[MachineFinding], None] = lambda _: None,
 ) -> int:
     """Examine the machine and show what was found.
 
@@ -193,7 +195,7 @@ def run_doctor(
     """
     console = console or Console()
     gpus = list_gpus() if importlib.util.find_spec("pynvml") else []
-    findings: list[Finding] = []
+    findings: list[MachineFinding] = []
     for finding in chain(examine(output_dir, gpus, extensions), (check() for check in filter(None, [further]))):
         findings.append(finding)
         progress(finding)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from embodrl.preflight.findings import Finding
+from embodrl.preflight.findings import MachineFinding
 
 IMPORT_TIMEOUT_S = 180.0
 
@@ -45,34 +45,34 @@ EXTRAS = (
 )
 
 
-def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S) -> list[Finding]:
+def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_TIMEOUT_S) -> list[MachineFinding]:
     """Look at every extra; what is there is imported for real, in processes of their own, two at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda extra: check_extra(extra, timeout_s), extras))
 
 
-def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> Finding:
+def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> MachineFinding:
     """Look at one extra; its absence is not a problem, as extras are optional."""
     name, hint = f"extra {extra.name}", f"pip install 'embodrl[{extra.name}]'"
     absent = [module for module in extra.modules if not _is_there(module)]
     if len(absent) == len(extra.modules):
-        return Finding(name, "ok", f"not installed; for {extra.purpose} only", hint)
+        return MachineFinding(name, "ok", f"not installed; for {extra.purpose} only", hint)
     if absent:
-        return Finding(name, "warning", f"only a part is installed, without {', '.join(absent)}", hint)
+        return MachineFinding(name, "warning", f"only a part is installed, without {', '.join(absent)}", hint)
     wanted = _unmet(extra)
     if wanted:
-        return Finding(name, "warning", wanted, hint)
+        return MachineFinding(name, "warning", wanted, hint)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code, *extra.modules], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, "warning", f"not imported within {timeout_s:g} s", hint)
+        return MachineFinding(name, "warning", f"not imported within {timeout_s:g} s", hint)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
-        return Finding(name, "warning", f"can't be imported: {lines[-1]}", hint)
-    return Finding(name, "ok", f"{extra.distribution} {_version(extra.distribution) or 'of unknown version'}")
+        return MachineFinding(name, "warning", f"can't be imported: {lines[-1]}", hint)
+    return MachineFinding(name, "ok", f"{extra.distribution} {_version(extra.distribution) or 'of unknown version'}")
 
 
 def _is_there(module: str) -> bool:

@@ -15,7 +15,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """One result of a check.
 
     Attributes:
@@ -31,12 +31,12 @@ class Finding:
     hint: str = ""
 
 
-def can_train(findings: list[Finding]) -> bool:
+def can_train(findings: list[MachineFinding]) -> bool:
     """Return whether none of them is an error."""
     return all(finding.status != "error" for finding in findings)
 
 
-def as_json(findings: list[Finding], presets: dict[str, str]) -> str:
+def as_json(findings: list[MachineFinding], presets: dict[str, str]) -> str:
     """Return the findings as a JSON object; ``presets`` maps a preset to "" or to what it lacks."""
     report = {
         "can_train": can_train(findings),
@@ -71,7 +71,7 @@ def _show_presets(presets: dict[str, str], console: Console) -> None:
         console.print(Text(f"  {'; '.join(_by_group(names, with_partners=False))}: {lack}"))
 
 
-def show(findings: list[Finding], presets: dict[str, str], console: Console) -> None:
+def show(findings: list[MachineFinding], presets: dict[str, str], console: Console) -> None:
     """Write the findings as a table, then the presets."""
     table = Table(title="embodrl doctor", show_lines=False)
     for column in ("", "check", "found", "hint"):

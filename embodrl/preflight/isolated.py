@@ -25,7 +25,7 @@ from embodrl.config.isolated import (
 )
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import nearest
-from embodrl.preflight.findings import Finding
+from embodrl.preflight.findings import MachineFinding
 from embodrl.specs import ENVS
 from embodrl.storage.atomic import atomic_file
 
@@ -75,16 +75,16 @@ def list_environments() -> list[Installed]:
     return [Installed(name, prefix, state_of(name, prefix)) for name, prefix in prefixes.items()]
 
 
-def check_pins(name: str) -> Finding | None:
+def check_pins(name: str) -> MachineFinding | None:
     """Return a warning if the environment that ``env.python: auto`` finds was made from other pins than today's."""
     prefix = default_prefix(name)
     if name not in installable() or state_of(name, prefix) != "outdated":
         return None
     detail = f"{prefix} has other packages than this version of embodrl pins; it may run nevertheless"
-    return Finding(f"environment of {name}", "warning", detail, f"embodrl env install {name}")
+    return MachineFinding(f"environment of {name}", "warning", detail, f"embodrl env install {name}")
 
 
-def check_all_pins() -> list[Finding]:
+def check_all_pins() -> list[MachineFinding]:
     """Return a warning for every environment that is outdated."""
     return [found for found in map(check_pins, installable()) if found is not None]
 

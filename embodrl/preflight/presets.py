@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Machine:
+class CheckedMachine:
     """What the checks found, as far as presets care.
 
     Attributes:
@@ -38,7 +38,7 @@ class Machine:
     has_wandb: bool
 
 
-def lacks(config: Config, machine: Machine) -> str:
+def lacks(config: Config, machine: CheckedMachine) -> str:
     """Return what this machine lacks for a configuration; "" if it runs."""
     missing: list[str] = []
     simulator = machine.simulators.get(config.env.env_type, "")
@@ -64,7 +64,7 @@ def lacks(config: Config, machine: Machine) -> str:
     return "; ".join(missing)
 
 
-def preset_lacks(machine: Machine) -> dict[str, str]:
+def preset_lacks(machine: CheckedMachine) -> dict[str, str]:
     """Return each preset, with the other that its page names beside it if it needs one, and what it lacks here.
 
     ``group=preset`` or ``group=preset group=preset`` -> "" where it runs with everything else left at its default.
@@ -72,7 +72,7 @@ def preset_lacks(machine: Machine) -> dict[str, str]:
     return dict(judge(group, name, machine) for group in GROUPS for name in presets(group))
 
 
-def judge(group: str, name: str, machine: Machine) -> tuple[str, str]:
+def judge(group: str, name: str, machine: CheckedMachine) -> tuple[str, str]:
     """Return an item of ``preset_lacks``."""
     problems: list[ConfigProblem] = []
     for partner in PARTNERS.get(group, ("",)):

@@ -27,7 +27,7 @@ from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.names import exits_named, import_function
 from embodrl.preflight import vulkan
-from embodrl.preflight.findings import Finding
+from embodrl.preflight.findings import MachineFinding
 from embodrl.preflight.libraries import missing_libraries
 from embodrl.specs import ENVS, SimulatorSpec
 
@@ -100,7 +100,7 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
     return done.stdout.split()
 
 
-def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: bool = True) -> Finding:
+def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: bool = True) -> MachineFinding:
     """The packages, the probe and one frame of a simulator; only the default one's absence is an error.
 
     Args:
@@ -113,15 +113,15 @@ def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: boo
     if missing:
         detail, required = f"not installed: {', '.join(missing)}", env_type == REQUIRED
         detail += "" if required else f"; for env={env_type} only"
-        return Finding(env_type, "error" if required else "ok", detail, _install_hint(spec, missing))
+        return MachineFinding(env_type, "error" if required else "ok", detail, _install_hint(spec, missing))
     found = probe(env_type, None, python)
     if found:
         message, hint = ("; ".join(part) for part in zip(*found, strict=True))
-        return Finding(env_type, "warning", message, hint)
+        return MachineFinding(env_type, "warning", message, hint)
     if spec.example is None:
-        return Finding(env_type, "ok", "its own probe finds nothing missing")
+        return MachineFinding(env_type, "ok", "its own probe finds nothing missing")
     if not can_draw:
-        return Finding(env_type, "ok", "installed")
+        return MachineFinding(env_type, "ok", "installed")
     hint = f"reinstall it: {_install_hint(spec)}{' --force' * spec.isolated}" if env_type in ENVS.shipped() else ""
     hint += f"; or try another Vulkan driver: {MESA}" * (spec.draws_with == "vulkan")
     frame = draw_frame(env_type, env_type, spec.example, python, extensions, hint)
@@ -138,11 +138,11 @@ def _versions(spec: SimulatorSpec) -> str:
     return f"{', '.join(found)}: " if found else ""
 
 
-def find_warnings(env_type: str, python: str | None) -> list[Finding]:
+def find_warnings(env_type: str, python: str | None) -> list[MachineFinding]:
     """Return what is odd about a simulator that runs."""
     called = ENVS.entry(env_type).warnings
     found = import_function(called)(python) if called else []
-    return [Finding(name, "warning", message, hint) for name, message, hint in found]
+    return [MachineFinding(name, "warning", message, hint) for name, message, hint in found]
 
 
 def _own_python(env_type: str) -> str | None:
@@ -182,7 +182,7 @@ def _install_hint(spec: SimulatorSpec, missing: Sequence[str] = ()) -> str:
     return f"pip install 'embodrl[{spec.extra}]'{in_a_clone}" if spec.extra else f"install {', '.join(missing)}"
 
 
-def optional(found: Finding) -> Finding:
+def optional(found: MachineFinding) -> MachineFinding:
     """Turn an error into a warning: training can run without a simulator that it does not use."""
     return replace(found, status="warning") if found.status == "error" else found
 
@@ -194,7 +194,7 @@ def draw_frame(
     python: str | None = None,
     extensions: Sequence[str] = (),
     hint: str = "",
-) -> Finding:
+) -> MachineFinding:
     """Make one environment, reset it and draw one frame, in a process of its own.
 
     Args:
@@ -218,7 +218,7 @@ def draw_frame(
             contrast = float(manager.reset(np.zeros(1, np.int64), np.zeros(1, np.int32)).images.std())
     except (EnvWorkerDied, EnvTimeout) as error:  # what follows is the tail of a log, and the limits are doctor's own
         what = MANAGER.sub("the simulator's process", error.message.partition("\n")[0])
-        return Finding(name, "error", what, hint or error.hint)
+        return MachineFinding(name, "error", what, hint or error.hint)
     except EnvError as error:
         lines = [line.strip() for line in error.message.splitlines() if line.strip() and not line.startswith("---")]
         # What a simulator raises ends with its hint.
@@ -226,16 +226,18 @@ def draw_frame(
         what = re.sub(rf"^((\w+\.)+\w+|{MANAGER.pattern}): ", "", what)  # a class says nothing to a user
         # A bare exception has only a hint for those who write simulators.
         raised_by_simulator = error.code == EnvRaised.code and hint
-        return Finding(name, "error", what, hint if raised_by_simulator else error.hint or hint)
+        return MachineFinding(name, "error", what, hint if raised_by_simulator else error.hint or hint)
     if contrast == 0:
         other = (
             "try another Vulkan driver"
             if ENVS.entry(env_type).draws_with == "vulkan"
             else "try MUJOCO_GL=osmesa, or another driver"
         )
-        return Finding(name, "error", "it draws an empty picture", other)
+        return MachineFinding(name, "error", "it draws an empty picture", other)
     seconds = time.monotonic() - start
-    return Finding(name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})")
+    return MachineFinding(
+        name, "ok", f"one environment and one frame in {seconds:.1f} s ({python or 'this environment'})"
+    )
 
 
 def missing_gl() -> str:
@@ -245,43 +247,43 @@ def missing_gl() -> str:
     return "neither libEGL nor libOSMesa can be loaded"
 
 
-def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> Finding:
+def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> MachineFinding:
     """One frame of MuJoCo, in a process of its own: a faulty driver may crash or hang."""
     name, hint = "MuJoCo rendering", GL_HINT
     if missing_gl():
-        return Finding(name, "warning", missing_gl(), hint)
+        return MachineFinding(name, "warning", missing_gl(), hint)
     try:
         done = subprocess.run(
             [sys.executable, "-c", DRAW], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, "warning", f"no frame within {timeout_s:g} s", hint)
+        return MachineFinding(name, "warning", f"no frame within {timeout_s:g} s", hint)
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not answers:  # the status does not count: some drivers complain when the interpreter ends
         lines = done.stderr.strip().splitlines() or [f"the process ended with status {done.returncode}"]
-        return Finding(name, "warning", lines[-1], hint)
+        return MachineFinding(name, "warning", lines[-1], hint)
     answer: dict[str, object] = json.loads(answers[-1])
     if answer["contrast"] == 0:
-        return Finding(name, "warning", f"MUJOCO_GL={answer['gl']} draws an empty picture", hint)
-    return Finding(name, "ok", f"MUJOCO_GL={answer['gl']}, on the {'CPU' if answer['software'] else 'GPU'}")
+        return MachineFinding(name, "warning", f"MUJOCO_GL={answer['gl']} draws an empty picture", hint)
+    return MachineFinding(name, "ok", f"MUJOCO_GL={answer['gl']}, on the {'CPU' if answer['software'] else 'GPU'}")
 
 
-def check_libraries() -> Finding:
+def check_libraries() -> MachineFinding:
     """Shared libraries of the system that Vulkan renderers open."""
     missing = missing_libraries()
     if missing:
         packages = " ".join(missing.values())
         hint = f"apt install {packages} ({INSTALLER})"
-        return Finding("system libraries", "error", f"missing: {', '.join(missing)}", hint)
-    return Finding("system libraries", "ok", "all there")
+        return MachineFinding("system libraries", "error", f"missing: {', '.join(missing)}", hint)
+    return MachineFinding("system libraries", "ok", "all there")
 
 
-def check_vulkan(report: vulkan.VulkanReport) -> Finding:
+def check_vulkan(report: vulkan.VulkanReport) -> MachineFinding:
     """A Vulkan device with what SAPIEN's renderer needs."""
     if not report.usable:
-        return Finding("Vulkan", "error", report.detail, VULKAN_HINTS[report.status])
+        return MachineFinding("Vulkan", "error", report.detail, VULKAN_HINTS[report.status])
     devices = [f"{d.name}: {d.driver}, Vulkan {d.api_version}" for d in report.devices if d.partially_bound]
-    return Finding("Vulkan", "ok", "; ".join(devices))
+    return MachineFinding("Vulkan", "ok", "; ".join(devices))
 
 
 def _checked() -> list[SimulatorSpec]:
@@ -294,7 +296,7 @@ def _is_absent(spec: SimulatorSpec) -> bool:
     return spec.isolated and _own_python(spec.name) is None and importlib.util.find_spec(spec.name) is None
 
 
-def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) -> Iterator[Finding]:
+def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) -> Iterator[MachineFinding]:
     """Run the checks of all simulators; frames are drawn by Vulkan only where it was found usable."""
     installed = [spec for spec in _checked() if not _is_absent(spec)]
     for spec in installed:
@@ -305,7 +307,7 @@ def check_simulators(extensions: Sequence[str] = (), vulkan_draws: bool = True) 
         yield check_mujoco_rendering()
 
 
-def problems(findings: list[Finding]) -> dict[str, str]:
+def problems(findings: list[MachineFinding]) -> dict[str, str]:
     """Return env_type -> why it does not run here; "" if it does."""
 
     def text(*names: str) -> str:

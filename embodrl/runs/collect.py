@@ -78,7 +78,7 @@ class StepwiseActor:
         return output.logprobs.sum(dim=2).float().cpu().numpy() if drawn else None
 
 
-class Collector:
+class DemoCollector:
     """Runs experts, or a policy, in all environments of a pool until enough episodes have succeeded.
 
     Args:
@@ -102,7 +102,7 @@ class Collector:
         pool: EnvPool,
         writer: DatasetWriter,
         should_stop: Callable[[], bool] = lambda: False,
-        policy: ActingPolicy | None = None,
+        policy: RecordedPolicy | None = None,
     ) -> None:
         self.settings, self.rewards = config.collect, reward_settings(config)
         # A collection continues with the number of episodes changed only.
@@ -306,7 +306,7 @@ def frame_rate(config: Config, spec: EnvSpec) -> int:
 
 
 @dataclass(frozen=True)
-class ActingPolicy:
+class RecordedPolicy:
     """A policy that acts in place of experts.
 
     Attributes:
@@ -320,7 +320,7 @@ class ActingPolicy:
 
 def acting_policy(
     loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
-) -> ActingPolicy:
+) -> RecordedPolicy:
     """Build the policy of a configuration that was loaded for ``record``.
 
     Args:
@@ -334,7 +334,7 @@ def acting_policy(
     config = loaded.config
     device = configure_torch(config, loaded.deployment.of("rollout")[0])
     check_memory(config, loaded.deployment, training=False, device=device)
-    return ActingPolicy(name, make_rollout_engine(config, make_policy(config), num_threads(config)))
+    return RecordedPolicy(name, make_rollout_engine(config, make_policy(config), num_threads(config)))
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class CollectResult:
 def collect(
     config: Config,
     places: Sequence[ProcessPlace] | None = None,
-    policy: ActingPolicy | None = None,
+    policy: RecordedPolicy | None = None,
     resumable: bool = False,
 ) -> CollectResult:
     """Gather demonstrations as ``config.collect`` says; an interrupted collection into the directory is continued.
@@ -395,7 +395,7 @@ def collect(
         pool.start()
         if lerobot is not None:
             lerobot.fps = frame_rate(config, pool.spec)
-        collector = Collector(config, pool, writer, lambda: bool(stop), policy)
+        collector = DemoCollector(config, pool, writer, lambda: bool(stop), policy)
         if earlier := int(collector.kept.sum()):
             progress.message(f"continuing an interrupted collection: {earlier} episodes are there")
             progress.start_at(earlier)

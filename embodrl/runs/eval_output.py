@@ -45,7 +45,7 @@ JSON_FILE, HTML_FILE, GRID_FILE, VIDEO_DIR = "eval.json", "eval.html", "grid.mp4
 MAX_LINES = 20
 
 
-class EvalOutput:
+class EvalDirectory:
     """The directory of an evaluation.
 
     Args:

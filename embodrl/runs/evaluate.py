@@ -17,7 +17,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.intervals import wilson_interval
 from embodrl.reporting.progress import Progress
-from embodrl.runs.eval_output import HTML_FILE, EvalOutput
+from embodrl.runs.eval_output import HTML_FILE, EvalDirectory
 from embodrl.storage.json_file import check_json_file, write_json_file
 from embodrl.trainer.files import removed_if_empty
 from embodrl.trainer.provenance import compute_text
@@ -132,7 +132,7 @@ def evaluate(
     config = loaded.config.evaluated
     for path in filter(None, (json_path, harness_path)):
         check_json_file(path)
-    output = EvalOutput(config, output_dir, weights)
+    output = EvalDirectory(config, output_dir, weights)
     with removed_if_empty(output.directory):
         device = configure_torch(config, loaded.deployment.of("rollout")[0])
         check_memory(config, loaded.deployment, training=False, device=device, decoding=config.env.eval.decoding)
@@ -160,7 +160,7 @@ def evaluate(
 
 def _measure(
     loaded: LoadedConfig,
-    output: EvalOutput,
+    output: EvalDirectory,
     axis: str | None,
     policy: Callable[[], VLAPolicy],
     decoding: Decoding | None = None,

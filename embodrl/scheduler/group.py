@@ -16,7 +16,7 @@ from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerRaised, 
 from embodrl.processes.ending import closing_grace_s
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers import LAUNCHERS
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, settle
+from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, settle
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
 
 START_TIMEOUT_S = 180.0
@@ -36,7 +36,7 @@ class Handle:
     """
 
     def __init__(
-        self, method: str, futures: dict[int, Future[Outcome]], collect: Collect, explain: Callable[[int], str]
+        self, method: str, futures: dict[int, Future[CallOutcome]], collect: Collect, explain: Callable[[int], str]
     ) -> None:
         self.method, self.futures = method, futures
         self._collect, self._explain = collect, explain
@@ -134,7 +134,7 @@ class WorkerGroup:
         self._launcher: Launcher | None = None
         self._owns_launcher = False
         self._failed: WorkerError | None = None
-        self._pending: list[Future[Outcome]] = []
+        self._pending: list[Future[CallOutcome]] = []
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class WorkerGroup:
         return self._begin(method, shares, lambda results: results[0])
 
     def _begin(self, method: str, shares: list[Arguments | None], collect: Collect) -> Handle:
-        futures: dict[int, Future[Outcome]] = {}
+        futures: dict[int, Future[CallOutcome]] = {}
         for rank, share in enumerate(shares):
             if share is not None:
                 futures[rank] = self._workers[rank].call(method, *share)

@@ -37,7 +37,7 @@ GIVE_UP = 4
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ServedChunk:
     """The answer to an observation.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Query:
     prefix: tuple[NDArray[np.float32], int] | None = None
 
 
-class ModelCore(BatchPump[_Query, Chunk]):
+class ModelCore(BatchPump[_Query, ServedChunk]):
     """Answers observations with chunks of actions. Its methods belong to one event loop.
 
     Args:
@@ -80,7 +80,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
         self._running.set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._under_way: set[Request[_Query, Chunk]] = set()
+        self._under_way: set[Request[_Query, ServedChunk]] = set()
         self._rollouts = 0
         self._watch = BatchWatch(settings.stall_timeout_s)
         self.is_stopping = False
@@ -126,7 +126,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
         client: object,
         protocol: str,
         prefix: tuple[NDArray[np.float32], int] | None = None,
-    ) -> Chunk:
+    ) -> ServedChunk:
         """Return the actions by ``serve.decoding`` for an observation ``[1]``.
 
         Args:
@@ -145,7 +145,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
             raise self._stalled()
         arrived = time.perf_counter()
         self._note(client, arrived)
-        request: Request[_Query, Chunk] = Request(_Query(observation, arrived, prefix))
+        request: Request[_Query, ServedChunk] = Request(_Query(observation, arrived, prefix))
         self._under_way.add(request)
         self._idle.clear()
         self._arrival.set()
@@ -157,7 +157,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
         total_s = time.perf_counter() - arrived
         self.metrics.count("requests_total", protocol)
         self.metrics.took(total_s)
-        return Chunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
+        return ServedChunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
 
     async def roll_out(self, compute: Callable[[], PolicyOutput]) -> PolicyOutput:
         """Return what ``compute`` does with the engine, in a thread: a batch that a run has formed itself.
@@ -199,7 +199,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
         """Expect no more requests of a client, whose connection has ended."""
         self._active.pop(client, None)
 
-    async def gather(self, waiting: Sequence[Request[_Query, Chunk]]) -> None:
+    async def gather(self, waiting: Sequence[Request[_Query, ServedChunk]]) -> None:
         await self._running.wait()
         deadline = waiting[0].content.arrived + self.settings.max_wait_ms / 1000
         while len(waiting) < min(self.settings.max_batch_size, len(self._active)):
@@ -212,13 +212,13 @@ class ModelCore(BatchPump[_Query, Chunk]):
             except TimeoutError:
                 return
 
-    def choose(self, waiting: list[Request[_Query, Chunk]]) -> list[Request[_Query, Chunk]]:
+    def choose(self, waiting: list[Request[_Query, ServedChunk]]) -> list[Request[_Query, ServedChunk]]:
         """Return the oldest requests whose pictures and states have the shapes of the oldest one's.
 
         Those that continue a chunk and those that do not are computed apart: guidance takes gradients.
         """
 
-        def shapes(request: Request[_Query, Chunk]) -> tuple[object, ...]:
+        def shapes(request: Request[_Query, ServedChunk]) -> tuple[object, ...]:
             observation = request.content.observation
             return observation.images.shape, observation.state.shape, request.content.prefix is None
 
@@ -249,11 +249,11 @@ class ModelCore(BatchPump[_Query, Chunk]):
         hint = "its log has the stack; the server ends unless the batch does"
         return ServingError(self.stalled, hint, code="server-model-hangs")
 
-    def compute(self, batch: list[_Query]) -> Sequence[Chunk]:
+    def compute(self, batch: list[_Query]) -> Sequence[ServedChunk]:
         with self._watch:
             return self._compute(batch)
 
-    def _compute(self, batch: list[_Query]) -> Sequence[Chunk]:
+    def _compute(self, batch: list[_Query]) -> Sequence[ServedChunk]:
         clock = time.perf_counter()
         try:
             observation = Observation.concat([query.observation for query in batch])
@@ -269,7 +269,7 @@ class ModelCore(BatchPump[_Query, Chunk]):
             return [self._alone(query) for query in batch]
         return _chunks(output, 1000 * (time.perf_counter() - clock))
 
-    def _alone(self, query: _Query) -> Chunk:
+    def _alone(self, query: _Query) -> ServedChunk:
         # An exception in the place of an answer reaches whom it concerns: see ``Request.settle``.
         try:
             return self._compute([query])[0]
@@ -311,9 +311,9 @@ class ModelCore(BatchPump[_Query, Chunk]):
         )
 
 
-def _chunks(output: PolicyOutput, infer_ms: float) -> list[Chunk]:
+def _chunks(output: PolicyOutput, infer_ms: float) -> list[ServedChunk]:
     rows = len(output.actions)
-    return [Chunk(np.array(output.actions[row]), output.version, rows, infer_ms) for row in range(rows)]
+    return [ServedChunk(np.array(output.actions[row]), output.version, rows, infer_ms) for row in range(rows)]
 
 
 def explain(error: Exception) -> str:

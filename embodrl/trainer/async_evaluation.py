@@ -40,7 +40,7 @@ LOOK_S = 0.1
 _START_TIMEOUT_S = 3600.0
 
 
-class Answer(TypedDict):
+class EvaluationAnswer(TypedDict):
     """What the process answers: metrics, whether it exported the policy as the best so far, and why it could not."""
 
     metrics: dict[str, float]
@@ -88,7 +88,7 @@ class EvaluationProcess(Worker):
         self._pool.close()
 
     @dispatch()
-    def evaluate(self, iteration: int, version: int, video_dir: str | None, best: float | None) -> Answer:
+    def evaluate(self, iteration: int, version: int, video_dir: str | None, best: float | None) -> EvaluationAnswer:
         """Measure the newest weights, and export them if no evaluation was better.
 
         Args:
@@ -178,7 +178,7 @@ class AsyncEvaluator:
         self._sender = DiskSender(self._run_dir / EVAL_WEIGHTS_DIR, trained_names(policy))
         self._restarts = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
         self._thread = ThreadPoolExecutor(1, "evaluation")
-        self._future: Future[Answer] | None = None
+        self._future: Future[EvaluationAnswer] | None = None
         self._closing = self._has_begun = self._is_lost = False
 
     def continue_from(
@@ -214,7 +214,9 @@ class AsyncEvaluator:
     def _begin(self, wanted: PendingEvaluation) -> None:
         self.under_way, self._future = wanted, self._thread.submit(self._measure, wanted)
 
-    def take(self, wanted_now: bool, should_stop: Callable[[], bool]) -> tuple[PendingEvaluation, Answer] | None:
+    def take(
+        self, wanted_now: bool, should_stop: Callable[[], bool]
+    ) -> tuple[PendingEvaluation, EvaluationAnswer] | None:
         """Return the evaluation that is done, once; None if there is none.
 
         Args:
@@ -238,7 +240,7 @@ class AsyncEvaluator:
         done, self.under_way = self.under_way, None
         return done, answer
 
-    def _measure(self, wanted: PendingEvaluation) -> Answer:
+    def _measure(self, wanted: PendingEvaluation) -> EvaluationAnswer:
         """Evaluate, in the thread that waits for the process."""
         lost: WorkerDied | None = None
         while True:
@@ -310,7 +312,7 @@ def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRI
     return found[-1] if found else None
 
 
-def late_row(done: PendingEvaluation, answer: Answer, iteration: int) -> Row:
+def late_row(done: PendingEvaluation, answer: EvaluationAnswer, iteration: int) -> Row:
     """Return what an evaluation adds to the row of its iteration, when ``iteration`` is the last one."""
     metrics: Row = dict(answer["metrics"])
     seconds = metrics.pop("time/eval_s")  # beside those of the iteration, not among them

@@ -15,7 +15,7 @@ from embodrl.envs.pool.faults import Bounds
 from embodrl.envs.pool.options import EnvTimeouts, RemoteEnv
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, MissingDependencyError
-from embodrl.preflight.findings import Finding
+from embodrl.preflight.findings import MachineFinding
 from embodrl.preflight.isolated import check_pins
 from embodrl.specs import ENV_SERVERS, ENVS
 
@@ -111,7 +111,7 @@ def check_videos(config: Config, here: bool = False) -> None:
         preflight_videos()
 
 
-def try_simulator(config: Config) -> Finding:
+def try_simulator(config: Config) -> MachineFinding:
     """Make one environment as configured, in the interpreter that would run it, and draw one frame."""
     from embodrl.preflight.simulators import draw_frame, preflight
 
@@ -120,12 +120,12 @@ def try_simulator(config: Config) -> Finding:
         try:
             check_simulator(config)
         except EnvError as error:
-            return Finding(name, "error", error.message, error.hint)
-        return Finding(name, "ok", f"env servers answer: {', '.join(config.env.remote)}")
+            return MachineFinding(name, "error", error.message, error.hint)
+        return MachineFinding(name, "ok", f"env servers answer: {', '.join(config.env.remote)}")
     try:
         preflight(config.env.env_type, interpreter_of(config), config.env)
     except MissingDependencyError as error:
-        return Finding(name, "error", error.message, error.hint)
+        return MachineFinding(name, "error", error.message, error.hint)
     return draw_frame(name, config.env.env_type, env_kwargs(config), interpreter_of(config), config.extensions)
 
 

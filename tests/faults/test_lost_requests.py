@@ -19,7 +19,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvQuarantined
 from embodrl.reporting.progress import Progress
-from embodrl.runs.collect import Collector
+from embodrl.runs.collect import DemoCollector
 from embodrl.types import PolicyOutput
 from embodrl.workers.evaluator import Evaluator
 
@@ -66,7 +66,7 @@ def test_a_collection_restarts_its_attempts(name: str, number: int, tmp_path: Pa
     config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
     with mortal(auto_reset=False) as pool:
         pool.doom(name, number)
-        collector = Collector(config, pool, RawWriter(tmp_path))
+        collector = DemoCollector(config, pool, RawWriter(tmp_path))
         collector.run(Progress("collect", 1, "episodes", "off"))
         collector.close()
         assert pool.left <= 0 and pool.faults.restarts == 1
@@ -82,7 +82,7 @@ def test_a_collection_of_which_nothing_can_be_true_stops(tmp_path: Path) -> None
         pool.doom("", 0)
         pool.bounds = Bounds(reward=1e-6)
         with raises_code("env-quarantined", EnvQuarantined, "task reach-red"):
-            Collector(config, pool, RawWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
+            DemoCollector(config, pool, RawWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
 
 
 def expert_steps(seed: int) -> int:

@@ -13,7 +13,7 @@ import pytest
 
 from embodrl.errors import WorkerError
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running
+from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running
 from embodrl.scheduler.launchers.host import context_message, environment
 from embodrl.scheduler.messages import CODEC
 from embodrl.scheduler.worker import Worker, WorkerContext, make_worker
@@ -29,10 +29,10 @@ class InPlace(Running):
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def started(self) -> Future[Outcome]:
+    def started(self) -> Future[CallOutcome]:
         return _done(None)
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[CallOutcome]:
         return _done(getattr(self.worker, method)(*args, **kwargs))
 
     def explain_delay(self) -> str:
@@ -45,9 +45,9 @@ class InPlace(Running):
         pass
 
 
-def _done(value: Any) -> Future[Outcome]:
-    future: Future[Outcome] = Future()
-    future.set_result(Outcome(value, 0.0))
+def _done(value: Any) -> Future[CallOutcome]:
+    future: Future[CallOutcome] = Future()
+    future.set_result(CallOutcome(value, 0.0))
     return future
 
 

@@ -23,7 +23,7 @@ from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError, EnvWorkerDied, UsageError
 from embodrl.extras.env_server.link import connect
 from embodrl.extras.env_server.relay import probe
-from embodrl.extras.env_server.server import EnvServer
+from embodrl.extras.env_server.server import TcpEnvServer
 from embodrl.extras.env_server.serving import serve
 
 TOKEN = "a-token"
@@ -33,7 +33,7 @@ class Served:
     """An env server in a thread."""
 
     def __init__(self, max_processes: int = 4) -> None:
-        self.server = EnvServer("127.0.0.1", 0, TOKEN, max_processes)
+        self.server = TcpEnvServer("127.0.0.1", 0, TOKEN, max_processes)
         self.port = int(self.server.address.rpartition(":")[2])
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self.server.run, args=(self._stop.is_set,))
@@ -245,7 +245,7 @@ def test_tokens_are_secrets_and_are_asked_for_where_others_reach_the_server():
 
 
 def test_a_client_with_a_token_believes_no_server_that_asks_for_none():
-    server = EnvServer("127.0.0.1", 0, None, 4, (), None)
+    server = TcpEnvServer("127.0.0.1", 0, None, 4, (), None)
     over = threading.Event()
     thread = threading.Thread(target=server.run, args=(over.is_set,))
     thread.start()

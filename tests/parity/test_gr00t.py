@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.parity import gr00t as parity
 from embodrl.models.common import dit
 from embodrl.models.common.flow import denoising_times, integrate, reversed_velocity
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not FIXTURE.is_dir(), reason=f"no recorded refer
 
 
 @pytest.fixture
-def head() -> ActionHead:
+def head() -> FlowActionHead:
     return parity.load_head(FIXTURE)
 
 
@@ -31,7 +31,7 @@ def io() -> dict[str, Tensor]:
     return load_file(FIXTURE / "io.safetensors")
 
 
-def error(head: ActionHead, io: dict[str, Tensor], name: str = "v") -> float:
+def error(head: FlowActionHead, io: dict[str, Tensor], name: str = "v") -> float:
     return float((parity.outputs(head, io)[name] - io[name]).abs().max())
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from embodrl.extras.gr00t import qwen3_vl
-from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.modeling import Gr00tN17Model
 from embodrl.extras.parity import gr00t_n1_7 as parity
 from embodrl.models.common.dit import ContextMask
@@ -79,13 +79,13 @@ def test_deepstack_shows(model: Gr00tN17Model, io: dict[str, Tensor]) -> None:
 def test_what_blocks_attend_to_shows(
     model: Gr00tN17Model, io: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
-    right = ActionHead.seen
+    right = FlowActionHead.seen
 
-    def seen(self: ActionHead, mask: Tensor | None, at_images: Tensor) -> ContextMask:
+    def seen(self: FlowActionHead, mask: Tensor | None, at_images: Tensor) -> ContextMask:
         assert mask is not None
         return mask[:, None, None] if wrong == "all" else right(self, mask, ~at_images & mask)
 
-    monkeypatch.setattr(ActionHead, "seen", seen)
+    monkeypatch.setattr(FlowActionHead, "seen", seen)
     changed = errors(model, io)
     assert changed["vl"] < 1e-5 and changed["v"] > 1e-3 and changed["actions"] > 1e-3
 

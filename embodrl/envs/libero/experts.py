@@ -24,7 +24,7 @@ PALM_M = 0.09
 BOX, MESH, CYLINDER, SPHERE, CAPSULE = 6, 7, 5, 2, 3  # mjtGeom
 
 
-class Body:
+class ObjectGeometry:
     """The collision geometry of an object.
 
     Args:
@@ -108,7 +108,7 @@ class PickAndPlace:
         data = sim.data._data
         self.name, self.place = target, place
         self._main = int(self._env.obj_body_id[target])
-        self.body = Body(self._model, self._main)
+        self.body = ObjectGeometry(self._model, self._main)
         names = self._env.sim.model
         self._fingers = [names.body_name2id(f"gripper0_{side}finger") for side in ("left", "right")]
         robot = {

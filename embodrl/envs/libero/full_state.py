@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.libero.experts import Body
+from embodrl.envs.libero.experts import ObjectGeometry
 
 Floats = NDArray[np.float64]
 
@@ -30,7 +30,7 @@ class FullState:
         self._fingers = [names.get_joint_qvel_addr(name) for name in scene.env.robots[0].gripper.joints]
         self._goals = [tuple(goal) for goal in scene.env.parsed_problem["goal_state"]]
         self._bodies = {
-            goal[1]: Body(self._model, int(scene.env.obj_body_id[goal[1]]))
+            goal[1]: ObjectGeometry(self._model, int(scene.env.obj_body_id[goal[1]]))
             for goal in self._goals
             if goal[1] not in scene.env.object_sites_dict
         }

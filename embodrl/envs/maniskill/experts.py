@@ -35,7 +35,7 @@ class Actor(Protocol):
     angular_velocity: Tensor  # [N,3], rad/s
 
 
-class Agent(Protocol):
+class ExpertAgent(Protocol):
     """The robot."""
 
     tcp: Actor
@@ -45,10 +45,10 @@ class Agent(Protocol):
         ...
 
 
-class Task(Protocol):
+class ExpertTask(Protocol):
     """A ManiSkill environment with what the experts look at; a task has those that its expert needs."""
 
-    agent: Agent
+    agent: ExpertAgent
     obj: Actor
     goal_region: Actor
     goal_site: Actor
@@ -88,7 +88,7 @@ class SlideCube(Expert):
     def __init__(self, direction: float) -> None:
         self.direction = direction
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         tcp, cube, goal = position(env.agent.tcp), position(env.obj), position(env.goal_region)
         start = offset(cube, x=-self.direction * self.behind_m)
         start[2] = self.height_m
@@ -117,13 +117,13 @@ class PickCube(Expert):
         self.cube = cube
         self.closing = 0
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         tcp, cube = position(env.agent.tcp), position(getattr(env, self.cube))
         if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
             return self.carry(env, tcp, cube)
         return self.grasp(env, tcp, cube)
 
-    def grasp(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
+    def grasp(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
         """Return the action that goes for the cube."""
         if np.linalg.norm(tcp[:2] - cube[:2]) > 0.015:
             self.closing = 0
@@ -134,7 +134,7 @@ class PickCube(Expert):
         self.closing = (self.closing + 1) % 6
         return reach(tcp, cube, CLOSED)
 
-    def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
+    def carry(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
         """Return the action with the cube in hand."""
         return reach(tcp, tcp + position(env.goal_site) - cube, CLOSED)
 
@@ -147,13 +147,13 @@ class StackCube(PickCube):
     def __init__(self) -> None:
         super().__init__("cubeA")
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         tcp, top, base = position(env.agent.tcp), position(env.cubeA), position(env.cubeB)
         if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
             return reach(tcp, offset(tcp, z=0.02), OPEN)
         return super().act(env)
 
-    def grasp(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
+    def grasp(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
         """Turn the gripper where it would hold the cube by its edges, which slips on the way."""
         turn_rad = self._misalignment(env)
         if abs(turn_rad) > self.aligned_rad and self.closing == 0:
@@ -166,14 +166,14 @@ class StackCube(PickCube):
         action[5] = np.clip(-2 * excess_rad / ROTATION_STEP_RAD, -1, 1)
         return action
 
-    def _misalignment(self, env: Task) -> float:
+    def _misalignment(self, env: ExpertTask) -> float:
         """Return by how much the gripper must turn about the vertical to close on two faces: +-45 degrees at most."""
         cube = env.cubeA.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy()
         fingers = env.agent.tcp.pose.to_transformation_matrix()[0, :3, 1].cpu().numpy()
         angle = float(np.arctan2(cube[1], cube[0]) - np.arctan2(fingers[1], fingers[0]))
         return (angle + np.pi / 4) % (np.pi / 2) - np.pi / 4
 
-    def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
+    def carry(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
         base = position(env.cubeB)
         apart = float(np.linalg.norm(cube[:2] - base[:2]))
         if apart > 0.012:
@@ -202,7 +202,7 @@ class LiftPegUpright(Expert):
         self.closing = 0
         self.side = 0.0
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         tcp, peg = position(env.agent.tcp), position(env.peg)
         axis = env.peg.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy().astype(np.float32)
         if self.side == 0.0:

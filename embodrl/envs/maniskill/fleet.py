@@ -47,7 +47,7 @@ class FleetState(TypedDict, total=False):
     scenes: list[SceneState]
 
 
-class Journal:
+class ActionJournal:
     """Resets and actions of one scene since it was built."""
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class Journal:
         return {"kinds": np.array(self.kinds, np.uint8), "seeds": np.array(self.seeds, np.int64), "actions": actions}
 
     @staticmethod
-    def replay(arrays: JournalArrays, sim: ManiSkillSim) -> Journal:
+    def replay(arrays: JournalArrays, sim: ManiSkillSim) -> ActionJournal:
         """Do on a new scene what was done on the old one; return the journal of that."""
-        journal = Journal()
+        journal = ActionJournal()
         seeds, actions = iter(arrays["seeds"]), iter(arrays["actions"])
         for kind in arrays["kinds"]:
             if kind == _RESET:
@@ -109,7 +109,7 @@ class Fleet:
         self._kwargs = sim_kwargs
         self._batched: ManiSkillSim | None = None
         self._sims: dict[tuple[int, int], ManiSkillSim] = {}
-        self._journals: dict[tuple[int, int], Journal] = {}
+        self._journals: dict[tuple[int, int], ActionJournal] = {}
         self._marks: dict[tuple[int, int], int] = {}
         self._experts: list[Expert | None] = [None] * num_envs
         if sim_kwargs["sim_backend"] == "physx_cuda":
@@ -134,10 +134,10 @@ class Fleet:
         key = (row, int(self.task_id[row]))
         if key not in self._sims:
             self._sims[key] = ManiSkillSim(self.tasks[key[1]], 1, **self._kwargs)
-            self._journals[key] = Journal()
+            self._journals[key] = ActionJournal()
         return self._sims[key]
 
-    def _journal(self, row: int) -> Journal:
+    def _journal(self, row: int) -> ActionJournal:
         return self._journals[row, int(self.task_id[row])]
 
     def assign(self, rows: NDArray[np.int64], task_ids: NDArray[np.int32]) -> None:
@@ -244,7 +244,7 @@ class Fleet:
         for key, sim in list(self._sims.items()):
             sim.close()
             self._sims[key] = ManiSkillSim(self.tasks[key[1]], 1, **self._kwargs)
-            self._journals[key] = Journal()
+            self._journals[key] = ActionJournal()
 
     def mark(self) -> None:
         """Remember how long the journals are."""
@@ -279,7 +279,7 @@ class Fleet:
             if (mark := scene.get("mark")) is not None:
                 self._marks[row, task] = mark
             self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
-            self._journals[row, task] = Journal.replay(scene["journal"], self._sims[row, task])
+            self._journals[row, task] = ActionJournal.replay(scene["journal"], self._sims[row, task])
 
     def get_scene(self, row: int) -> JournalArrays:
         """Return the journal of the scene of an environment and its present task (CPU only)."""
@@ -298,7 +298,7 @@ class Fleet:
         key = (row, int(self.task_id[row]))
         if key in self._sims:
             self._sims.pop(key).close()
-        self._journals[key] = Journal.replay(journal, self._sim(row))
+        self._journals[key] = ActionJournal.replay(journal, self._sim(row))
 
     def close(self) -> None:
         """Free all scenes."""

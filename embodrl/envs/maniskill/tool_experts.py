@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.experts.base import CLOSED, OPEN, POSITION_STEP_M, ROTATION_STEP_RAD, Expert, reach
-from embodrl.envs.maniskill.experts import Actor, PickCube, Pose, Task, Vector, offset, position
+from embodrl.envs.maniskill.experts import Actor, ExpertTask, PickCube, Pose, Vector, offset, position
 
 Matrix = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ class HoldBar(Expert):
     def __init__(self, bar: str, along_m: float) -> None:
         self.bar, self.along_m, self.closing = bar, along_m, 0
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         bar: Actor = getattr(env, self.bar)
         tcp, pose = position(env.agent.tcp), _matrix(bar.pose)
         if bool(env.agent.is_grasping(bar)[0]):
@@ -56,7 +56,7 @@ class HoldBar(Expert):
             action = reach(tcp, grip, CLOSED)
         return _turned(action, np.array([0.0, 0.0, turn_rad]), gain=1.5)
 
-    def use(self, env: Task, tcp: Vector, pose: Matrix) -> Vector:
+    def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
         """Return the action with the bar, whose pose is ``float64[4,4]``, in hand."""
         raise NotImplementedError
 
@@ -78,7 +78,7 @@ class InsertPeg(HoldBar):
         super().__init__("peg", -0.06)
         self.inserting = False
 
-    def use(self, env: Task, tcp: Vector, pose: Matrix) -> Vector:
+    def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
         hole, head = _matrix(env.box_hole_pose), _matrix(env.peg_head_pose)
         half_length_m = float(np.linalg.norm(head[:3, 3] - pose[:3, 3]))
         seen = hole[:3, :3].T @ (head[:3, 3] - hole[:3, 3])  # from the hole: along it, sideways, up
@@ -107,7 +107,7 @@ class PokeCube(HoldBar):
     def __init__(self) -> None:
         super().__init__("peg", -0.085)
 
-    def use(self, env: Task, tcp: Vector, pose: Matrix) -> Vector:
+    def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
         cube, goal = position(env.cube), position(env.goal_region)
         head = pose[:3, 3] + 0.12 * pose[:3, 0]
         turn_rad = np.array([0.0, 0.0, -np.arctan2(pose[1, 0], pose[0, 0])])
@@ -134,7 +134,7 @@ class PullWithTool(HoldBar):
         super().__init__("l_shape_tool", 0.03)
         self.hooked = False
 
-    def use(self, env: Task, tcp: Vector, pose: Matrix) -> Vector:
+    def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
         cube, tool = position(env.cube), pose[:3, 3]
         turn_rad = np.cross(pose[:3, 0], [1.0, 0.0, 0.0])  # the far end sags
         place = np.array([cube[0] - self.hook_m + 0.04, cube[1] - self.beside_m, 0.027])
@@ -158,14 +158,14 @@ class PlaceSphere(PickCube):
     def __init__(self) -> None:
         super().__init__("obj")
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         tcp, ball, bin_ = position(env.agent.tcp), position(env.obj), position(env.bin)
         apart = float(np.linalg.norm(ball[:2] - bin_[:2]))
         if apart < 0.01 and ball[2] < bin_[2] + (0.044 if apart < self.centred_m else 0.03):
             return reach(tcp, offset(tcp, z=0.01), OPEN)  # it drops into the bin
         return super().act(env)
 
-    def carry(self, env: Task, tcp: Vector, cube: Vector) -> Vector:
+    def carry(self, env: ExpertTask, tcp: Vector, cube: Vector) -> Vector:
         bin_ = position(env.bin)
         apart = float(np.linalg.norm(cube[:2] - bin_[:2]))
         target = offset(bin_, z=0.04 if apart < 2 * self.centred_m else 0.07)
@@ -184,7 +184,7 @@ class RollBall(Expert):
     def __init__(self) -> None:
         self.line: tuple[NDArray[np.floating], NDArray[np.floating]] | None = None
 
-    def act(self, env: Task) -> Vector:
+    def act(self, env: ExpertTask) -> Vector:
         tcp, ball, goal = (position(thing) for thing in (env.agent.tcp, env.ball, env.goal_region))
         if self.line is not None:
             return self._strike(tcp, *self.line)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.real_time.clock import Clock, Pacer
 from embodrl.envs.real_time.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
-from embodrl.envs.real_time.safety import Command, Limits
+from embodrl.envs.real_time.safety import Command, CommandLimits
 from embodrl.fields import Fields
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class RealTime:
         self.control_hz = hz
         self.pacer = Pacer(clock or Clock(settings.number("speed")), hz)
         self.controls = Controls(settings.text("control_dir", None))
-        self.limits = Limits(
+        self.limits = CommandLimits(
             *(_numbers(safety, name) for name in ("low", "high", "max_step", "max_velocity")),
             period_s=1 / hz,
             stops=safety.text("on_violation") == "stop",

@@ -20,7 +20,7 @@ _TOLERANCE = 1e-9
 
 
 @dataclass
-class Limits:
+class CommandLimits:
     """Keeps commands ``float64[A]`` within limits, and counts those that were not.
 
     Attributes:

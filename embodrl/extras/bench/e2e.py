@@ -37,7 +37,7 @@ BASELINE = {"env_type": "bench_every_step", "extensions": ("embodrl.extras.bench
 
 
 @dataclass
-class Clock:
+class PhaseClock:
     """Wall and CPU seconds of this process and of the simulator processes, since some moment.
 
     Args:
@@ -83,7 +83,7 @@ def _iterations(
     acting = make_rollout_engine(config, policy, threads)
     worker = SyncCollector(config, pool, acting, lambda: False)
     shuffle = torch.Generator().manual_seed(config.runner.seed)
-    clock = Clock([manager.pid for manager in pool.managers if manager.pid is not None])
+    clock = PhaseClock([manager.pid for manager in pool.managers if manager.pid is not None])
     wall = {"env": 0.0, "policy": 0.0, "train": 0.0}
     cpu = {"simulation": 0.0, "inference": 0.0, "training": 0.0}
     env_steps, start_s = 0, 0.0

@@ -52,7 +52,7 @@ Sides = tuple[Side, Side]
 """Ours and the plain way, each the same work."""
 
 
-class Figures(TypedDict):
+class CaseFigures(TypedDict):
     """Of one case; see the module."""
 
     ratio: float
@@ -61,13 +61,13 @@ class Figures(TypedDict):
     plain_ms: float
 
 
-class Record(TypedDict):
+class RatioRecord(TypedDict):
     """A line of the history."""
 
     commit: str | None
     date: str
     hardware: dict[str, object]
-    ratios: dict[str, Figures]
+    ratios: dict[str, CaseFigures]
     skipped: dict[str, str]
 
 
@@ -200,7 +200,7 @@ def _timed(side: Side) -> float:
     return spent / count
 
 
-def measure(sides: Sides, rounds: int = ROUNDS) -> Figures:
+def measure(sides: Sides, rounds: int = ROUNDS) -> CaseFigures:
     """Return the figures of a case: both sides in turns."""
     for side in sides:
         side()
@@ -215,12 +215,12 @@ def measure(sides: Sides, rounds: int = ROUNDS) -> Figures:
     }
 
 
-def run(names: Collection[str] | None = None) -> Record:
+def run(names: Collection[str] | None = None) -> RatioRecord:
     """Measure cases on one core, all of them by default; one whose packages are missing is skipped, with the reason."""
     cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, {max(cores)})
     torch.set_num_threads(1)
-    ratios, skipped = dict[str, Figures](), dict[str, str]()
+    ratios, skipped = dict[str, CaseFigures](), dict[str, str]()
     try:
         for case in CASES:
             if names is not None and case.__name__ not in names:
@@ -233,7 +233,7 @@ def run(names: Collection[str] | None = None) -> Record:
     finally:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
-    return Record(
+    return RatioRecord(
         commit=git_state(Path(__file__).resolve().parents[3])["commit"],
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         hardware=describe_hardware(),
@@ -242,14 +242,14 @@ def run(names: Collection[str] | None = None) -> Record:
     )
 
 
-def last_record(history: Path, hardware: dict[str, object]) -> Record | None:
+def last_record(history: Path, hardware: dict[str, object]) -> RatioRecord | None:
     """Return the newest record of a history on the same processor.
 
     Raises:
         OutputError: it can't be read.
     """
     try:
-        records: list[Record] = [json.loads(line) for line in history.read_text().splitlines()]
+        records: list[RatioRecord] = [json.loads(line) for line in history.read_text().splitlines()]
         return next((one for one in reversed(records) if _kind(one["hardware"]) == _kind(hardware)), None)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise OutputError(
@@ -257,7 +257,7 @@ def last_record(history: Path, hardware: dict[str, object]) -> Record | None:
         ) from error
 
 
-def lost(now: Record, before: Record) -> dict[str, float]:
+def lost(now: RatioRecord, before: RatioRecord) -> dict[str, float]:
     """Return by case what part of its ratio is left, where more than ``STABLE`` was lost and both are stable."""
     left: dict[str, float] = {}
     for name, figures in before["ratios"].items():

@@ -15,7 +15,7 @@ from embodrl.cli.common import Debug, execute
 FPS = 20
 
 
-class Layout(StrEnum):
+class SourceFormat(StrEnum):
     """What can be read."""
 
     libero = "libero"
@@ -32,7 +32,10 @@ def convert(
     layout: Annotated[
         str,
         typer.Argument(
-            metavar="LAYOUT", help="of the source: libero (HDF5)", show_default=False, autocompletion=one_of(Layout)
+            metavar="LAYOUT",
+            help="of the source: libero (HDF5)",
+            show_default=False,
+            autocompletion=one_of(SourceFormat),
         ),
     ],
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="file or directory", show_default=False)],
@@ -55,7 +58,7 @@ def convert(
     """
 
     def action() -> None:
-        choose(layout, Layout, "layout")
+        choose(layout, SourceFormat, "layout")
         chosen = Format(choose(to, Format, "format"))
         from embodrl.data.dataset_writer import DatasetWriter
         from embodrl.data.lerobot_writer import LeRobotWriter

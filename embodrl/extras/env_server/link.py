@@ -41,7 +41,7 @@ _PER_STEP += ("episode_return", "episode_length", "episode_seed", "final_mask")
 _HINT = "run the same version of embodrl on both machines"
 
 
-class Message(NamedTuple):
+class LinkMessage(NamedTuple):
     """A frame with the number of the request that it is, or answers."""
 
     serial: int
@@ -93,7 +93,7 @@ class Link:
             while rest:
                 rest = rest[self._sock.send(rest[:_PIECE_BYTES]) :]
 
-    def receive(self) -> Message:
+    def receive(self) -> LinkMessage:
         """Return the next message.
 
         Raises:
@@ -107,7 +107,7 @@ class Link:
         if kind not in set(Kind) or length > self.max_bytes:
             raise MessageError(f"kind {kind} with {length} bytes is no message of an env server", _HINT)
         value = decode(self._take(length)) if length else None
-        return Message(serial, Frame(Kind(kind), number, argument, value))
+        return LinkMessage(serial, Frame(Kind(kind), number, argument, value))
 
     def _take(self, count: int) -> bytearray:
         data = bytearray()  # grows with what arrives: the announced size is not believed
@@ -170,7 +170,7 @@ def _shake_hands(link: Link, address: str, token: str | None, hello: Mapping[str
         raise EnvError(message, _HINT, code="env-remote-version")
     mine = secrets.token_hex(16)
     proof = prove(token or "", "client", nonce, mine)
-    link.send(Message(0, Frame(Kind.ITEM, value={**hello, "nonce": mine, "proof": proof})).encode())
+    link.send(LinkMessage(0, Frame(Kind.ITEM, value={**hello, "nonce": mine, "proof": proof})).encode())
     answer = _fields(link.receive(), address)
     refused = answer.text("error", None)
     if refused is not None:
@@ -181,7 +181,7 @@ def _shake_hands(link: Link, address: str, token: str | None, hello: Mapping[str
         raise EnvError(message, "check env.remote and EMBODRL_TOKEN", code="env-remote-token")
 
 
-def _fields(message: Message, address: str) -> Fields:
+def _fields(message: LinkMessage, address: str) -> Fields:
     if message.frame.kind != Kind.ITEM or not isinstance(message.frame.value, dict):
         raise EnvProtocolError(f"{address} is no env server", "check the port in env.remote")
     return Fields(message.frame.value, f"a message of {address}", EnvProtocolError, _HINT)

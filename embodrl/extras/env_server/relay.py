@@ -17,7 +17,7 @@ from typing import Any
 from embodrl.envs.pool.transport import Ring, spec_from_dict
 from embodrl.envs.pool.worker_main import make_ring
 from embodrl.errors import EmbodrlError, EnvError, EnvWorkerDied, MessageError
-from embodrl.extras.env_server.link import Link, Message, connect, write_result
+from embodrl.extras.env_server.link import Link, LinkMessage, connect, write_result
 from embodrl.fields import Fields
 from embodrl.processes.ending import leave
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
@@ -82,7 +82,7 @@ class RemoteSimulator:
         """
         with self._changed:
             self._serial += 1
-            self._answer, self._asked = None, Message(self._serial, frame).encode()
+            self._answer, self._asked = None, LinkMessage(self._serial, frame).encode()
             link, asked = self._link, self._asked
         if link is not None:
             try:
@@ -119,7 +119,7 @@ class RemoteSimulator:
                 return self._end(error)
             logger.warning("connected to %s again", self._address)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: LinkMessage) -> None:
         with self._changed:
             if message.serial == self._serial:  # else the answer to a request that was sent twice
                 self._answer = message.frame

@@ -32,7 +32,7 @@ from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.envs.pool.transport import spec_to_dict
 from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied, MessageError
-from embodrl.extras.env_server.link import HANDSHAKE_S, SILENCE_S, Link, Message, pack_observation, pack_step, prove
+from embodrl.extras.env_server.link import HANDSHAKE_S, SILENCE_S, Link, LinkMessage, pack_observation, pack_step, prove
 from embodrl.fields import Fields
 from embodrl.processes.frames import Frame, Kind
 from embodrl.processes.serve import describe_error
@@ -45,7 +45,7 @@ _MAX_STRANGERS = 16  # connections that have not shown yet that they know the to
 _LOOK_S = 0.5
 
 
-class Session:
+class SimulatorSession:
     """One simulator, and the run that it is for.
 
     Args:
@@ -65,7 +65,7 @@ class Session:
         self._link: Link | None = None
         self._lost_at = time.monotonic()
         self._serial, self._answer = 0, b""
-        self._requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[LinkMessage | None] = queue.SimpleQueue()
         self._manager: EnvManager | None = None
         self._thread = threading.Thread(target=self._work, name="env-session", daemon=True)
         self._thread.start()
@@ -89,7 +89,7 @@ class Session:
         away = time.monotonic() - self._lost_at
         return self._link is None and away > self.reconnect_s + 2 * SILENCE_S
 
-    def take(self, message: Message) -> None:
+    def take(self, message: LinkMessage) -> None:
         """Carry out a request that is new; answer one that has been carried out again.
 
         Raises:
@@ -123,14 +123,14 @@ class Session:
             frame = message.frame
             try:
                 answer = Frame(Kind.OK, frame.number, frame.argument, self._carry_out(frame))
-                data = Message(message.serial, answer).encode()
+                data = LinkMessage(message.serial, answer).encode()
             except (EnvWorkerDied, EnvTimeout) as error:  # a simulator that is gone is the run's to restart
                 logger.warning("%s", error)
                 answer = Frame(Kind.CLOSE, value=str(error))
-                data = Message(message.serial, answer).encode()
+                data = LinkMessage(message.serial, answer).encode()
             except Exception as error:  # noqa: BLE001 - process border: the run raises it
                 answer = Frame(Kind.RAISED, value=self._describe(error))
-                data = Message(message.serial, answer).encode()
+                data = LinkMessage(message.serial, answer).encode()
             with self._lock:
                 self._answer, link = data, self._link
             _send(link, data)
@@ -238,7 +238,7 @@ def _send(link: Link | None, data: bytes) -> None:
             link.close()
 
 
-class EnvServer:
+class TcpEnvServer:
     """Listens for runs.
 
     Args:
@@ -273,8 +273,8 @@ class EnvServer:
         shown = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{shown}:{self._listener.getsockname()[1]}"
         self._token, self._max_processes, self._extensions, self._log_dir = token, max_processes, extensions, log_dir
-        self._sessions: dict[str, Session] = {}
-        self._ending: list[Session] = []
+        self._sessions: dict[str, SimulatorSession] = {}
+        self._ending: list[SimulatorSession] = []
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         self._cores = [(slot.cpu, slot.numa_node) for slot in assign_cpus(len(os.sched_getaffinity(0)))]
@@ -349,11 +349,11 @@ class EnvServer:
         finally:
             session.detach(link)
 
-    def _shake_hands(self, link: Link) -> Session | None:
+    def _shake_hands(self, link: Link) -> SimulatorSession | None:
         """Return the session that a client asks for; None if it asks for none, or is refused."""
         nonce = secrets.token_hex(16)
         challenge = {"version": __version__, "nonce": nonce, "asks_token": self._token is not None}
-        link.send(Message(0, Frame(Kind.ITEM, value=challenge)).encode())
+        link.send(LinkMessage(0, Frame(Kind.ITEM, value=challenge)).encode())
         hello = Fields(_mapping(link.receive().frame.value), "a hello", MessageError)
         theirs = hello.text("nonce")
         session = None
@@ -364,7 +364,7 @@ class EnvServer:
             answer = {"proof": prove(self._token or "", "server", nonce, theirs)}
         except EnvError as error:
             answer = {"error": error.message, "hint": error.hint, "code": error.code}
-        link.send(Message(0, Frame(Kind.ITEM, value=answer)).encode())
+        link.send(LinkMessage(0, Frame(Kind.ITEM, value=answer)).encode())
         return session
 
     def _check_token(self, proof: str, wanted: str) -> None:
@@ -372,7 +372,7 @@ class EnvServer:
             hint = "set EMBODRL_TOKEN to what the server printed"
             raise EnvError("refuses the token", hint, code="env-remote-token")
 
-    def _find(self, name: str, hello: Fields) -> Session:
+    def _find(self, name: str, hello: Fields) -> SimulatorSession:
         reconnect_s = hello.number("reconnect_s", low=0.0, high=MAX_RECONNECT_S)
         with self._lock:
             session = self._sessions.get(name)
@@ -384,7 +384,7 @@ class EnvServer:
             self._check_room()
             used = Counter(session.core for session in self._sessions.values())
             core = min(self._cores, key=lambda core: used[core])
-            self._sessions[name] = Session(reconnect_s, self._extensions, core, self._log_dir)
+            self._sessions[name] = SimulatorSession(reconnect_s, self._extensions, core, self._log_dir)
             return self._sessions[name]
 
     def _check_room(self) -> None:

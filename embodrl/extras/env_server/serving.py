@@ -11,7 +11,7 @@ from pathlib import Path
 from embodrl.config.load import import_extension
 from embodrl.config.rules.serve import LEAST_TOKEN
 from embodrl.errors import ConfigError, UsageError
-from embodrl.extras.env_server.server import EnvServer
+from embodrl.extras.env_server.server import TcpEnvServer
 
 
 def serve(
@@ -23,7 +23,7 @@ def serve(
     log_dir: Path | None,
     say: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; arguments as of ``EnvServer``, ``token`` "auto" draws one and "none" asks none.
+    """Serve until SIGTERM or Ctrl-C; arguments as of ``TcpEnvServer``, ``token`` "auto" draws one and "none" asks none.
 
     Raises:
         EnvError: the address is not available.
@@ -41,7 +41,7 @@ def serve(
         message = f"anyone who can reach {host} could start simulators here without a token"
         raise UsageError(message, "leave out --token, or serve on 127.0.0.1", code="env-server-token")
     known = secrets.token_urlsafe(24) if token == "auto" else None if token == "none" else token
-    server = EnvServer(host, port, known, max_processes, extensions, log_dir)
+    server = TcpEnvServer(host, port, known, max_processes, extensions, log_dir)
     say(f"listening: simulators at {server.address}")
     if token == "auto":
         say(f"token: {known}")

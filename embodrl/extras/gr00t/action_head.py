@@ -91,7 +91,7 @@ def sinusoids(bucket: Tensor, width: int) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-class ActionHead(nn.Module):
+class FlowActionHead(nn.Module):
     """Everything of GR00T after its vision-language model."""
 
     def __init__(self, spec: ActionHeadSpec) -> None:

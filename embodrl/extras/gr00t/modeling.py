@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from embodrl.extras.gr00t import eagle3
-from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import Gr00tConfig, QwenSpec
 from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.extras.gr00t.eagle3 import Eagle3Tower
@@ -118,7 +118,7 @@ class Gr00tModel(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = Backbone(config)
-        self.action_head = ActionHead(config.head)
+        self.action_head = FlowActionHead(config.head)
 
     def public_size(self, action_dim: int) -> Self:
         """Return a network of NVIDIA's dimensions, for actions of A dimensions."""
@@ -194,7 +194,7 @@ class Gr00tN16Model(Gr00tModel):
         nn.Module.__init__(self)
         self.config = config
         self.backbone = Eagle3Backbone(config)
-        self.action_head = ActionHead(config.head)
+        self.action_head = FlowActionHead(config.head)
 
     @property
     def eagle(self) -> EagleModel:
@@ -209,7 +209,7 @@ class Gr00tN17Model(nn.Module):
         super().__init__()
         self.config = config
         self.backbone = QwenBackbone(config.vision, config.qwen, config.lm_head)
-        self.action_head = ActionHead(config.head)
+        self.action_head = FlowActionHead(config.head)
 
     def public_size(self, action_dim: int) -> Self:
         """Return a network of NVIDIA's dimensions, for actions of A dimensions."""

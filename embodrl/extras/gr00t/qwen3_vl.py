@@ -86,7 +86,7 @@ class VisionAttention(Qwen3VLVisionAttention):
         return self.proj(out.transpose(1, 2).flatten(2).flatten(0, 1))
 
 
-class PatchEmbed(Qwen3VLVisionPatchEmbed):
+class QwenPatchEmbed(Qwen3VLVisionPatchEmbed):
     """Patches to vectors: a convolution whose stride is its kernel, as the matrix product that it is."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class QwenVL(nn.Module):
         super().__init__()
         config = vision_config(vision, text.hidden_size)
         self.visual = Qwen3VLVisionModel(config)
-        self.visual.patch_embed = PatchEmbed(config)
+        self.visual.patch_embed = QwenPatchEmbed(config)
         for block in cast("Iterable[Any]", self.visual.blocks):
             block.attn = VisionAttention(config)
         self.language_model = Qwen3VLTextModel(text_config(text))

@@ -36,7 +36,7 @@ Family = Annotated[
 
 
 @dataclass
-class Outcome:
+class ParityOutcome:
     """Result of one fixture.
 
     Attributes:
@@ -150,7 +150,7 @@ def family_of(directory: Path, family: str | None = None) -> str:
     )
 
 
-def run(directory: Path, family: str, debug: bool = False) -> Outcome:
+def run(directory: Path, family: str, debug: bool = False) -> ParityOutcome:
     """Run a fixture; one that is damaged or does not fit is an outcome, not an exception."""
     from embodrl.specs import MODELS
 
@@ -162,13 +162,13 @@ def run(directory: Path, family: str, debug: bool = False) -> Outcome:
         # A recording of another layout: names or shapes that the family does not know.
         problem = f"it is not a fixture of {family}: {type(error).__name__}: {error}"
     else:
-        return Outcome(directory, family, comparisons, "" if comparisons else "nothing was compared")
+        return ParityOutcome(directory, family, comparisons, "" if comparisons else "nothing was compared")
     if debug:
         traceback.print_exc()
-    return Outcome(directory, family, error=problem)
+    return ParityOutcome(directory, family, error=problem)
 
 
-def show(outcomes: list[Outcome]) -> None:
+def show(outcomes: list[ParityOutcome]) -> None:
     """Print a table of the outputs to stdout, and what could not be run to stderr."""
     head = ("fixture", "family", "output", "max error", "tolerance", "verdict")
     table = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.parity.common import (
     INPUTS_FILE,
@@ -32,7 +32,7 @@ DEFAULTS = {"dit_heads": 2, "vl_heads": 2}
 _FIRST = "model.transformer_blocks.0.attn1"
 
 
-def load_head(directory: Path) -> ActionHead:
+def load_head(directory: Path) -> FlowActionHead:
     """Return the recorded action head, loaded strictly.
 
     Raises:
@@ -48,7 +48,7 @@ def load_head(directory: Path) -> ActionHead:
             code="parity-recording",
         ) from error
     with torch.device("meta"):
-        head = ActionHead(spec)
+        head = FlowActionHead(spec)
     load_strict(head, [directory / WEIGHTS_FILE], LoadReport(str(directory)), device="cpu", dtype=torch.float32)
     return head
 
@@ -88,7 +88,7 @@ def head_spec(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], heads
 
 
 @torch.no_grad()
-def outputs(head: ActionHead, io: dict[str, Tensor]) -> dict[str, Tensor]:
+def outputs(head: FlowActionHead, io: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return ``vl`` and ``v`` for the inputs ``bf``, ``state``, ``emb``, ``x``, ``t`` of a fixture."""
     features = head.process_features(io["bf"], None)
     state = head.encode_state(io["state"], io["emb"])

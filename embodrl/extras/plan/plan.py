@@ -13,7 +13,7 @@ from embodrl.extras.plan.memory import ESTIMATED_BY, MemoryPlan, as_plain, chunk
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSizes:
     """The arithmetic of an iteration.
 
     Attributes:
@@ -60,7 +60,7 @@ class Plan:
     """
 
     deployment: Deployment
-    batches: Batches
+    batches: BatchSizes
     memory: MemoryPlan
     obstacles: list[str]
     warnings: list[str]
@@ -144,14 +144,14 @@ def _plain(place: ProcessPlace) -> dict[str, object]:
     return {name: value for name, value in asdict(place).items() if name != "visible"}
 
 
-def batches(config: Config, deployment: Deployment) -> Batches:
+def batches(config: Config, deployment: Deployment) -> BatchSizes:
     """Return the arithmetic of an iteration."""
     train, actor, chunk = config.env.train, config.actor, config.model.num_action_chunks
     rollouts, actors = len(deployment.of("rollout")), len(deployment.of("actor"))
     simulators, chunks = len(deployment.of("env")), chunks_of(config)
     stages = config.rollout.pipeline_stages
     share = actor.global_batch_size // max(1, actors // actor.tensor_parallel_size)
-    return Batches(
+    return BatchSizes(
         environments=train.total_num_envs,
         environments_per_simulator=train.total_num_envs // simulators,
         simulators_per_rollout=simulators // rollouts,

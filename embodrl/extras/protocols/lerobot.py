@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from embodrl.config.schema import section_in
 from embodrl.errors import EmbodrlError, WireError
-from embodrl.extras.protocols.pickled import MODULE, Record, read_pickle
+from embodrl.extras.protocols.pickled import MODULE, PickledRecord, read_pickle
 from embodrl.extras.protocols.spec import LerobotServeConfig
 from embodrl.serving.core import explain
 from embodrl.serving.listener import CLOSE_S, Listener, Service
@@ -282,7 +282,7 @@ def _messages() -> dict[str, Any]:
 def _record(data: bytes, name: str) -> dict[str, Any]:
     """Return the attributes of a pickled object of lerobot; raises WireError."""
     found = read_pickle(data)
-    if not isinstance(found, Record) or found.name != name:
+    if not isinstance(found, PickledRecord) or found.name != name:
         raise WireError(f"the data are no {name}", HINT, code="wire-message")
     return found.fields
 

@@ -33,7 +33,7 @@ def _refused(message: str) -> WireError:
 
 
 @dataclass
-class Record:
+class PickledRecord:
     """An object of lerobot: the name of its class, and its attributes."""
 
     name: str
@@ -89,7 +89,7 @@ _NAMES = {*_CALLS, "numpy.ndarray", *(f"{MODULE}.{name}" for name in RECORDS)}
 
 
 def read_pickle(data: bytes) -> object:
-    """Return what a pickle of protocol 4 or 5 describes; objects of lerobot are ``Record``.
+    """Return what a pickle of protocol 4 or 5 describes; objects of lerobot are ``PickledRecord``.
 
     Raises:
         WireError: it is malformed, has more than MAX_ITEMS opcodes, or names anything else.
@@ -169,11 +169,11 @@ class _Machine:
         module, _, name = _is(kind, _Name).text.rpartition(".")
         if module != MODULE or arguments != ():
             raise _refused(f"a pickle makes an object of {name}")
-        self.stack.append(Record(name))
+        self.stack.append(PickledRecord(name))
 
     def build(self, _: object) -> None:
         (state,), made = self._pop(1), self.stack[-1]
-        if isinstance(made, Record):
+        if isinstance(made, PickledRecord):
             if made.fields:  # else a few bytes could copy a large map again and again
                 raise _refused(f"a pickle sets the attributes of {made.name} twice")
             made.fields.update(_is(state, dict))

@@ -24,7 +24,7 @@ from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 _T = TypeVar("_T")
 
 
-class Connection:
+class ClientThread:
     """A client in an event loop of its own, for callers in any thread; both end with this object.
 
     Args:
@@ -75,7 +75,7 @@ class RemotePolicy(ActingPolicy):
         connection: to the server; None where only the shape of the policy is asked for.
     """
 
-    def __init__(self, config: RemoteConfig, connection: Connection | None) -> None:
+    def __init__(self, config: RemoteConfig, connection: ClientThread | None) -> None:
         super().__init__(config)
         self.connection = connection
 
@@ -124,6 +124,6 @@ def build_remote(
     url = str(config.url)
     if str(device) == "meta":
         return RemotePolicy(config, None), LoadReport(url)
-    connection = Connection(config)
+    connection = ClientThread(config)
     keys = connection.client.keys.describe()
     return RemotePolicy(config, connection), LoadReport(url, conventions={"observation": keys})

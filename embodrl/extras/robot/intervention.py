@@ -49,7 +49,7 @@ class Intervention(Protocol):
         ...
 
 
-class Expert(Protocol):
+class CorrectingExpert(Protocol):
     """Knows what to do, everywhere."""
 
     def begin(self, rows: NDArray[np.int64]) -> None:
@@ -108,7 +108,7 @@ class Gate:
         num_envs: B.
     """
 
-    def __init__(self, settings: DaggerConfig, expert: Expert, num_envs: int) -> None:
+    def __init__(self, settings: DaggerConfig, expert: CorrectingExpert, num_envs: int) -> None:
         assert settings.gate_threshold is not None, "a rule of the configuration"
         self._threshold, self._steps, self._expert = settings.gate_threshold, settings.gate_steps, expert
         self._held: NDArray[np.int64] = np.zeros(num_envs, np.int64)
@@ -186,7 +186,9 @@ def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Interv
         controls = Controls(config.env.real_time.control_dir)
         make = Keyboard if name == "keyboard" else SpaceMouse
         return Person(make(spec.action_dim, controls))
-    expert: Expert = ScriptedExpert(pool) if name == SCRIPTED else PolicyExpert(_policy_engine(config, Path(name)))
+    expert: CorrectingExpert = (
+        ScriptedExpert(pool) if name == SCRIPTED else PolicyExpert(_policy_engine(config, Path(name)))
+    )
     return Gate(config.algorithm.dagger, expert, spec.num_envs)
 
 

@@ -40,7 +40,7 @@ def watch(
         import secrets
 
         from embodrl.errors import OutputError
-        from embodrl.extras.watch.server import Watch, serve
+        from embodrl.extras.watch.server import RunPages, serve
 
         chosen = directories or [Path("outputs")]
         for directory in chosen:
@@ -51,7 +51,7 @@ def watch(
         def ready(url: str) -> None:
             print(f"listening at {url}{'' if used is None else f'?token={used}'}", flush=True)
 
-        code = asyncio.run(serve(Watch(chosen, used), host, port, ready))
+        code = asyncio.run(serve(RunPages(chosen, used), host, port, ready))
         return EXIT_OK if code == EXIT_SIGINT else code
 
     execute(action, debug)

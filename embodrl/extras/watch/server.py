@@ -57,7 +57,7 @@ setInterval(async () => {
 """
 
 
-class Watch:
+class RunPages:
     """The pages over the runs in some directories.
 
     Args:
@@ -200,7 +200,7 @@ def _html(text: str, scripts: str) -> web.Response:
     )
 
 
-async def serve(watch: Watch, host: str, port: int, on_ready: Callable[[str], None]) -> int:
+async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str], None]) -> int:
     """Serve the pages until SIGINT or SIGTERM.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def make_rollout_engine(
     """
     maker = ENGINES.entry(config.rollout.backend).rollout
     assert maker is not None, "the configuration was checked"
-    make = import_object(maker) if isinstance(maker, str) else maker
+    make: Any = import_object(maker) if isinstance(maker, str) else maker
     return make(RolloutParts(config, policy, num_threads, part, memory, weights_dir))
 
 

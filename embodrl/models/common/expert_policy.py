@@ -85,7 +85,7 @@ class ExpertNetwork(nn.Module, ABC):
                 nn.init.zeros_(layer.bias)
 
 
-class Processor(Protocol):
+class InputProcessor(Protocol):
     """Makes the inputs of a network."""
 
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
@@ -94,7 +94,7 @@ class Processor(Protocol):
 
 
 NetworkT = TypeVar("NetworkT", bound=ExpertNetwork)
-ProcessorT = TypeVar("ProcessorT", bound=Processor)
+ProcessorT = TypeVar("ProcessorT", bound=InputProcessor)
 
 
 class ExpertPolicy(FlowPolicy, Generic[NetworkT, ProcessorT]):

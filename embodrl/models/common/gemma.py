@@ -69,7 +69,7 @@ def full_precision(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-class RMSNorm(nn.Module):
+class GemmaRMSNorm(nn.Module):
     """Root-mean-square norm whose weight is an offset from 1."""
 
     def __init__(self, width: int) -> None:
@@ -291,7 +291,7 @@ class GemmaModel(LayerStack):
 
         With gates at zero the expert would be a linear map of its input until they open.
         """
-        if isinstance(module, RMSNorm):
+        if isinstance(module, GemmaRMSNorm):
             nn.init.zeros_(module.weight)
         elif isinstance(module, AdaptiveRMSNorm):
             module.dense.bias.data[2 * self.spec.width :] = 1.0
@@ -301,7 +301,7 @@ class GemmaModel(LayerStack):
 
 
 def _norm(width: int, condition_dim: int | None) -> nn.Module:
-    return RMSNorm(width) if condition_dim is None else AdaptiveRMSNorm(width, condition_dim)
+    return GemmaRMSNorm(width) if condition_dim is None else AdaptiveRMSNorm(width, condition_dim)
 
 
 def _residual(x: Tensor, branch: Tensor, gate: Tensor | None) -> Tensor:

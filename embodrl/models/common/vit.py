@@ -43,7 +43,7 @@ class PatchEmbed(nn.Module):
         return embed_patches(pixels, self.proj)
 
 
-class Attention(nn.Module):
+class VitAttention(nn.Module):
     """Multi-head self-attention."""
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         return self.proj(attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
+class VitMlp(nn.Module):
     """Two layers with the exact GELU between them."""
 
     def __init__(self, width: int, hidden: int) -> None:
@@ -95,9 +95,9 @@ class Block(nn.Module):
     def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.attn = Attention(spec.width, spec.num_heads)
+        self.attn = VitAttention(spec.width, spec.num_heads)
         self.norm2 = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = Mlp(spec.width, spec.mlp_dim)
+        self.mlp = VitMlp(spec.width, spec.mlp_dim)
         self.ls1: nn.Module = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
         self.ls2: nn.Module = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
         self.scale = None if film_dim is None else nn.Linear(film_dim, spec.width)
@@ -121,7 +121,7 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(spec.width, 2 * spec.width)
         self.proj = nn.Linear(spec.width, spec.width)
         self.norm = nn.LayerNorm(spec.width, eps=LAYER_NORM_EPS)
-        self.mlp = Mlp(spec.width, spec.mlp_dim)
+        self.mlp = VitMlp(spec.width, spec.mlp_dim)
 
 
 class VisionTransformer(nn.Module):

@@ -33,7 +33,7 @@ Components = Callable[[Path, LoadReport, torch.device], dict[str, Tensor]]
 
 
 @dataclass
-class Parts:
+class ModelParts:
     """What policies on the OpenVLA network are put together from.
 
     Attributes:
@@ -85,7 +85,7 @@ def build_openvla(
     return OpenVLAPolicy(parts.model, processor, parts.stats, config, parts.value_head), parts.report
 
 
-def resize_filter(config: OpenVlaConfig, parts: Parts) -> str:
+def resize_filter(config: OpenVlaConfig, parts: ModelParts) -> str:
     """Return how pictures are resized: by the setting, as embodrl trained it, or by the dataset."""
     own, raw = parts.model.config.own, parts.model.config.raw
     is_public = parts.directory is not None and OWN_SECTION not in raw
@@ -111,7 +111,7 @@ def build_parts(
     seed: int,
     film: bool = False,
     components: Components | None = None,
-) -> Parts:
+) -> ModelParts:
     """Build the network and what goes with it.
 
     Args:
@@ -172,4 +172,4 @@ def build_parts(
     head = build_value_head(
         config, model_config.llama.hidden_size, directory, report, device=device, generator=generator
     )
-    return Parts(directory, model, tokenizer, stats, head, report, generator)
+    return ModelParts(directory, model, tokenizer, stats, head, report, generator)

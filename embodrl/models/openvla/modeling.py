@@ -16,7 +16,7 @@ from embodrl.models.common.llama import Attention as LlamaAttention
 from embodrl.models.common.llama import Llama
 from embodrl.models.common.llama import RMSNorm as LlamaRMSNorm
 from embodrl.models.common.lora import linear_weight
-from embodrl.models.common.vit import Attention, Block, LayerScale, VisionTransformer
+from embodrl.models.common.vit import Block, LayerScale, VisionTransformer, VitAttention
 from embodrl.models.openvla.config import OpenVLAConfig
 
 HEAD_STD = 0.02
@@ -161,7 +161,7 @@ def _init_vit(vit: VisionTransformer, generator: torch.Generator) -> None:
     nn.init.zeros_(vit.patch_embed.proj.bias)
     vit.pos_embed.data.copy_(sincos_2d(vit.spec.grid, vit.spec.width))
     for module in vit.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, VitAttention):
             module.qkv.weight.data[: 2 * vit.spec.width] *= QUERY_KEY_GAIN
         elif isinstance(module, Block) and module.scale is not None and module.shift is not None:
             nn.init.zeros_(module.scale.weight)

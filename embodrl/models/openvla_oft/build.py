@@ -13,7 +13,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.base import LoadReport
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.openvla.build import Parts, build_parts, resize_filter
+from embodrl.models.openvla.build import ModelParts, build_parts, resize_filter
 from embodrl.models.openvla_oft.components import (
     ACTION_HEAD,
     PROPRIO,
@@ -91,7 +91,9 @@ def _components(
     return {} if path is None else film_tensors(path, report, device)
 
 
-def _action_head(config: OpenVlaOftConfig, parts: Parts, device: torch.device, dtype: torch.dtype) -> ActionHead | None:
+def _action_head(
+    config: OpenVlaOftConfig, parts: ModelParts, device: torch.device, dtype: torch.dtype
+) -> ActionHead | None:
     if config.action_head == "tokens":
         return None
     width = parts.model.config.llama.hidden_size
@@ -99,7 +101,7 @@ def _action_head(config: OpenVlaOftConfig, parts: Parts, device: torch.device, d
 
 
 def _proprio(
-    config: OpenVlaOftConfig, parts: Parts, is_public: bool, device: torch.device, dtype: torch.dtype
+    config: OpenVlaOftConfig, parts: ModelParts, is_public: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[ProprioProjector | None, ProprioInput | None]:
     """Return the projector of the state and what makes its input."""
     if not config.use_proprio:
@@ -113,7 +115,7 @@ def _proprio(
 
 
 def _component(
-    make: Callable[[], Component], name: str, setting: str, parts: Parts, device: torch.device, dtype: torch.dtype
+    make: Callable[[], Component], name: str, setting: str, parts: ModelParts, device: torch.device, dtype: torch.dtype
 ) -> Component:
     """Return a component with random weights, or with those of the checkpoint.
 

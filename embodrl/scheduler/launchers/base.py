@@ -19,7 +19,7 @@ from embodrl.scheduler.worker import Worker
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What a call gave.
 
     Attributes:
@@ -88,11 +88,11 @@ class Running(ABC):
     """A worker that was started; calls are answered in their order."""
 
     @abstractmethod
-    def started(self) -> Future[Outcome]:
+    def started(self) -> Future[CallOutcome]:
         """Return what becomes true once the worker's constructor has returned."""
 
     @abstractmethod
-    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
         """Begin a call; the future gets its outcome, or a WorkerError."""
 
     @abstractmethod
@@ -176,7 +176,7 @@ def free_port(host: str = "") -> int:
         return free.getsockname()[1]
 
 
-def settle(future: Future[Outcome], outcome: Outcome | BaseException) -> None:
+def settle(future: Future[CallOutcome], outcome: CallOutcome | BaseException) -> None:
     """Complete a future, unless the death of another worker has done so."""
     with contextlib.suppress(InvalidStateError):
         if isinstance(outcome, BaseException):

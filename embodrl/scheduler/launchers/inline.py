@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from embodrl.errors import WorkerError
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel, LocalChannel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, RendezvousFiles, Running, raised
+from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, RendezvousFiles, Running, raised
 from embodrl.scheduler.messages import CODEC
 from embodrl.scheduler.worker import WorkerContext, make_worker
 
@@ -17,7 +17,7 @@ from embodrl.scheduler.worker import WorkerContext, make_worker
 class _InlineWorker(Running):
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._started: Future[Outcome] = Future()
+        self._started: Future[CallOutcome] = Future()
         place = job.place
         context = WorkerContext(
             job.group,
@@ -35,19 +35,19 @@ class _InlineWorker(Running):
         except Exception as error:  # noqa: BLE001 - the caller that waits for the start raises it
             self._started.set_exception(self._describe(error, "__init__"))
         else:
-            self._started.set_result(Outcome(None, 0.0))
+            self._started.set_result(CallOutcome(None, 0.0))
 
-    def started(self) -> Future[Outcome]:
+    def started(self) -> Future[CallOutcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
+        future: Future[CallOutcome] = Future()
         args, kwargs = CODEC.copied((args, kwargs))
         start = time.perf_counter()
         try:
             value = getattr(self._worker, method)(*args, **kwargs)
             seconds = time.perf_counter() - start
-            future.set_result(Outcome(CODEC.copied(value), seconds))
+            future.set_result(CallOutcome(CODEC.copied(value), seconds))
         except Exception as error:  # noqa: BLE001 - the caller that waits for the result raises it
             future.set_exception(self._describe(error, method))
         return future

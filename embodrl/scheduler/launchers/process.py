@@ -22,9 +22,9 @@ from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel, SharedChannel
 from embodrl.scheduler.launchers.base import (
+    CallOutcome,
     Job,
     Launcher,
-    Outcome,
     RendezvousFiles,
     Running,
     hung_error,
@@ -67,7 +67,7 @@ class _ProcessWorker(Running):
         )
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, Future[Outcome]] = {0: Future()}
+        self._pending: dict[int, Future[CallOutcome]] = {0: Future()}
         self._started = self._pending[0]
         self._closing = False
         self._given_up = ""
@@ -79,11 +79,11 @@ class _ProcessWorker(Running):
     def pid(self) -> int:
         return self._child.pid
 
-    def started(self) -> Future[Outcome]:
+    def started(self) -> Future[CallOutcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
+        future: Future[CallOutcome] = Future()
         with self._lock:
             if self._dead is not None:
                 future.set_exception(self._dead)
@@ -117,7 +117,7 @@ class _ProcessWorker(Running):
             future = self._pending.pop(frame.number)
         if frame.kind == Kind.OK:
             value, seconds = frame.value
-            settle(future, Outcome(value, seconds))
+            settle(future, CallOutcome(value, seconds))
         else:
             settle(future, raised(self._job.name, self._job.rank, frame.value, self._child.log_tail()))
 

@@ -27,9 +27,9 @@ from embodrl.processes.liveness import Limits, hurry, start_beating
 from embodrl.processes.serve import describe_error
 from embodrl.processes.watcher import Watcher
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers.base import Job, Launcher, Outcome, Running, free_port, hung_error, raised, settle
+from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, free_port, hung_error, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment
-from embodrl.scheduler.launchers.ray_machines import Machine, Reservation
+from embodrl.scheduler.launchers.ray_machines import RayMachine, Reservation
 from embodrl.scheduler.messages import CODEC
 
 RESERVE_TIMEOUT_S = 60.0
@@ -180,10 +180,10 @@ class _RayWorker(Running):
         self._over = threading.Event()
         self._given_up = False
         self._dead: WorkerError | None = None
-        self._pending: set[Future[Outcome]] = set()
+        self._pending: set[Future[CallOutcome]] = set()
         self._watcher = watcher
         self._about: tuple[int, str, str, int] | None = None
-        self._started: Future[Outcome] = Future()
+        self._started: Future[CallOutcome] = Future()
         actor.about.remote().future().add_done_callback(self._introduce)
         packed = CODEC.pack((context, job.kwargs))
         started = actor.start.remote(job.class_path, job.place.numa_node, packed, dict(job.channels))
@@ -191,11 +191,11 @@ class _RayWorker(Running):
         self._thread = threading.Thread(target=self._watch, args=(lost,), name=f"watches {job.name}", daemon=True)
         self._thread.start()
 
-    def started(self) -> Future[Outcome]:
+    def started(self) -> Future[CallOutcome]:
         return self._started
 
-    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[Outcome]:
-        future: Future[Outcome] = Future()
+    def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
+        future: Future[CallOutcome] = Future()
         if self._dead is not None:
             future.set_exception(self._dead)
             return future
@@ -246,7 +246,7 @@ class _RayWorker(Running):
             settle(future, self._dead)
         self._ask_watcher("end", self._about[0])  # who is stopped does not hear of ray.kill
 
-    def _complete(self, done: Future[Any], future: Future[Outcome], starting: bool) -> None:
+    def _complete(self, done: Future[Any], future: Future[CallOutcome], starting: bool) -> None:
         if self._given_up and self._dead is None:  # ``give_up`` settles it
             return
         error = done.exception()
@@ -258,7 +258,7 @@ class _RayWorker(Running):
         value = None if packed is None else CODEC.unpack(*packed)
         if well:
             result, seconds = (None, 0.0) if value is None else value
-            settle(future, Outcome(result, seconds))
+            settle(future, CallOutcome(result, seconds))
         else:
             assert value is not None
             settle(future, raised(self._job.name, self._job.rank, value, self.explain_delay()))
@@ -386,7 +386,7 @@ class RayLauncher(Launcher):
         watcher = self._watcher(machine)
         return _RayWorker(self._ray, running, job, context, on_death, lambda: self._lost(job, machine), watcher)
 
-    def _watcher(self, machine: Machine) -> Any:
+    def _watcher(self, machine: RayMachine) -> Any:
         """Return the actor that watches the workers of a machine; the kernel there knows whether one hangs."""
         assert self._reservation is not None
         if machine.rank not in self._watchers:
@@ -394,7 +394,7 @@ class RayLauncher(Launcher):
             self._watchers[machine.rank] = self._ray.remote(Watcher).options(**options).remote(self._limits)
         return self._watchers[machine.rank]
 
-    def _ask_address(self, actor: Any, job: Job, machine: Machine) -> str:
+    def _ask_address(self, actor: Any, job: Job, machine: RayMachine) -> str:
         """Wait for the first of a group, and return where the others meet it."""
         asked, deadline = actor.address.remote(), time.monotonic() + self._timeout_s
         while not self._ray.wait([asked], timeout=_LOOK_S)[0]:
@@ -409,7 +409,7 @@ class RayLauncher(Launcher):
             message = f"{job.name} died during start-up on {machine}: {str(error).splitlines()[0]}"
             raise WorkerDied(message, "see Ray's logs on that machine", job.rank) from error
 
-    def _lost(self, job: Job, machine: Machine) -> WorkerDied | None:
+    def _lost(self, job: Job, machine: RayMachine) -> WorkerDied | None:
         if self._reservation is None or not self._reservation.is_lost(machine):
             return None
         return WorkerDied(

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Machine:
+class RayMachine:
     """A node of Ray's as a machine of the placement.
 
     Attributes:
@@ -41,7 +41,7 @@ class Machine:
         return f"machine {self.rank} ({self.address})"
 
 
-def find_machines(ray: ModuleType) -> list[Machine]:
+def find_machines(ray: ModuleType) -> list[RayMachine]:
     """Return the nodes that are alive: the driver's own is machine 0, the others follow by address, then by id.
 
     Args:
@@ -51,7 +51,7 @@ def find_machines(ray: ModuleType) -> list[Machine]:
     alive = [node for node in ray.nodes() if node["Alive"]]
     alive.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"], node["NodeID"]))
     return [
-        Machine(rank, node["NodeID"], node["NodeManagerAddress"], _processors(node["Resources"]))
+        RayMachine(rank, node["NodeID"], node["NodeManagerAddress"], _processors(node["Resources"]))
         for rank, node in enumerate(alive)
     ]
 
@@ -95,15 +95,15 @@ class Reservation:
         for machine in self._machines.values():
             logger.info("%s is Ray's node %s", machine, machine.node_id)
 
-    def machine(self, rank: int) -> Machine | None:
+    def machine(self, rank: int) -> RayMachine | None:
         """Return a machine; None if nothing is reserved on it."""
         return self._machines.get(rank)
 
-    def is_lost(self, machine: Machine) -> bool:
+    def is_lost(self, machine: RayMachine) -> bool:
         """Return whether Ray knows that the node has gone; what is reserved there never comes back."""
         return not any(node["NodeID"] == machine.node_id and node["Alive"] for node in self._ray.nodes())
 
-    def strategy(self, machine: Machine) -> object:
+    def strategy(self, machine: RayMachine) -> object:
         """Return the ``scheduling_strategy`` of an actor on a machine."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         bundle = self._bundles[machine.rank]
@@ -115,7 +115,7 @@ class Reservation:
             importlib.import_module("ray.util").remove_placement_group(self._group)
         self._group = None
 
-    def _await_machines(self, count: int, timeout_s: float) -> list[Machine]:
+    def _await_machines(self, count: int, timeout_s: float) -> list[RayMachine]:
         deadline = time.monotonic() + timeout_s
         while len(found := find_machines(self._ray)) < count and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -136,7 +136,9 @@ class Reservation:
             self.release()
         return bool(ready)
 
-    def _refusal(self, needs: Mapping[int, Amounts], found: Sequence[Machine], timeout_s: float = 0.0) -> EmbodrlError:
+    def _refusal(
+        self, needs: Mapping[int, Amounts], found: Sequence[RayMachine], timeout_s: float = 0.0
+    ) -> EmbodrlError:
         there = _table({machine.rank: machine.amounts for machine in found}, found)
         free = _words(_processors(self._ray.available_resources()))
         within = f" within {timeout_s:g} s" if timeout_s else ""
@@ -169,6 +171,6 @@ def _words(amounts: Amounts) -> str:
     return " and ".join(f"{amount:g} {name}" for name, amount in amounts.items()) or "nothing"
 
 
-def _table(amounts: Mapping[int, Amounts], machines: Sequence[Machine]) -> str:
+def _table(amounts: Mapping[int, Amounts], machines: Sequence[RayMachine]) -> str:
     names = {machine.rank: str(machine) for machine in machines}
     return ", ".join(f"{names.get(rank, f'machine {rank}')} {_words(part)}" for rank, part in amounts.items())

@@ -11,7 +11,7 @@ from expect import raises_code
 from embodrl.cli.common import execute
 from embodrl.config import load_config
 from embodrl.errors import OutputError
-from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.eval_output import EvalDirectory
 from embodrl.storage.json_file import check_json_file, write_json_file
 
 
@@ -52,7 +52,7 @@ def test_a_file_is_checked_and_then_replaced_as_a_whole(tmp_path: Path) -> None:
 def test_an_evaluation_refuses_a_file_as_its_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with raises_code("output-not-a-directory"):
-        EvalOutput(load_config(["env=toy", "env.video.enabled=false"]).config, tmp_path / "file")
+        EvalDirectory(load_config(["env=toy", "env.video.enabled=false"]).config, tmp_path / "file")
 
 
 def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:

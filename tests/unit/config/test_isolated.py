@@ -18,7 +18,7 @@ from embodrl.envs.libero import probe
 from embodrl.envs.libero.assets import PACKAGE, PARTS
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.preflight import isolated, simulators
-from embodrl.preflight.findings import Finding, can_train
+from embodrl.preflight.findings import MachineFinding, can_train
 from embodrl.specs import ENVS
 from embodrl.workers.env import check_simulator, try_simulator
 
@@ -145,7 +145,7 @@ def test_the_shipped_pins_are_exact_and_name_no_index():
 
 def test_a_libero_that_does_not_run_does_not_keep_others_from_training(monkeypatch: pytest.MonkeyPatch):
     install()
-    broken = Finding("libero", "error", "it draws an empty picture", "another driver")
+    broken = MachineFinding("libero", "error", "it draws an empty picture", "another driver")
     monkeypatch.setattr(simulators, "probe", lambda *_: [])
     monkeypatch.setattr(simulators, "draw_frame", lambda *_, **__: broken)
     found = simulators.check_simulator("libero")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from embodrl.envs.libero.experts import BOX, CYLINDER, Body, Surroundings
+from embodrl.envs.libero.experts import BOX, CYLINDER, ObjectGeometry, Surroundings
 from embodrl.envs.libero.full_state import DIM, FullState
 
 MODEL = SimpleNamespace(
@@ -26,7 +26,7 @@ DATA = SimpleNamespace(
 
 
 def test_a_body_has_the_extent_of_its_collision_geometry() -> None:
-    points = Body(MODEL, 2).points(DATA)
+    points = ObjectGeometry(MODEL, 2).points(DATA)
     assert points.min(axis=0) == pytest.approx([-0.04, -0.04, 0.0])
     assert points.max(axis=0) == pytest.approx([0.04, 0.04, 0.1])
 

@@ -12,7 +12,7 @@ import pytest
 from embodrl.config import load_config
 from embodrl.envs.experts.base import CLOSED, MAX_REACH_M, is_reachable, reach
 from embodrl.envs.maniskill.controller import quaternion_from_euler, quaternion_multiply
-from embodrl.envs.maniskill.fleet import Journal
+from embodrl.envs.maniskill.fleet import ActionJournal
 from embodrl.envs.maniskill.grasp import angle_between
 from embodrl.envs.maniskill.rendering import reduction_of
 from embodrl.envs.maniskill.tasks import TASKS
@@ -125,7 +125,7 @@ def test_experts_ask_in_proportion_and_never_beyond_the_arm() -> None:
 
 
 def test_journals_are_cut_at_events() -> None:
-    journal = Journal()
+    journal = ActionJournal()
     journal.reset(5)
     for value in (1.0, 2.0):
         journal.step(np.full(7, value, np.float32))
@@ -157,13 +157,13 @@ class FakeSim:
 
 
 def test_a_journal_is_replayed_in_order() -> None:
-    journal = Journal()
+    journal = ActionJournal()
     journal.reset(5)
     journal.step(np.full(7, 0.5, np.float32))
     journal.reset(6)
     journal.step(np.full(7, 0.25, np.float32))
     sim: Any = FakeSim()
-    copy = Journal.replay(journal.to_arrays(), sim)
+    copy = ActionJournal.replay(journal.to_arrays(), sim)
     assert sim.calls == [("reset", 5.0), ("step", 0.5), ("reset", 6.0), ("step", 0.25)]
     for name, value in journal.to_arrays().items():
         np.testing.assert_array_equal(copy.to_arrays()[name], value)

@@ -22,7 +22,7 @@ from embodrl.envs.stepping import EpisodeRules
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import MissingDependencyError
 from embodrl.runs.collect import frame_rate as frame_rate_of_data
-from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.eval_output import EvalDirectory
 from embodrl.runs.train import train
 from embodrl.workers.env import check_videos
 
@@ -135,6 +135,6 @@ def test_videos_are_refused_where_the_simulators_can_not_encode_them(tmp_path: P
     assert f"{python} -m pip install 'imageio[ffmpeg]'" in error.value.hint
     assert "env.video.enabled=false" in error.value.hint
     with raises_code("missing-dependency", MissingDependencyError, python):
-        EvalOutput(loaded.config, tmp_path / "out")
+        EvalDirectory(loaded.config, tmp_path / "out")
     assert not (tmp_path / "run").exists() and not (tmp_path / "out").exists()
     check_videos(config(tmp_path, f"env.python={python}", "env.video.enabled=false").config)

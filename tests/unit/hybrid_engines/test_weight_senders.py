@@ -26,7 +26,7 @@ from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver
 from embodrl.models.base import VLAPolicy
 from embodrl.scheduler.channel import LocalChannel, SharedChannel
 from embodrl.scheduler.group import Handle, WorkerGroup, first_cause
-from embodrl.scheduler.launchers.base import Outcome, free_port
+from embodrl.scheduler.launchers.base import CallOutcome, free_port
 from embodrl.scheduler.launchers.inline import InlineLauncher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.workers.actor import launch_trainers
@@ -148,14 +148,14 @@ class Group:
         future = self.future
         if method == "make_sender":
             future = Future()
-            future.set_result(Outcome(None, 0.0))
+            future.set_result(CallOutcome(None, 0.0))
         return Handle(method, {0: future}, list, lambda rank: "")
 
     def finish(self) -> None:
         if isinstance(self.answer, Exception):
             self.future.set_exception(self.answer)
         else:
-            self.future.set_result(Outcome(self.answer, 0.0))
+            self.future.set_result(CallOutcome(self.answer, 0.0))
 
     def kill(self) -> None:
         self.killed = True

@@ -15,7 +15,7 @@ from transformers import GemmaModel as ReferenceGemma
 from transformers import SiglipVisionModel as ReferenceSiglip
 
 from embodrl.models.common.attention import attention
-from embodrl.models.common.gemma import AdaptiveRMSNorm, GemmaModel, GemmaSpec, RMSNorm, rotary, rotate
+from embodrl.models.common.gemma import AdaptiveRMSNorm, GemmaModel, GemmaRMSNorm, GemmaSpec, rotary, rotate
 from embodrl.models.common.images import resize_with_pad
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.common.siglip import SiglipTower
@@ -98,7 +98,7 @@ def test_rotation_by_hand():
 
 def test_norms_by_hand():
     x = torch.tensor([[[3.0, 4.0]]])  # mean square 12.5
-    plain = RMSNorm(2)
+    plain = GemmaRMSNorm(2)
     plain.weight.data = torch.tensor([1.0, -0.5])
     root = math.sqrt(12.5)
     torch.testing.assert_close(plain(x)[0], torch.tensor([[[6 / root, 2 / root]]]))

@@ -14,17 +14,17 @@ from embodrl.config import load_config
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
 from embodrl.models.openvla.spec import num_parameters
 from embodrl.preflight import doctor, simulators, vulkan
-from embodrl.preflight.findings import Finding, as_json, can_train, show
+from embodrl.preflight.findings import MachineFinding, as_json, can_train, show
 from embodrl.preflight.libraries import missing_libraries
-from embodrl.preflight.presets import Machine, judge, lacks, preset_lacks
+from embodrl.preflight.presets import CheckedMachine, judge, lacks, preset_lacks
 
 GIB = 1 << 30
 
 
 def machine(
     simulator: str = "", memory_gib: int = 8, gpus_gib: tuple[int, ...] = (), has_wandb: bool = False
-) -> Machine:
-    return Machine({"maniskill": simulator}, memory_gib * GIB, tuple(size * GIB for size in gpus_gib), has_wandb)
+) -> CheckedMachine:
+    return CheckedMachine({"maniskill": simulator}, memory_gib * GIB, tuple(size * GIB for size in gpus_gib), has_wandb)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_gpu_beside_a_cpu_torch() -> None:
 )
 def test_preflight_names_the_package(monkeypatch: pytest.MonkeyPatch, status: int, package: str) -> None:
     monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
-    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
+    monkeypatch.setattr(simulators, "check_libraries", lambda: MachineFinding("system libraries", "ok", ""))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(status, [], "broken"))
     with raises_code("missing-dependency", MissingDependencyError, "broken") as caught:
         simulators.preflight("maniskill")
@@ -104,7 +104,7 @@ def test_preflight_names_missing_libraries(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_preflight_passes_with_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
-    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
+    monkeypatch.setattr(simulators, "check_libraries", lambda: MachineFinding("system libraries", "ok", ""))
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
     simulators.preflight("maniskill")
 
@@ -116,8 +116,8 @@ def test_preflight_without_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "embodrl[maniskill]" in caught.value.hint
 
 
-def frame(name: str) -> Finding:
-    return Finding(name, "ok", "one environment and one frame")
+def frame(name: str) -> MachineFinding:
+    return MachineFinding(name, "ok", "one environment and one frame")
 
 
 def test_the_simulator_of_the_defaults_is_required_and_the_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +167,11 @@ def test_run_doctor_as_json(
 ) -> None:
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan_status, [], "as scripted"))
     monkeypatch.setattr(simulators, "missing_packages", lambda *_: [])
-    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("system libraries", "ok", ""))
+    monkeypatch.setattr(simulators, "check_libraries", lambda: MachineFinding("system libraries", "ok", ""))
     monkeypatch.setattr(doctor, "check_extras", lambda: [frame("extra some")])
     drawn: list[str] = []
     monkeypatch.setattr(simulators, "draw_frame", lambda name, *rest, **options: drawn.append(name) or frame(name))
-    monkeypatch.setattr(doctor, "check_shared_memory", lambda: Finding("shared memory", "ok", "enough"))
+    monkeypatch.setattr(doctor, "check_shared_memory", lambda: MachineFinding("shared memory", "ok", "enough"))
     monkeypatch.setattr(doctor, "preset_lacks", lambda found: dict([judge("env", "maniskill", found)]))
     out = io.StringIO()
     told: list[str] = []
@@ -188,7 +188,7 @@ def test_run_doctor_as_json(
 
 def test_table_shows_remedies_and_the_verdict() -> None:
     out = io.StringIO()
-    findings = [Finding("Vulkan", "error", "no driver", "install 'mesa[vulkan]'")]
+    findings = [MachineFinding("Vulkan", "error", "no driver", "install 'mesa[vulkan]'")]
     lacking = dict.fromkeys(("env=maniskill", "env=maniskill_pick model=mlp", "experiment=reach"), "no driver")
     presets = {"env=robot_sim model=mlp": "", "model=openvla": "", **lacking, "env=toy": "pip install 'embodrl[toy]'"}
     show(findings, presets, Console(file=out, width=100))
@@ -203,7 +203,7 @@ def test_table_shows_remedies_and_the_verdict() -> None:
 
 
 def test_warnings_do_not_stop_training() -> None:
-    findings = [Finding("CPU", "warning", "one core", "use two")]
+    findings = [MachineFinding("CPU", "warning", "one core", "use two")]
     assert can_train(findings)
     assert json.loads(as_json(findings, {}))["findings"][0]["hint"] == "use two"
 

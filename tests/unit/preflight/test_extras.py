@@ -11,7 +11,7 @@ from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError
 from embodrl.preflight import extras, simulators, vulkan
 from embodrl.preflight.extras import Extra, check_extra, check_extras
-from embodrl.preflight.findings import Finding
+from embodrl.preflight.findings import MachineFinding
 from embodrl.workers.env import check_simulator, try_simulator
 
 
@@ -112,7 +112,9 @@ def test_maniskill_is_looked_for_in_the_interpreter_that_will_run_it(
     needs = ("simulator_of_another_interpreter",)
     set_needs(monkeypatch, "maniskill", needs)
     monkeypatch.setattr(vulkan, "probe_in_subprocess", lambda: vulkan.VulkanReport(vulkan.USABLE))
-    monkeypatch.setattr(simulators, "check_libraries", lambda: Finding("libraries", "error", "of this environment"))
+    monkeypatch.setattr(
+        simulators, "check_libraries", lambda: MachineFinding("libraries", "error", "of this environment")
+    )
     with raises_code("missing-dependency", MissingDependencyError, needs[0], "this environment"):
         check_simulator(load_config(["env=maniskill"]).config)
     check_simulator(load_config(["env=maniskill", f"env.python={python_with(tmp_path, *needs)}"]).config)

@@ -28,7 +28,7 @@ from embodrl.reporting.health import find_warnings
 from embodrl.reporting.intervals import eval_interval, wilson_interval
 from embodrl.reporting.report import report_page
 from embodrl.reporting.verdict import is_solved, regression
-from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.eval_output import EvalDirectory
 from embodrl.workers.evaluator import EvalResult
 
 Random = random.Random
@@ -174,7 +174,7 @@ def test_pages_of_evaluations(tmp_path: Path) -> None:
     rng = Random(7)
     config = load_config(["env=toy", "env.video.enabled=false", "model.warm_start=null"]).config
     empty = EvalResult(0.0, 0, {}, 0.0, 0.0, 0.0, 0.0)
-    content: Any = EvalOutput(config, tmp_path / "out").content(empty)
+    content: Any = EvalDirectory(config, tmp_path / "out").content(empty)
     for _ in range(400):
         returns = values(rng, rng.randrange(1, 6))
         episodes: list[Any] = [

@@ -19,7 +19,7 @@ from embodrl.reporting.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING,
 from embodrl.reporting.eval_report import BAR_PX, bars
 from embodrl.reporting.intervals import wilson_interval
 from embodrl.runs import eval_output
-from embodrl.runs.eval_output import EvalOutput, weights_hash
+from embodrl.runs.eval_output import EvalDirectory, weights_hash
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
 
@@ -63,7 +63,7 @@ def settings(*overrides: str):
 
 
 def test_the_json_has_intervals_and_every_episode(tmp_path: Path) -> None:
-    output = EvalOutput(settings(), tmp_path / "out")
+    output = EvalDirectory(settings(), tmp_path / "out")
     lines = output.write(result())
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert content["success_rate"] == 0.8 and content["episodes"] == 5 and content["lost_episodes"] == 1
@@ -77,7 +77,7 @@ def test_the_json_has_intervals_and_every_episode(tmp_path: Path) -> None:
 
 
 def test_the_page_stands_alone(tmp_path: Path) -> None:
-    EvalOutput(settings(), tmp_path / "out").write(result())
+    EvalDirectory(settings(), tmp_path / "out").write(result())
     page = (tmp_path / "out" / "eval.html").read_text()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["eval.html", "eval.json"]
     assert "<b>green" not in page and "&lt;b&gt;green" in page
@@ -111,7 +111,7 @@ def test_the_bars_are_as_long_as_the_rates() -> None:
 
 def test_no_episode_is_no_number(tmp_path: Path) -> None:
     nothing = EvalResult(float("nan"), 0, {}, float("nan"), float("nan"), lost_episodes=4)
-    lines = EvalOutput(settings(), tmp_path / "out").write(nothing)
+    lines = EvalDirectory(settings(), tmp_path / "out").write(nothing)
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert content["success_rate"] is None and content["interval"] == [0.0, 1.0] and content["tasks"] == {}
     assert lines[0] == "no episode was completed"
@@ -120,21 +120,21 @@ def test_no_episode_is_no_number(tmp_path: Path) -> None:
 def test_the_directory_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(eval_output.time, "strftime", lambda _: "now")
-    assert EvalOutput(settings(), None).directory == Path("outputs/eval-now")
+    assert EvalDirectory(settings(), None).directory == Path("outputs/eval-now")
     (tmp_path / "run" / "eval-now").mkdir(parents=True)
     (tmp_path / "run" / "eval-now" / "eval.json").write_text("{}")
-    assert EvalOutput(settings("runner.output_dir=run"), None).directory == Path("run/eval-now-2")
+    assert EvalDirectory(settings("runner.output_dir=run"), None).directory == Path("run/eval-now-2")
     with raises_code("output-not-empty"):
-        EvalOutput(settings(), Path("run/eval-now"))
+        EvalDirectory(settings(), Path("run/eval-now"))
     (tmp_path / "file").write_text("mine")
     with raises_code("output", OutputError):
-        EvalOutput(settings(), Path("file/out"))
+        EvalDirectory(settings(), Path("file/out"))
 
 
 def test_videos_need_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulators, "VIDEO_MODULES", ("imageio", "no_such_ffmpeg"))
     with raises_code("missing-dependency", MissingDependencyError, "imageio-ffmpeg") as error:
-        EvalOutput(settings("env.video.enabled=true"), tmp_path / "out")
+        EvalDirectory(settings("env.video.enabled=true"), tmp_path / "out")
     assert "env.video.enabled=false" in error.value.hint
     assert not (tmp_path / "out").exists()
 
@@ -184,7 +184,7 @@ def test_tiles_are_laid_out_in_rows() -> None:
 
 
 def test_the_page_shows_the_videos(tmp_path: Path) -> None:
-    output = EvalOutput(settings("env.video.enabled=true", "env.video.num_episodes=2"), tmp_path / "out")
+    output = EvalDirectory(settings("env.video.enabled=true", "env.video.num_episodes=2"), tmp_path / "out")
     assert output.video_dir == tmp_path / "out" / "videos"
     film(output.video_dir / "episode_000_success.mp4", 3, 50)
     film(output.video_dir / "episode_001_failure.mp4", 3, 50)
@@ -198,7 +198,7 @@ def test_the_page_shows_the_videos(tmp_path: Path) -> None:
 
 
 def test_the_json_tells_what_it_was_measured_with(tmp_path: Path) -> None:
-    output = EvalOutput(settings(), tmp_path / "out")
+    output = EvalDirectory(settings(), tmp_path / "out")
     output.simulator = describe_simulator()
     found = result()
     found.first_pictures = {"red": "ab"}
@@ -212,7 +212,7 @@ def test_the_json_tells_what_it_was_measured_with(tmp_path: Path) -> None:
 def test_the_harness_counts_lost_episodes_as_failures(tmp_path: Path) -> None:
     """As ``ResultCollector`` of vla-evaluation-harness: 6 episodes of 2 tasks, number 5 lost; worked out by hand."""
     config = settings("env.tasks=[reach-red,reach-green]", "env.eval.num_episodes=6")
-    content = EvalOutput(config, tmp_path / "out").harness_content(result())
+    content = EvalDirectory(config, tmp_path / "out").harness_content(result())
     red, green = content["tasks"]
     assert red["task"] == "go to 0" and [e["episode_id"] for e in red["episodes"]] == [0, 1, 2]
     assert (red["mean_success"], red["mean_success_at_end"], red["avg_steps"]) == (1.0, 0.6667, 5.0)
@@ -226,7 +226,7 @@ def test_other_decodings_are_compared_on_the_same_seeds(tmp_path: Path) -> None:
     found = result()
     others = [replace(record, success=not record.success) for record in records()]
     found.decodings["sampled"] = EvalResult(0.2, 5, {}, 2.0, 5.0, records=others, decoding="sampled")
-    lines = EvalOutput(settings(), tmp_path / "out").write(found)
+    lines = EvalDirectory(settings(), tmp_path / "out").write(found)
     content = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert list(content["decodings"]) == ["greedy", "sampled"] and content["settings"]["actions"].startswith("greedy")
     assert content["settings"]["sampling"] == "temperature 0.5, top_k 0"

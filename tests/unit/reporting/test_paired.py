@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.reporting.paired import change_text, compare_pairs, paired_interval
-from embodrl.runs.eval_output import EvalOutput
+from embodrl.runs.eval_output import EvalDirectory
 from embodrl.types import Decoding
 from embodrl.workers.evaluator import EpisodeRecord, EvalResult
 
@@ -50,7 +50,7 @@ def evaluation(
     config = load_config(
         ["env=toy", "env.video.enabled=false", "model.warm_start=null", f"env.max_episode_steps={steps}"]
     )
-    output = EvalOutput(config.config, path)
+    output = EvalDirectory(config.config, path)
     output.axes = {"light": result(axis, seed)} if axis else {}
     output.write(replace(result(solved, seed), decoding=decoding))
     return path

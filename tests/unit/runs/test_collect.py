@@ -20,7 +20,7 @@ from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
 from embodrl.reporting.progress import Progress
-from embodrl.runs.collect import ActingPolicy, Collector
+from embodrl.runs.collect import DemoCollector, RecordedPolicy
 from embodrl.specs import ENVS
 from embodrl.types import PolicyOutput
 
@@ -71,8 +71,8 @@ class LocalPool:
         return self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
 
 
-def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> Collector:
-    collector = Collector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
+def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> DemoCollector:
+    collector = DemoCollector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close()
     return collector
@@ -101,7 +101,7 @@ def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws
     expert = pool.expert_actions
     pool.expert_actions = lambda: drawn.append(expert()) or drawn[-1].copy()
     slow = ("collect.min_speed=0.2", "collect.max_speed=0.5", "collect.keep_failures=true", "collect.num_episodes=4")
-    collector = Collector(config(tmp_path, *slow), pool, RawWriter(tmp_path))
+    collector = DemoCollector(config(tmp_path, *slow), pool, RawWriter(tmp_path))
     for _ in range(2):
         observation = collector.begin(np.arange(NUM_ENVS))
         _, executed, _ = collector._act(observation)
@@ -125,13 +125,13 @@ def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> No
     directory, pool = tmp_path / "demos", LocalPool()
     settings = config(directory, "collect.num_episodes=12")
     writer = RawWriter(directory)
-    collector = Collector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS)
+    collector = DemoCollector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS)
     collector.run(Progress("collect", 1, "episodes", "off"))
     kept = int(collector.kept.sum())
     collector.commit()
     writer.abort()
     assert 0 < kept < 12 and not directory.exists()
-    again = Collector(settings, LocalPool(), RawWriter(directory, resume=True))
+    again = DemoCollector(settings, LocalPool(), RawWriter(directory, resume=True))
     assert int(again.kept.sum()) == kept
     again.run(Progress("collect", 1, "episodes", "off"))
     again.close()
@@ -162,9 +162,9 @@ class Policy:
         return self.decide(observation, "greedy")
 
 
-def record(settings: Config) -> tuple[Collector, Policy]:
+def record(settings: Config) -> tuple[DemoCollector, Policy]:
     writer, engine = RawWriter(Path(settings.collect.output_dir)), Policy()
-    collector = Collector(settings, LocalPool(), writer, policy=ActingPolicy("a run", engine))  # pyright: ignore
+    collector = DemoCollector(settings, LocalPool(), writer, policy=RecordedPolicy("a run", engine))  # pyright: ignore
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close()
     return collector, engine

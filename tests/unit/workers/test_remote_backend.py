@@ -21,7 +21,7 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.liveness import hurry
 from embodrl.scheduler.channel import LocalChannel
 from embodrl.scheduler.group import Handle
-from embodrl.scheduler.launchers.base import Outcome
+from embodrl.scheduler.launchers.base import CallOutcome
 from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.lockstep import EpisodeStats, Seconds, ShardMeta
 from embodrl.workers.remote_backend import RemoteBackend, RemoteCollector
@@ -123,11 +123,11 @@ def test_rollouts_of_an_iteration_come_one_after_the_other() -> None:
 
 
 def handle_of(rank: int, answer: object) -> Handle:
-    future: Future[Outcome] = Future()
+    future: Future[CallOutcome] = Future()
     if isinstance(answer, WorkerDied):
         future.set_exception(answer)
     else:
-        future.set_result(Outcome(answer, 0.0))
+        future.set_result(CallOutcome(answer, 0.0))
     return Handle("request", {rank: future}, lambda results: results[0], str)
 
 
@@ -138,7 +138,7 @@ class Group:
 
     def __init__(self, *failures: Exception) -> None:
         self.failures, self.asked, self.answers = list(failures), [], {}
-        self.silent: Future[Outcome] = Future()
+        self.silent: Future[CallOutcome] = Future()
 
     def restart(self, rank: int, timeout_s: float, should_stop: Callable[[], bool]) -> None:
         self.asked.append(f"restart {rank}")

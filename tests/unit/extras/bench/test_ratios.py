@@ -11,16 +11,16 @@ from expect import raises_code
 
 from embodrl.errors import OutputError
 from embodrl.extras.bench import ratios
-from embodrl.extras.bench.ratios import Figures, Record, last_record, lost, main, measure
+from embodrl.extras.bench.ratios import CaseFigures, RatioRecord, last_record, lost, main, measure
 
 
-def record(**found: tuple[float, float]) -> Record:
+def record(**found: tuple[float, float]) -> RatioRecord:
     """A record of (ratio, spread) by case."""
     figures = {
-        name: Figures(ratio=ratio, spread=spread, embodrl_ms=1.0, plain_ms=ratio)
+        name: CaseFigures(ratio=ratio, spread=spread, embodrl_ms=1.0, plain_ms=ratio)
         for name, (ratio, spread) in found.items()
     }
-    return Record(commit=None, date="2026-01-01", hardware={"cpu": "ours"}, ratios=figures, skipped={})
+    return RatioRecord(commit=None, date="2026-01-01", hardware={"cpu": "ours"}, ratios=figures, skipped={})
 
 
 def test_only_stable_cases_are_compared() -> None:
@@ -49,7 +49,7 @@ def test_what_seems_to_have_lost_is_measured_again(
     history.write_text(json.dumps(record(a=(2.0, 0.0), b=(1.0, 0.0))) + "\n")
     asked: list[Collection[str] | None] = []
 
-    def run(names: Collection[str] | None = None) -> Record:
+    def run(names: Collection[str] | None = None) -> RatioRecord:
         asked.append(names)
         return record(a=(attempts[len(asked) - 1], 0.0), **({"b": (1.0, 0.0)} if names is None else {}))
 

@@ -16,7 +16,7 @@ from tiny_families import build
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.gr00t.action_head import ActionHead
+from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.parity import gr00t as gr00t_parity
 from embodrl.extras.parity import openvla as openvla_parity
@@ -95,7 +95,7 @@ def write(directory: Path, module: nn.Module, io: dict[str, Tensor], settings: S
 
 @torch.no_grad()
 def record_gr00t(directory: Path):
-    head = stirred(ActionHead(HEAD))
+    head = stirred(FlowActionHead(HEAD))
     io = {"bf": draw(2, 8, 20), "state": draw(2, 1, 9), "emb": torch.tensor([0, 2])}
     io |= {"x": draw(2, 6, 5), "t": torch.tensor([10, 600])}
     io["vl"] = head.process_features(io["bf"], None)

@@ -9,7 +9,7 @@ from expect import raises_code
 
 from embodrl.config.schema.real_time import RealTimeConfig
 from embodrl.envs.real_time.clock import Clock, Pacer
-from embodrl.envs.real_time.safety import Limits
+from embodrl.envs.real_time.safety import CommandLimits
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.extras.robot.env import RobotVectorEnv
 
@@ -184,7 +184,7 @@ def test_an_episode_begins_when_a_person_says_so(said):
 
 
 def test_commands_are_kept_within_each_limit_and_counted():
-    limits = Limits(low=[-1.0, 0.0], high=[1.0, 5.0], max_step=[0.5], max_velocity=[4.0, 100.0], period_s=0.1)
+    limits = CommandLimits(low=[-1.0, 0.0], high=[1.0, 5.0], max_step=[0.5], max_velocity=[4.0, 100.0], period_s=0.1)
     previous = np.array([0.9, 4.8])
     allowed = limits.apply(np.array([2.0, 5.2]), previous)
     np.testing.assert_allclose(allowed, [1.0, 5.0])  # no longer further than 0.5 away, nor than 0.4

@@ -18,7 +18,7 @@ pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
 
-from embodrl.extras.watch.server import Watch, serve
+from embodrl.extras.watch.server import RunPages, serve
 from embodrl.wire import door
 
 Client = TestClient  # type: ignore[type-arg]
@@ -36,7 +36,7 @@ def write_run(path: Path, success: float = 0.5) -> Path:
 
 def visit(directory: Path, visitor: Callable[[Client], Awaitable[None]], token: str | None = None) -> None:
     async def all_of_it() -> None:
-        async with TestClient(TestServer(Watch([directory], token).app())) as client:
+        async with TestClient(TestServer(RunPages([directory], token).app())) as client:
             await visitor(client)
 
     asyncio.run(all_of_it())
@@ -101,7 +101,7 @@ def test_strangers_keep_nobody_out_and_are_closed(tmp_path: Path, monkeypatch: p
 
     async def run() -> None:
         ready = asyncio.Future[str]()
-        serving = asyncio.create_task(serve(Watch([tmp_path], TOKEN), "127.0.0.1", 0, ready.set_result))
+        serving = asyncio.create_task(serve(RunPages([tmp_path], TOKEN), "127.0.0.1", 0, ready.set_result))
         port = int((await ready).rpartition(":")[2].strip("/"))
         half_open = [await asyncio.open_connection("127.0.0.1", port) for _ in range(12)]
         for _, writer in half_open:
