@@ -533,10 +533,7 @@ ENVS = Registry(
     "environment",
     SimulatorSpec,
     "embodrl.envs",
-    {
-        name: f"embodrl.envs.{name}.spec:SPEC"
-        for name in ("maniskill", "metaworld", "gymnasium", "libero", "toy", "dataset")
-    },
+    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "gymnasium", "libero", "toy", "dataset")},
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
 """Names of those that models without weights have."""

@@ -14,7 +14,6 @@ from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
-from embodrl.cli.export import export
 from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.resume import resume
@@ -77,8 +76,7 @@ add(app, collect)
 add(app, sft)
 add(app, resume)
 add(app, fetch)
-add(app, export)
-for module, name in (*((config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")),):
+for module, name in ((config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, list_names, "list")
 add(app, doctor)

@@ -66,9 +66,9 @@ def export(
     """
 
     def action() -> None:
-        from embodrl.runs.export import export_checkpoint
-        from embodrl.runs.push import check_push
-        from embodrl.runs.push import push as run_push
+        from embodrl.extras.export.checkpoint import export_checkpoint
+        from embodrl.extras.export.push import check_push
+        from embodrl.extras.export.push import push as run_push
 
         name = None if push is None else check_push(push, public)
         checkpoint, config = export_checkpoint(directory, output, overrides or [], trust, adapters.value, layout.value)

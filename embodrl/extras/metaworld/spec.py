@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from embodrl.envs.axes import COMMON
-from embodrl.envs.metaworld.tasks import INSTRUCTIONS
+from embodrl.extras.metaworld.tasks import INSTRUCTIONS
 from embodrl.interface import CLOSES_POSITIVE, Interface
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
@@ -13,7 +13,7 @@ SPEC = SimulatorSpec(
     name="metaworld",
     robots=("sawyer",),
     control_hz=80.0,
-    target="embodrl.envs.metaworld.env:MetaWorldVectorEnv",
+    target="embodrl.extras.metaworld.env:MetaWorldVectorEnv",
     description="Meta-World 3 (MuJoCo): a Sawyer arm; MT1, MT10 and MT50",
     reads=("cameras", "include_images", "state", "reward_mode", "success_bonus", "render_detail", "video"),
     reward_modes=REWARD_MODES,

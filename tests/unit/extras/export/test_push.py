@@ -18,8 +18,8 @@ from embodrl.cli.main import app
 from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError
+from embodrl.extras.export.push import check_push, push
 from embodrl.hub import HubName
-from embodrl.runs.push import check_push, push
 from embodrl.storage.checkpoint import Checkpoint
 
 TOKEN = "hf_secret"
@@ -131,7 +131,7 @@ def test_the_command(server: FakeHub, run: Path, tmp_path: Path, monkeypatch: py
         shutil.copytree(source / "policy", directory)
         return checkpoint, config
 
-    monkeypatch.setattr("embodrl.runs.export.export_checkpoint", export)
+    monkeypatch.setattr("embodrl.extras.export.checkpoint.export_checkpoint", export)
     refused = CliRunner().invoke(app, ["export", str(run), str(tmp_path / "no"), "--push", "no-owner"])
     assert refused.exit_code == 2 and not (tmp_path / "no").exists()
     arguments = ["export", str(run), str(tmp_path / "out"), "--push", "me/push-cube", "--license", "mit"]
@@ -141,7 +141,7 @@ def test_the_command(server: FakeHub, run: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_a_run_of_fine_tuning_says_so(server: FakeHub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("embodrl.runs.push.is_sft_run", lambda directory: directory == run)
+    monkeypatch.setattr("embodrl.extras.export.push.is_sft_run", lambda directory: directory == run)
     (run / "sft_metrics.jsonl").write_text('{"step": 3}')
     pushed(run)
     assert b"fine-tuning on demonstrations" in content(server)["README.md"]

@@ -1,0 +1,7 @@
+"""The verb `embodrl export`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="export", target="embodrl.extras.export.cli:export")
