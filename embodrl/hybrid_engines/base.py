@@ -15,7 +15,6 @@ from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
 from embodrl.data.offline import OfflineData
-from embodrl.data.replay import ReplayStores
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
@@ -102,31 +101,6 @@ class TrainEngine(ABC):
             EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
         """
 
-    def learn(
-        self, stores: ReplayStores, algorithm: AlgorithmConfig, generator: torch.Generator
-    ) -> dict[str, float | None]:
-        """Train on transitions drawn from replay buffers and raise ``version`` by one.
-
-        There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
-
-        Args:
-            stores: what was seen and done.
-            algorithm: its section ``off_policy``, discount and level of rewards.
-            generator: on the CPU; of what is drawn.
-
-        Returns:
-            metrics named ``train/...``.
-
-        Raises:
-            NonFiniteError: several steps in a row were not finite.
-            EmbodrlError: this backend does not learn off-policy.
-        """
-        raise EmbodrlError(
-            f"{type(self).__name__} does not learn from a replay buffer",
-            "set actor.training_backend=native and an off-policy algorithm.loss_type",
-            code="off-policy-engine",
-        )
-
     def learn_offline(
         self, data: OfflineData, algorithm: AlgorithmConfig, generator: torch.Generator
     ) -> dict[str, float | None]:
@@ -165,6 +139,22 @@ class TrainEngine(ABC):
         Raises:
             NonFiniteError: several steps in a row were not finite.
             EmbodrlError: this backend does not support imitation.
+        """
+
+    @abstractmethod
+    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        """Take one of several optimizer steps of an update, which ``complete_update`` ends; see ``imitate``.
+
+        Returns:
+            ``loss``, ``grad_norm`` before clipping, and the scalars of ``sft_loss``.
+        """
+
+    @abstractmethod
+    def complete_update(self) -> None:
+        """Raise ``version`` by one.
+
+        Raises:
+            NonFiniteError: weights are not finite.
         """
 
     @abstractmethod

@@ -94,7 +94,7 @@ def store_labels(context: Context, batch: TrajectoryBatch) -> tuple[None, Metric
 
 def train_off_policy(context: Context, stored: None) -> tuple[None, Metrics]:
     """Update the policy, and its critics if it has some, on batches drawn from the replay buffer."""
-    return None, {**context.engine.learn(context.stores, context.config.algorithm, context.shuffle)}
+    return None, {**context.learn()}
 
 
 def dataset(context: Context) -> tuple[None, Metrics]:

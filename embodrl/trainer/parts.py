@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +15,17 @@ import torch
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.imitation import DemoDraws, check_demos, check_robot, load_configured_demos, observed
-from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
+from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.learners.dagger import DaggerLearner
 from embodrl.learners.offline_data import load_offline
+from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
@@ -174,20 +177,25 @@ def build(
         rollouts.collector.rewards = rewards
     closing.callback(rewards.close)
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, pool))
+    return _with_records(config, Parts(policy, engine, rollouts, rewards), pool)
 
 
-def _learns_from(
-    config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None
-) -> ReplayStores | DemoDraws | None:
-    """Return what a run learns from beside its rollouts, if there is something."""
-    if LOSSES.entry(config.algorithm.loss_type).off_policy:
-        assert pool is not None, "the configuration was checked"
-        return make_stores(config, policy, pool)
-    if config.algorithm.bc_coef:
-        assert isinstance(engine, PolicyTrainEngine), "the configuration was checked"
-        return demonstrate(config, policy, engine)
-    return None
+def _with_records(config: Config, parts: Parts, pool: EnvPool | None) -> Parts:
+    """Return the parts of a run with what it learns from besides its rollouts, if there is something."""
+    loss = LOSSES.entry(config.algorithm.loss_type)
+    if not loss.off_policy:
+        if not config.algorithm.bc_coef:
+            return parts
+        assert isinstance(parts.engine, PolicyTrainEngine), "the configuration was checked"
+        return replace(parts, stores=demonstrate(config, parts.policy, parts.engine))
+    assert pool is not None, "the configuration was checked"
+    stores = make_stores(config, parts.policy, pool)
+    if loss.imitates:
+        learner: RecordLearner = DaggerLearner(config, parts.policy, parts.engine, stores.online)
+    else:
+        assert isinstance(parts.engine, OffPolicyEngine), "the configuration was checked"
+        learner = SmallActorLearner(parts.engine, stores, config.algorithm)
+    return replace(parts, stores=stores, record_learner=learner)
 
 
 def _build_offline(

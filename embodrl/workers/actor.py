@@ -22,7 +22,6 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
-from embodrl.hybrid_engines.training.imitation import ImitationEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.offline import IqlCritics, OfflineEngine
@@ -95,10 +94,7 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
     """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
     loss = LOSSES.entry(config.algorithm.loss_type)
-    if loss.imitates:
-        bins = config.sft.label_smoothing_bins
-        return ImitationEngine(policy, EngineOptions.of(config), policy.device, cores, bins)
-    if loss.off_policy:
+    if loss.off_policy and not loss.imitates:
         settings, seed = config.algorithm.off_policy, config.runner.seed
         if config.algorithm.loss_type == "rlt":
             return RltEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
@@ -192,6 +188,16 @@ class ActorWorker(SendingWorker):
     ) -> tuple[dict[str, float], Counters]:
         """Take a step of supervised fine-tuning; return the metrics and the counters."""
         return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
+
+    @dispatch("one_to_all")
+    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        return self.engine.imitation_step(batch, learning_rate, label_smoothing_bins)
+
+    @dispatch("one_to_all")
+    def complete_update(self) -> Counters:
+        """Raise the version by one; return the counters."""
+        self.engine.complete_update()
+        return self.engine.counters()
 
     @dispatch("one_to_all")
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:

@@ -101,6 +101,21 @@ class OffPolicyEngine(NativeTrainEngine):
     def learn(
         self, stores: ReplayStores, algorithm: AlgorithmConfig, generator: torch.Generator
     ) -> dict[str, float | None]:
+        """Train on transitions drawn from replay buffers and raise ``version`` by one.
+
+        There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
+
+        Args:
+            stores: what was seen and done.
+            algorithm: its section ``off_policy``, discount and level of rewards.
+            generator: source of the draws, on the CPU.
+
+        Returns:
+            metrics named ``train/...``.
+
+        Raises:
+            NonFiniteError: several steps in a row were not finite.
+        """
         self.onload()
         settings, optim = algorithm.off_policy, self.config.optim
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
@@ -117,8 +132,7 @@ class OffPolicyEngine(NativeTrainEngine):
             for name, value in metrics.items():
                 totals[name] += value
                 counts[name] += 1
-        self.version += 1
-        self._check_weights()
+        self.complete_update()
         result: dict[str, float | None] = {f"train/{name}": total / counts[name] for name, total in totals.items()}
         return result | {
             "train/alpha": float(self.log_alpha.detach().exp()),

@@ -220,8 +220,7 @@ class OfflineEngine(NativeTrainEngine):
             metrics |= self._imitate(data, frames, weights, settings.label_smoothing_bins, words)
             for name, value in metrics.items():
                 totals[name] += value
-        self.version += 1
-        self._check_weights()
+        self.complete_update()
         result: dict[str, float | None] = {f"train/{name}": x / settings.updates for name, x in totals.items()}
         counts = {"train/num_updates": float(settings.updates), "train/lr": rates.policy}
         return result | counts | ({} if self.critics is None else {"train/value_lr": rates.value})

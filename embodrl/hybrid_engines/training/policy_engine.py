@@ -237,8 +237,7 @@ class PolicyTrainEngine(TrainEngine):
             for name, value in metrics.items():
                 known = totals.get(name, -math.inf)
                 totals[name] = max(known, float(value)) if is_largest(name) else totals[name] + float(value)
-        self.version += 1
-        self._check_weights()
+        self.complete_update()
         result = {f"train/{name}": total if is_largest(name) else total / num_updates for name, total in totals.items()}
         if self.options.may_be_stale or algorithm.decoupled.enabled or bool(staleness.any()):
             result |= staleness_metrics(staleness, batch.valid)
@@ -262,15 +261,13 @@ class PolicyTrainEngine(TrainEngine):
         return self.policy.sft_loss(inputs, label_smoothing_bins)
 
     def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
-        self.onload()
-        self._set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
-        metrics = self.imitation_step(batch, label_smoothing_bins)
-        self.version += 1
-        self._check_weights()
+        metrics = self.imitation_step(batch, learning_rate, label_smoothing_bins)
+        self.complete_update()
         return metrics | {"lr": learning_rate}
 
-    def imitation_step(self, batch: Batch, label_smoothing_bins: float) -> dict[str, float]:
-        """Take one optimizer step at the present learning rates; arguments as of ``imitate``."""
+    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        self.onload()
+        self._set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
         loss, scalars = self._imitation_gradients(batch, label_smoothing_bins)
         step = self.optimizer_step(loss)
         return {name: float(value) for name, value in scalars.items()} | {"grad_norm": step.grad_norm}
@@ -341,8 +338,9 @@ class PolicyTrainEngine(TrainEngine):
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _check_weights(self) -> None:
-        """Refuse to continue with trained weights that are not finite, before a rollout or a checkpoint gets them."""
+    def complete_update(self) -> None:
+        self.version += 1
+        # Before a rollout or a checkpoint gets them.
         where = not_finite((name, held(parameter)) for name, parameter in self.trained().items())
         if where:
             raise NonFiniteError(

@@ -119,6 +119,16 @@ class RemoteTrainEngine(TrainEngine):
         self._counters, self.version = counters, counters["version"]
         return metrics
 
+    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+        self._behind = True
+        return self._call("imitation_step", batch, learning_rate, label_smoothing_bins)[0]
+
+    def complete_update(self) -> None:
+        self._counters = self._call("complete_update")[0]
+        self.version = self._counters["version"]
+        if not self._sends_weights:
+            self.fetch()
+
     @torch.no_grad()
     def fetch(self) -> None:
         self.onload()

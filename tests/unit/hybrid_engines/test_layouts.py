@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_imitation_engine as imitation
 import test_off_policy_engine as off_policy
 import test_offline_engine as offline
 import torch
@@ -96,14 +95,6 @@ def test_native_engine(num_threads: int) -> None:
     stepped = watch(engine.optimizer)
     batch = tiny_rollout("gaussian", policy, config, 0)
     engine.update(batch, compute_advantages(batch, config.algorithm), config.algorithm, off_policy.generator())
-    assert any(weight.ndim == 4 for weight in stepped)
-
-
-def test_imitation_engine() -> None:
-    config = imitation.config_of("gaussian")
-    engine = imitation.engine_of("gaussian", config)
-    stepped = watch(engine.optimizer)
-    engine.learn(imitation.stores_of(engine.policy, 40), config.algorithm, off_policy.generator())
     assert any(weight.ndim == 4 for weight in stepped)
 
 

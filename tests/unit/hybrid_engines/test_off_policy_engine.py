@@ -252,10 +252,3 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     with raises_code("non-finite"):
         engine.learn(ReplayStores(buffer), config.algorithm, generator())
     assert all(torch.equal(a, b) for a, b in zip(before, engine.critic.parameters(), strict=True))
-
-
-def test_another_engine_says_what_it_needs() -> None:
-    config = config_of()
-    engine = NativeTrainEngine(build("gaussian"), EngineOptions.of(config), "cpu")
-    with raises_code("off-policy-engine"):
-        engine.learn(ReplayStores(buffer_of(6)), config.algorithm, generator())
