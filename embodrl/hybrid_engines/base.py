@@ -14,9 +14,7 @@ from torch import Tensor
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
-from embodrl.data.offline import OfflineData
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import OffloadReport
 
@@ -101,29 +99,6 @@ class TrainEngine(ABC):
             EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
         """
 
-    def learn_offline(
-        self, data: OfflineData, algorithm: AlgorithmConfig, generator: torch.Generator
-    ) -> dict[str, float | None]:
-        """Take ``algorithm.offline.updates`` steps on frames of a dataset and raise ``version`` by one.
-
-        Args:
-            data: what was recorded.
-            algorithm: its sections ``offline`` and ``off_policy``.
-            generator: on the CPU; of what is drawn.
-
-        Returns:
-            metrics named ``train/...``.
-
-        Raises:
-            NonFiniteError: a loss or several steps in a row were not finite.
-            EmbodrlError: this backend does not learn offline.
-        """
-        raise EmbodrlError(
-            f"{type(self).__name__} does not learn from a dataset",
-            "set actor.training_backend=native and an offline algorithm.loss_type",
-            code="offline-engine",
-        )
-
     @abstractmethod
     def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
         """Take one optimizer step of supervised fine-tuning.
@@ -142,8 +117,17 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
+    ) -> dict[str, float]:
         """Take one of several optimizer steps of an update, which ``complete_update`` ends; see ``imitate``.
+
+        Args:
+            batch: as there.
+            learning_rate: as there.
+            label_smoothing_bins: as there.
+            num_actions: divisor of the loss where ``action_mask float32[N,H]`` has the weights of actions; None where
+                it says which actions there are, all of which then count the same.
 
         Returns:
             ``loss``, ``grad_norm`` before clipping, and the scalars of ``sft_loss``.

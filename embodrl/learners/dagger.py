@@ -45,7 +45,8 @@ class DaggerLearner(RecordLearner):
         self.num_updates = 0
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
-        config, engine, settings = self.config, self.engine, self.config.algorithm.off_policy
+        config, engine = self.config, self.engine
+        settings = config.algorithm.off_policy
         rate = learning_rates(config.actor.optim, engine.version, config.runner.max_iterations, 0).policy
         due = int(settings.utd * max(0, self.store.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)

@@ -50,7 +50,7 @@ class Parts:
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
         stores: of off-policy and offline runs, and of those that imitate in addition to their loss.
-        record_learner: updates the weights by what is in the stores of off-policy runs.
+        record_learner: updates the weights by what is in the stores of off-policy and offline runs.
     """
 
     policy: VLAPolicy

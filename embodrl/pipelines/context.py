@@ -32,7 +32,7 @@ class Context:
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
         replay: of off-policy and offline runs; see ``stores`` and ``dataset``. Of others what draws demonstrations.
-        record_learner: of off-policy runs; see ``learn``.
+        record_learner: of off-policy and offline runs; see ``learn``.
     """
 
     config: Config

@@ -24,11 +24,14 @@ from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.dagger import DaggerLearner
+from embodrl.learners.iql import IqlCritics
+from embodrl.learners.offline import OfflineLearner
 from embodrl.learners.offline_data import load_offline
 from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.observation_net import ObservationSpec
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.scheduler.channel import Channel
@@ -36,7 +39,7 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR
-from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
+from embodrl.workers.actor import launch_trainers, make_native_engine, make_train_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -208,13 +211,31 @@ def _build_offline(
     closing: ExitStack,
 ) -> Parts:
     """As ``build``, of a run that learns from a dataset: simulators start with the first evaluation."""
+    launcher = make_launcher(config, deployment)
+    if launcher is not None:
+        closing.callback(launcher.close)
     policy = build_policy(weights_from, device)
     data, seen = load_offline(config, policy)
-    engine = make_offline_engine(config, deployment, policy, seen)
+    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher)
+    closing.callback(engine.close)
+
+    def should_stop() -> bool:
+        """Return whether the run is to stop; raise at once if a training process has died meanwhile."""
+        engine.check()
+        return stopped()
+
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
-    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, stopped)
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, should_stop)
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data)
+    critics = None if seen is None else make_critics(config, policy, seen)
+    learner = OfflineLearner(config, policy, engine, data, critics)
+    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data, learner)
+
+
+def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
+    """Return the critics of an offline run, which look at this part of observations."""
+    chunk, algorithm = policy.num_action_chunks * policy.action_dim, config.algorithm
+    return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)
 
 
 def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) -> DemoDraws:

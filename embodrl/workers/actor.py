@@ -24,12 +24,10 @@ from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
-from embodrl.hybrid_engines.training.offline import IqlCritics, OfflineEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.rlt import RltEngine
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.observation_net import ObservationSpec
 from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
@@ -100,18 +98,6 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
             return RltEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
         return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
-
-
-def make_offline_engine(
-    config: Config, deployment: Deployment, policy: VLAPolicy, seen: ObservationSpec | None
-) -> OfflineEngine:
-    """Return the engine that learns from a dataset in this process, with critics of what they see if that is given."""
-    cores, critics = deployment.threads_of(deployment.of("actor")[0]), None
-    if seen is not None:
-        chunk = policy.num_action_chunks * policy.action_dim
-        algorithm, optim = config.algorithm, config.actor.optim
-        critics = IqlCritics(seen, chunk, algorithm.off_policy, optim, policy.device, config.runner.seed)
-    return OfflineEngine(policy, EngineOptions.of(config), policy.device, critics, cores)
 
 
 def saves_shards(config: Config, deployment: Deployment) -> bool:
@@ -190,8 +176,10 @@ class ActorWorker(SendingWorker):
         return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
 
     @dispatch("one_to_all")
-    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
-        return self.engine.imitation_step(batch, learning_rate, label_smoothing_bins)
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None
+    ) -> dict[str, float]:
+        return self.engine.imitation_step(batch, learning_rate, label_smoothing_bins, num_actions)
 
     @dispatch("one_to_all")
     def complete_update(self) -> Counters:

@@ -40,6 +40,7 @@ from embodrl.hybrid_engines.training.objective import (
     is_largest,
     make_imitation_loss,
     make_loss,
+    make_weighted_loss,
     trained_chunks,
 )
 from embodrl.hybrid_engines.training.precision import Precision, autocast, not_finite, resolve_precision
@@ -265,10 +266,17 @@ class PolicyTrainEngine(TrainEngine):
         self.complete_update()
         return metrics | {"lr": learning_rate}
 
-    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
+    ) -> dict[str, float]:
         self.onload()
         self._set_learning_rates(LearningRates(policy=learning_rate, value=0.0), train_policy=True)
-        loss, scalars = self._imitation_gradients(batch, label_smoothing_bins)
+        if num_actions is None:
+            loss, scalars = self._imitation_gradients(batch, label_smoothing_bins)
+        else:
+            loss_fn = make_weighted_loss(self.sft_loss, num_actions, label_smoothing_bins)
+            loss, scalars = self.forward_backward(batch, loss_fn)
+            scalars = {"loss": loss, **scalars}
         step = self.optimizer_step(loss)
         return {name: float(value) for name, value in scalars.items()} | {"grad_norm": step.grad_norm}
 

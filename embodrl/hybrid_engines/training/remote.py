@@ -119,9 +119,11 @@ class RemoteTrainEngine(TrainEngine):
         self._counters, self.version = counters, counters["version"]
         return metrics
 
-    def imitation_step(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
+    ) -> dict[str, float]:
         self._behind = True
-        return self._call("imitation_step", batch, learning_rate, label_smoothing_bins)[0]
+        return self._call("imitation_step", batch, learning_rate, label_smoothing_bins, num_actions)[0]
 
     def complete_update(self) -> None:
         self._counters = self._call("complete_update")[0]
