@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,10 @@ from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.fields import Fields
-from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.offload import Offload, OffloadReport
+
+if TYPE_CHECKING:
+    from embodrl.hybrid_engines.training.engine_state import HeldState
 
 Counters = dict[str, int]
 """The part of an engine's state that is not a tensor: ``version`` and ``nonfinite_in_row``."""
@@ -59,12 +63,16 @@ class TrainEngine(ABC):
     """Holds the weights that train, and their optimizer.
 
     Attributes:
+        state: state of an engine that trains in this process.
+        memory: what ``offload`` takes off the device; None for nothing.
         version: completed updates; also the version of the weights.
         sections: parts of the state that there always are; ``reference`` may come with them.
         on_step: called with how many optimizer steps of an update are done, and how many there are.
     """
 
     version: int
+    state: HeldState[Any]
+    memory: Offload | None = None
     sections: tuple[str, ...] = ("policy", "optimizer")
     on_step: Callable[[int, int], None] | None = None
 
@@ -171,23 +179,22 @@ class TrainEngine(ABC):
     def fetch(self) -> None:  # noqa: B027 - most train the policy itself
         """Bring the weights into the policy that the engine was made with, if they are elsewhere."""
 
-    @abstractmethod
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters, without copies."""
+        return self.state.whole()
 
-    @abstractmethod
     def load_state_dict(self, saved: EngineState) -> None:
         """Go back to a saved state.
 
         Raises:
             CheckpointError: names or shapes are not those of this policy.
         """
+        self.state.load(saved)
 
-    @abstractmethod
     def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
+        return self.state.counters()
 
-    @abstractmethod
     def save_shards(self, directory: Path) -> FileFacts:
         """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
 
@@ -197,18 +204,19 @@ class TrainEngine(ABC):
         Raises:
             OSError: they could not be written.
         """
+        return self.state.save(directory)
 
-    @abstractmethod
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
 
         Raises:
             CheckpointError: it is of another policy, or can't be read.
         """
+        self.state.read(directory, counters)
 
-    @abstractmethod
     def state_num_bytes(self) -> int:
         """Return about how many bytes ``state_dict`` takes once every weight has been trained."""
+        return self.state.num_bytes()
 
     def check(self) -> None:  # noqa: B027 - most have nothing that could be gone
         """Raise if a process that the engine needs has gone.
@@ -220,12 +228,14 @@ class TrainEngine(ABC):
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """End the processes that the engine started."""
 
-    def onload(self) -> None:  # noqa: B027 - most have nothing away
+    def onload(self) -> None:
         """Bring back what ``offload`` took, and the driver's policy."""
+        if self.memory is not None:
+            self.memory.onload()
 
     def present(self) -> AbstractContextManager[None]:
         """Return a context in which the weights of the driver's policy are on their device."""
-        return nullcontext()
+        return nullcontext() if self.memory is None else self.memory.present()
 
     def offload(self) -> OffloadReport | None:
         """Take off the device what only training needs; the next call that needs it brings it back.
@@ -233,4 +243,4 @@ class TrainEngine(ABC):
         Returns:
             the memory before and after; None if nothing was moved.
         """
-        return None
+        return None if self.memory is None else self.memory.offload()

@@ -148,7 +148,7 @@ class ActorWorker(SendingWorker):
         return self._engine
 
     def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
-        with self._engine.memory.present():  # they may be away when a process is restarted
+        with self._engine.present():  # they may be away when a process is restarted
             yield from self._engine.weights(wanted)
 
     @dispatch("one_to_all")
@@ -203,25 +203,25 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def inventory(self) -> dict[str, dict[str, int]]:
-        return self.engine.inventory()
+        return self.engine.state.inventory()
 
     @dispatch("one_to_all")
     def gather(self, section: str, names: list[str]) -> dict[str, Tensor] | None:
         """Return whole tensors of the state, from rank 0 alone."""
-        found = self.engine.gather(section, names)
+        found = self.engine.state.gather(section, names)
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
     def start_load(self) -> None:
-        self.engine.start_load()
+        self.engine.state.start_load()
 
     @dispatch("one_to_all")
     def put(self, section: str, tensors: dict[str, Tensor]) -> None:
-        self.engine.put(section, tensors)
+        self.engine.state.put(section, tensors)
 
     @dispatch("one_to_all")
     def set_counters(self, state: Counters) -> None:
-        self.engine.set_counters(state)
+        self.engine.state.set_counters(state)
 
     @dispatch("one_to_all")
     def save_shards(self, directory: str) -> FileFacts | tuple[int, str]:
