@@ -66,7 +66,6 @@ LARGER: dict[str, Shape] = {
     "embodrl/extras/vllm/engine.py:VllmRolloutEngine": Shape(arguments=7),
     "embodrl/hybrid_engines/rollout/base.py:RolloutEngine": Shape(arguments=7),
     "embodrl/hybrid_engines/rollout/remote.py:RemoteRolloutEngine": Shape(arguments=8),
-    "embodrl/hybrid_engines/training/policy_engine.py:PolicyTrainEngine": Shape(methods=54),
     "embodrl/hybrid_engines/weight_sync/collective.py:SyncGroup": Shape(arguments=8),
     "embodrl/learners/imitation.py:ImitationLearner": Shape(arguments=7),
     "embodrl/models/common/expert_policy.py:ExpertPolicy": Shape(arguments=8),

@@ -181,6 +181,8 @@ class ReplayBuffer:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """As ``torch.zeros``, but memory that is never written to is never taken."""
     num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:  # a state without dimensions
+        return torch.zeros(shape, dtype=dtype)
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).reshape(shape)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from torch import Tensor
 from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.batch import Batch
-from embodrl.data.offline import OfflineData
-from embodrl.data.replay import ReplayStores
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
-from embodrl.hybrid_engines.offload import OffloadReport
+from embodrl.hybrid_engines.offload import Offload, OffloadReport
+
+if TYPE_CHECKING:
+    from embodrl.hybrid_engines.training.engine_state import HeldState
 
 Counters = dict[str, int]
 """The part of an engine's state that is not a tensor: ``version`` and ``nonfinite_in_row``."""
@@ -62,12 +63,16 @@ class TrainEngine(ABC):
     """Holds the weights that train, and their optimizer.
 
     Attributes:
+        state: state of an engine that trains in this process.
+        memory: what ``offload`` takes off the device; None for nothing.
         version: completed updates; also the version of the weights.
         sections: parts of the state that there always are; ``reference`` may come with them.
         on_step: called with how many optimizer steps of an update are done, and how many there are.
     """
 
     version: int
+    state: HeldState[Any]
+    memory: Offload | None = None
     sections: tuple[str, ...] = ("policy", "optimizer")
     on_step: Callable[[int, int], None] | None = None
 
@@ -102,54 +107,6 @@ class TrainEngine(ABC):
             EmbodrlError: a chunk has a version above the engine's, or the batch lacks a column that the loss needs.
         """
 
-    def learn(
-        self, stores: ReplayStores, algorithm: AlgorithmConfig, generator: torch.Generator
-    ) -> dict[str, float | None]:
-        """Train on transitions drawn from replay buffers and raise ``version`` by one.
-
-        There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
-
-        Args:
-            stores: what was seen and done.
-            algorithm: its section ``off_policy``, discount and level of rewards.
-            generator: on the CPU; of what is drawn.
-
-        Returns:
-            metrics named ``train/...``.
-
-        Raises:
-            NonFiniteError: several steps in a row were not finite.
-            EmbodrlError: this backend does not learn off-policy.
-        """
-        raise EmbodrlError(
-            f"{type(self).__name__} does not learn from a replay buffer",
-            "set actor.training_backend=native and an off-policy algorithm.loss_type",
-            code="off-policy-engine",
-        )
-
-    def learn_offline(
-        self, data: OfflineData, algorithm: AlgorithmConfig, generator: torch.Generator
-    ) -> dict[str, float | None]:
-        """Take ``algorithm.offline.updates`` steps on frames of a dataset and raise ``version`` by one.
-
-        Args:
-            data: what was recorded.
-            algorithm: its sections ``offline`` and ``off_policy``.
-            generator: on the CPU; of what is drawn.
-
-        Returns:
-            metrics named ``train/...``.
-
-        Raises:
-            NonFiniteError: a loss or several steps in a row were not finite.
-            EmbodrlError: this backend does not learn offline.
-        """
-        raise EmbodrlError(
-            f"{type(self).__name__} does not learn from a dataset",
-            "set actor.training_backend=native and an offline algorithm.loss_type",
-            code="offline-engine",
-        )
-
     @abstractmethod
     def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
         """Take one optimizer step of supervised fine-tuning.
@@ -165,6 +122,31 @@ class TrainEngine(ABC):
         Raises:
             NonFiniteError: several steps in a row were not finite.
             EmbodrlError: this backend does not support imitation.
+        """
+
+    @abstractmethod
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
+    ) -> dict[str, float]:
+        """Take one of several optimizer steps of an update, which ``complete_update`` ends; see ``imitate``.
+
+        Args:
+            batch: as there.
+            learning_rate: as there.
+            label_smoothing_bins: as there.
+            num_actions: divisor of the loss where ``action_mask float32[N,H]`` has the weights of actions; None where
+                it says which actions there are, all of which then count the same.
+
+        Returns:
+            ``loss``, ``grad_norm`` before clipping, and the scalars of ``sft_loss``.
+        """
+
+    @abstractmethod
+    def complete_update(self) -> None:
+        """Raise ``version`` by one.
+
+        Raises:
+            NonFiniteError: weights are not finite.
         """
 
     @abstractmethod
@@ -197,23 +179,22 @@ class TrainEngine(ABC):
     def fetch(self) -> None:  # noqa: B027 - most train the policy itself
         """Bring the weights into the policy that the engine was made with, if they are elsewhere."""
 
-    @abstractmethod
     def state_dict(self) -> EngineState:
         """Return weights, optimizer state and counters, without copies."""
+        return self.state.whole()
 
-    @abstractmethod
     def load_state_dict(self, saved: EngineState) -> None:
         """Go back to a saved state.
 
         Raises:
             CheckpointError: names or shapes are not those of this policy.
         """
+        self.state.load(saved)
 
-    @abstractmethod
     def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
+        return self.state.counters()
 
-    @abstractmethod
     def save_shards(self, directory: Path) -> FileFacts:
         """Write the tensors of the state, each process what it holds; see ``sharded_checkpoint.save_state``.
 
@@ -223,18 +204,19 @@ class TrainEngine(ABC):
         Raises:
             OSError: they could not be written.
         """
+        return self.state.save(directory)
 
-    @abstractmethod
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
         """Go back to what ``save_shards`` wrote, perhaps with another backend or number of processes.
 
         Raises:
             CheckpointError: it is of another policy, or can't be read.
         """
+        self.state.read(directory, counters)
 
-    @abstractmethod
     def state_num_bytes(self) -> int:
         """Return about how many bytes ``state_dict`` takes once every weight has been trained."""
+        return self.state.num_bytes()
 
     def check(self) -> None:  # noqa: B027 - most have nothing that could be gone
         """Raise if a process that the engine needs has gone.
@@ -246,12 +228,14 @@ class TrainEngine(ABC):
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """End the processes that the engine started."""
 
-    def onload(self) -> None:  # noqa: B027 - most have nothing away
+    def onload(self) -> None:
         """Bring back what ``offload`` took, and the driver's policy."""
+        if self.memory is not None:
+            self.memory.onload()
 
     def present(self) -> AbstractContextManager[None]:
         """Return a context in which the weights of the driver's policy are on their device."""
-        return nullcontext()
+        return nullcontext() if self.memory is None else self.memory.present()
 
     def offload(self) -> OffloadReport | None:
         """Take off the device what only training needs; the next call that needs it brings it back.
@@ -259,4 +243,4 @@ class TrainEngine(ABC):
         Returns:
             the memory before and after; None if nothing was moved.
         """
-        return None
+        return None if self.memory is None else self.memory.offload()

@@ -22,6 +22,7 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases
+from embodrl.learners.records import RecordLearner
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import Context
@@ -49,6 +50,7 @@ class Parts:
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
         stores: of off-policy and offline runs, and of those that imitate in addition to their loss.
+        record_learner: updates the weights by what is in the stores of off-policy and offline runs.
     """
 
     policy: VLAPolicy
@@ -56,6 +58,7 @@ class Parts:
     rollouts: RolloutBackend
     rewards: RewardWorker
     stores: ReplayStores | OfflineData | DemoDraws | None = None
+    record_learner: RecordLearner | None = None
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,10 @@ class RolloutLearner(Learner):
         self.phases.enter("act")
         rewards, rollouts = self.parts.rewards, self.parts.rollouts
         self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
+        parts = self.parts
+        acting = (rollouts.collector, rewards)
         context = Context(
-            self.config, iteration, self.engine, rollouts.collector, rewards, self._shuffle, self.parts.stores
+            self.config, iteration, self.engine, *acting, self._shuffle, parts.stores, parts.record_learner
         )
         metrics = self._graph.run(context, on_node=self._before_node)
         steps = metrics.pop("env_steps", None)
@@ -178,6 +183,9 @@ class RolloutLearner(Learner):
             "faults": vars(self.parts.rollouts.faults),
             "rewards": bool(kept["rewards"]),
         }
+        if (learner := self.parts.record_learner) is not None:
+            content |= learner.state().content
+            kept |= learner.state().tensors
         tensors = rollouts.tensors | {name: part for name, part in kept.items() if part}
         return LearnerState(content, tensors, rollouts.blobs)
 
@@ -200,6 +208,8 @@ class RolloutLearner(Learner):
             self.parts.rewards.load_state(checkpoint.tensors("rewards"))
         if stores is not None:
             stores.load_state(checkpoint.tensors(REPLAY))
+        if self.parts.record_learner is not None:
+            self.parts.record_learner.load_state(checkpoint)
         restore_generator(self._shuffle, state.text("shuffle"))
         faults = state.fields("faults")
         vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})

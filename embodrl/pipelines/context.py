@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
     from embodrl.hybrid_engines.base import TrainEngine
+    from embodrl.learners.records import RecordLearner
     from embodrl.workers.collector import Collector
     from embodrl.workers.reward import RewardWorker
 
@@ -31,6 +32,7 @@ class Context:
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
         replay: of off-policy and offline runs; see ``stores`` and ``dataset``. Of others what draws demonstrations.
+        record_learner: of off-policy and offline runs; see ``learn``.
     """
 
     config: Config
@@ -40,6 +42,21 @@ class Context:
     rewards: RewardWorker
     shuffle: torch.Generator
     replay: ReplayStores | OfflineData | DemoDraws | None = None
+    record_learner: RecordLearner | None = None
+
+    def learn(self) -> dict[str, float | None]:
+        """Update the weights by what is recorded; return metrics.
+
+        Raises:
+            PipelineError: ``algorithm.loss_type`` learns from rollouts.
+        """
+        if self.record_learner is None:
+            raise PipelineError(
+                "the run has no records to learn from",
+                "set algorithm.loss_type to an off-policy or offline loss",
+                code="records-missing",
+            )
+        return self.record_learner.learn(self.shuffle)
 
     @property
     def stores(self) -> ReplayStores:

@@ -94,7 +94,7 @@ def store_labels(context: Context, batch: TrajectoryBatch) -> tuple[None, Metric
 
 def train_off_policy(context: Context, stored: None) -> tuple[None, Metrics]:
     """Update the policy, and its critics if it has some, on batches drawn from the replay buffer."""
-    return None, {**context.engine.learn(context.stores, context.config.algorithm, context.shuffle)}
+    return None, {**context.learn()}
 
 
 def dataset(context: Context) -> tuple[None, Metrics]:
@@ -104,7 +104,7 @@ def dataset(context: Context) -> tuple[None, Metrics]:
 
 def train_offline(context: Context, recorded: None) -> tuple[None, Metrics]:
     """Update the policy, and critics if there are some, on batches drawn from the dataset."""
-    return None, {**context.engine.learn_offline(context.dataset, context.config.algorithm, context.shuffle)}
+    return None, {**context.learn()}
 
 
 def sync(context: Context, trained: None) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,19 +14,24 @@ import torch
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.imitation import DemoDraws, check_demos, check_robot, load_configured_demos, observed
-from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
+from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.learners.dagger import DaggerLearner
+from embodrl.learners.iql import IqlCritics
+from embodrl.learners.offline import OfflineLearner
 from embodrl.learners.offline_data import load_offline
+from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
+from embodrl.models.common.observation_net import ObservationSpec
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.scheduler.channel import Channel
@@ -35,7 +41,7 @@ from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, drop_missing_warm_start
 from embodrl.trainer.session import RunSession
-from embodrl.workers.actor import launch_trainers, make_native_engine, make_offline_engine
+from embodrl.workers.actor import launch_trainers, make_native_engine, make_train_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -118,7 +124,8 @@ def _build_local(
     launcher: Launcher | None,
 ) -> Parts:
     """As ``build``, where the driver acts: it has the simulators."""
-    config, deployment, log_dir = session.config, session.deployment, session.directory / "logs"
+    config, deployment = session.config, session.deployment
+    log_dir = session.directory / "logs"
     pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
     closing.callback(pool.close)
     pool.start_async()  # while the policy is built
@@ -139,7 +146,7 @@ def _build_local(
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
     evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
-    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, pool))
+    return _with_records(config, Parts(policy, engine, rollouts, rewards), pool)
 
 
 def _build_remote(
@@ -151,7 +158,8 @@ def _build_remote(
     launcher: Launcher,
 ) -> Parts:
     """As ``build``, where other processes act, each with its simulators."""
-    config, deployment, log_dir = session.config, session.deployment, session.directory / "logs"
+    config, deployment = session.config, session.deployment
+    log_dir = session.directory / "logs"
     channels = rollout_channels(launcher, len(deployment.of("rollout")))
     policy = build_policy(weights_from, device)
     pipes = channels_of(channels, "weights")
@@ -177,7 +185,7 @@ def _build_remote(
     logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
     rollouts = RemoteBackend(config, group, channels, weights, policy, engine, _also_lost(engine, stopped))
     rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
-    return Parts(policy, engine, rollouts, rewards, _learns_from(config, policy, engine, None))
+    return _with_records(config, Parts(policy, engine, rollouts, rewards), None)
 
 
 def _make_engine(
@@ -208,17 +216,22 @@ def _also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[],
     return should_stop
 
 
-def _learns_from(
-    config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None
-) -> ReplayStores | DemoDraws | None:
-    """Return what a run learns from beside its rollouts, if there is something."""
-    if LOSSES.entry(config.algorithm.loss_type).off_policy:
-        assert pool is not None, "the configuration was checked"
-        return make_stores(config, policy, pool)
-    if config.algorithm.bc_coef:
-        assert isinstance(engine, PolicyTrainEngine), "the configuration was checked"
-        return demonstrate(config, policy, engine)
-    return None
+def _with_records(config: Config, parts: Parts, pool: EnvPool | None) -> Parts:
+    """Return the parts of a run with what it learns from besides its rollouts, if there is something."""
+    loss = LOSSES.entry(config.algorithm.loss_type)
+    if not loss.off_policy:
+        if not config.algorithm.bc_coef:
+            return parts
+        assert isinstance(parts.engine, PolicyTrainEngine), "the configuration was checked"
+        return replace(parts, stores=demonstrate(config, parts.policy, parts.engine))
+    assert pool is not None, "the configuration was checked"
+    stores = make_stores(config, parts.policy, pool)
+    if loss.imitates:
+        learner: RecordLearner = DaggerLearner(config, parts.policy, parts.engine, stores.online)
+    else:
+        assert isinstance(parts.engine, OffPolicyEngine), "the configuration was checked"
+        learner = SmallActorLearner(parts.engine, stores, config.algorithm)
+    return replace(parts, stores=stores, record_learner=learner)
 
 
 def _build_offline(
@@ -230,13 +243,26 @@ def _build_offline(
 ) -> Parts:
     """As ``build``, of a run that learns from a dataset: simulators start with the first evaluation."""
     config, deployment = session.config, session.deployment
+    log_dir = session.directory / "logs"
+    launcher = make_launcher(config, deployment)
+    if launcher is not None:
+        closing.callback(launcher.close)
     policy = build_policy(weights_from, device)
     data, seen = load_offline(config, policy)
-    engine = make_offline_engine(config, deployment, policy, seen)
+    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher)
+    closing.callback(engine.close)
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
-    rollouts = OfflineBackend(config, acting, deployment.of("env"), session.directory / "logs", stopped)
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, _also_lost(engine, stopped))
     closing.callback(rollouts.close)
-    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data)
+    critics = None if seen is None else make_critics(config, policy, seen)
+    learner = OfflineLearner(config, policy, engine, data, critics)
+    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data, learner)
+
+
+def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
+    """Return the critics of an offline run, which look at this part of observations."""
+    chunk, algorithm = policy.num_action_chunks * policy.action_dim, config.algorithm
+    return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)
 
 
 def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) -> DemoDraws:

@@ -22,15 +22,12 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
-from embodrl.hybrid_engines.training.imitation import ImitationEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
-from embodrl.hybrid_engines.training.offline import IqlCritics, OfflineEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.training.rlt import RltEngine
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.observation_net import ObservationSpec
 from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
@@ -95,27 +92,12 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
     """Return the engine that trains in this process."""
     cores = deployment.threads_of(deployment.of("actor")[0])
     loss = LOSSES.entry(config.algorithm.loss_type)
-    if loss.imitates:
-        bins = config.sft.label_smoothing_bins
-        return ImitationEngine(policy, EngineOptions.of(config), policy.device, cores, bins)
-    if loss.off_policy:
+    if loss.off_policy and not loss.imitates:
         settings, seed = config.algorithm.off_policy, config.runner.seed
         if config.algorithm.loss_type == "rlt":
             return RltEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
         return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
-
-
-def make_offline_engine(
-    config: Config, deployment: Deployment, policy: VLAPolicy, seen: ObservationSpec | None
-) -> OfflineEngine:
-    """Return the engine that learns from a dataset in this process, with critics of what they see if that is given."""
-    cores, critics = deployment.threads_of(deployment.of("actor")[0]), None
-    if seen is not None:
-        chunk = policy.num_action_chunks * policy.action_dim
-        algorithm, optim = config.algorithm, config.actor.optim
-        critics = IqlCritics(seen, chunk, algorithm.off_policy, optim, policy.device, config.runner.seed)
-    return OfflineEngine(policy, EngineOptions.of(config), policy.device, critics, cores)
 
 
 def saves_shards(config: Config, deployment: Deployment) -> bool:
@@ -166,7 +148,7 @@ class ActorWorker(SendingWorker):
         return self._engine
 
     def stream(self, wanted: Container[str] | None) -> Iterator[tuple[str, Tensor]]:
-        with self._engine.memory.present():  # they may be away when a process is restarted
+        with self._engine.present():  # they may be away when a process is restarted
             yield from self._engine.weights(wanted)
 
     @dispatch("one_to_all")
@@ -194,6 +176,18 @@ class ActorWorker(SendingWorker):
         return self.engine.imitate(batch, learning_rate, label_smoothing_bins), self.engine.counters()
 
     @dispatch("one_to_all")
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None
+    ) -> dict[str, float]:
+        return self.engine.imitation_step(batch, learning_rate, label_smoothing_bins, num_actions)
+
+    @dispatch("one_to_all")
+    def complete_update(self) -> Counters:
+        """Raise the version by one; return the counters."""
+        self.engine.complete_update()
+        return self.engine.counters()
+
+    @dispatch("one_to_all")
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
         """From rank 0 alone."""
         found = self.engine.reference_logprobs(batch, AlgorithmConfig.model_validate_json(algorithm))
@@ -209,25 +203,25 @@ class ActorWorker(SendingWorker):
 
     @dispatch("one_to_all")
     def inventory(self) -> dict[str, dict[str, int]]:
-        return self.engine.inventory()
+        return self.engine.state.inventory()
 
     @dispatch("one_to_all")
     def gather(self, section: str, names: list[str]) -> dict[str, Tensor] | None:
         """Return whole tensors of the state, from rank 0 alone."""
-        found = self.engine.gather(section, names)
+        found = self.engine.state.gather(section, names)
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
     def start_load(self) -> None:
-        self.engine.start_load()
+        self.engine.state.start_load()
 
     @dispatch("one_to_all")
     def put(self, section: str, tensors: dict[str, Tensor]) -> None:
-        self.engine.put(section, tensors)
+        self.engine.state.put(section, tensors)
 
     @dispatch("one_to_all")
     def set_counters(self, state: Counters) -> None:
-        self.engine.set_counters(state)
+        self.engine.state.set_counters(state)
 
     @dispatch("one_to_all")
     def save_shards(self, directory: str) -> FileFacts | tuple[int, str]:

@@ -260,9 +260,8 @@ FAMILIES += [
     Wrong(
         "SAC with FSDP",
         "actor.training_backend",
-        "off-policy-has-what-it-needs",
+        "small-actors-train-natively",
         ("actor.training_backend=fsdp", *SAC),
-        more=("cluster.component_placement",),
     ),
     Wrong(
         "SAC that runs ahead", "runner.max_staleness", "off-policy-has-what-it-needs", ("runner.max_staleness=1", *SAC)

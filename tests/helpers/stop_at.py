@@ -33,7 +33,7 @@ POINTS = {
     "store": "embodrl.data.replay:ReplayBuffer.add",
     "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
     "learn_rlt": "embodrl.hybrid_engines.training.rlt:RltEngine._update_actor",
-    "learn_offline": "embodrl.hybrid_engines.training.offline:OfflineEngine._imitate",
+    "learn_offline": "embodrl.learners.offline:OfflineLearner.imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "log_late": "embodrl.reporting.sinks:MetricsLogger.log_late",
     "add_episode": "embodrl.data.raw:RawWriter.add",

@@ -11,11 +11,9 @@ from embodrl.specs import LOSSES, MODELS, ModelSpec
 SECTION = "algorithm.off_policy"
 # What such an algorithm needs of other sections, and why.
 NEEDS: tuple[tuple[str, object, str], ...] = (
-    ("actor.training_backend", "native", "critics and targets are trained in one process only"),
     ("actor.precision", "fp32", "critics are trained in float32"),
     ("rollout.precision", "fp32", "the actor is trained in float32"),
     ("actor.param_dtype", "fp32", "targets move by less than half precision can hold"),
-    ("actor.own_process", None, "the replay buffer is in the process that gathers"),
     ("rollout.backend", "native", "the actor's samples are re-parameterised"),
     ("rollout.own_process", None, "the replay buffer is in the process that trains"),
     ("rollout.workflow", None, "a workflow does not keep the last observation of an episode"),
@@ -158,9 +156,26 @@ def off_policy_has_what_it_needs(context: Context) -> Iterator[Finding]:
         if value_of(context.config, key) != wanted:
             shown = "null" if wanted is None else str(wanted).lower()
             yield Finding(key, f"off-policy {reason}", f"set it to {shown}", shown, others=others)
-    if (placed := context.deployment) is not None and (placed.rolls_out_in_processes or placed.trains_in_processes):
-        message = "off-policy algorithms gather, store and train in one process"
-        hint = "leave placements at their defaults, and cluster.launcher=process"
+    if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
+        message = "off-policy algorithms gather and store in the main process"
+        hint = "leave the placement of rollout at its default, and cluster.launcher=process"
+        yield Finding("cluster.component_placement", message, hint, others=others)
+
+
+@rule("algorithm.loss_type", "actor", "cluster")
+def small_actors_train_natively(context: Context) -> Iterator[Finding]:
+    """Actors with critics are small and gain nothing from sharding; gradients flow through critics beside them."""
+    if not context.loss.off_policy or context.loss.imitates:
+        return
+    actor, placed, others = context.config.actor, context.deployment, ("algorithm.loss_type",)
+    message = f"loss_type '{context.config.algorithm.loss_type}' trains a small actor, which gains nothing from"
+    message += " sharding, with gradients through critics in the same process"
+    if actor.training_backend != "native":
+        yield Finding("actor.training_backend", message, "set it to native", "native", others=others)
+    elif actor.own_process is not None:
+        yield Finding("actor.own_process", message, "set it to null", "null", others=others)
+    elif placed is not None and placed.trains_in_processes:
+        hint = "leave the placement of actor at its default, and cluster.launcher=process"
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 

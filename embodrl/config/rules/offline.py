@@ -11,10 +11,8 @@ from embodrl.config.schema import OffPolicyConfig
 DATA = "algorithm.off_policy.demos"
 # What such an algorithm needs of other sections, and why.
 NEEDS: tuple[tuple[str, object, str], ...] = (
-    ("actor.training_backend", "native", "trains in one process"),
-    ("actor.own_process", None, "trains in one process"),
-    ("rollout.backend", "native", "evaluates in the process that trains"),
-    ("rollout.own_process", None, "evaluates in the process that trains"),
+    ("rollout.backend", "native", "evaluates in the main process"),
+    ("rollout.own_process", None, "evaluates in the main process"),
     ("rollout.workflow", None, "has no rollouts"),
     ("rollout.publish_weights", False, "has no rollouts that others could act in"),
     ("runner.max_staleness", 0, "has no rollouts"),
@@ -42,9 +40,10 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
             shown = "null" if wanted is None else str(wanted).lower()
             message = f"loss_type '{context.config.algorithm.loss_type}' {reason}"
             yield Finding(key, message, f"set it to {shown}", shown, others=others)
-    if (placed := context.deployment) is not None and (placed.rolls_out_in_processes or placed.trains_in_processes):
-        hint = "leave placements at their defaults, and cluster.launcher=process"
-        yield Finding("cluster.component_placement", "offline algorithms run in one process", hint, others=others)
+    if (placed := context.deployment) is not None and placed.rolls_out_in_processes:
+        message = "offline algorithms evaluate in the main process"
+        hint = "leave the placement of rollout at its default, and cluster.launcher=process"
+        yield Finding("cluster.component_placement", message, hint, others=others)
 
 
 @rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")

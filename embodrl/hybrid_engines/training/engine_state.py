@@ -1,14 +1,23 @@
-"""The names and shapes of an engine's state, and whether a saved one fits."""
+"""An engine's state: its names and shapes, whether a saved one fits, and what a process holds of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
+from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts
+from embodrl.hybrid_engines.training.sharding import held, whole
+
+if TYPE_CHECKING:
+    from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
+
+EngineT = TypeVar("EngineT", bound="PolicyTrainEngine")
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 FLOAT32_BYTES = 4
@@ -132,3 +141,182 @@ def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
 def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the bytes of tensors, by name; of sharded ones, those of the whole."""
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+
+
+class HeldState(Generic[EngineT]):
+    """State of an engine as this process holds it: weights, moments of the optimizer, reference and counters.
+
+    Args:
+        engine: engine whose state it is.
+    """
+
+    def __init__(self, engine: EngineT) -> None:
+        self.engine = engine
+
+    @property
+    def is_shared(self) -> bool:
+        """Tell whether other processes have the rest."""
+        return self.engine.is_shared
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that train, by name."""
+        return {name: p for name, p in self.engine.policy.named_parameters() if p in self.engine.leaves}
+
+    def kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Return the keys of what the optimizer keeps of a parameter."""
+        return (*ADAM_STATE, MASTER) if parameter in self.engine.masters else ADAM_STATE
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """Return a moment or the float32 copy of a parameter, as it is held."""
+        if key == MASTER:
+            return self.engine.masters[parameter].detach()
+        return self.engine.optimizer.state[self.engine.leaves[parameter]][key]
+
+    def shards(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of the state as they are held, without copies."""
+        self.engine.onload()
+        moments = {
+            f"{key}.{name}": self.moment(parameter, key)
+            for name, parameter in self.trained().items()
+            if self.engine.leaves[parameter] in self.engine.optimizer.state
+            for key in self.kept_of(parameter)
+        }
+        found = {"policy": dict(self.engine.policy.state_dict()), "optimizer": moments}
+        reference = self.engine.reference_weights()
+        return found | ({"reference": reference} if reference else {})
+
+    def counters(self) -> Counters:
+        """Return the part of the state that can be written as JSON."""
+        return {"version": self.engine.version, "nonfinite_in_row": self.engine.nonfinite_in_row}
+
+    def inventory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes of every tensor of the state, in one piece; may be a collective call."""
+        return {
+            section: {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+            for section, tensors in self.shards().items()
+        }
+
+    def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors of the state as they are held, without copies; {} of a section that does not exist."""
+        self.engine.onload()
+        if section == "optimizer":
+            trained = self.trained()
+            places = {name: name.partition(".") for name in names}
+            return {name: self.moment(trained[owner], key) for name, (key, _, owner) in places.items()}
+        held = dict(self.engine.policy.state_dict()) if section == "policy" else self.engine.reference_weights()
+        return {name: held[name] for name in names if name in held}
+
+    def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return whole tensors of the state: a collective call where they are sharded."""
+        return {name: whole(part) for name, part in self.parts(section, names).items()}
+
+    def whole(self) -> EngineState:
+        """See ``TrainEngine.state_dict``."""
+        return EngineState(self.shards(), self.counters())
+
+    def shapes(self) -> StateShapes:
+        """Return what a saved state must have."""
+        trained = self.trained()
+        masters = [name for name, parameter in trained.items() if parameter in self.engine.masters]
+        return StateShapes.of(self.engine.policy, trained, self.engine.reference_weights(), masters)
+
+    def load(self, saved: EngineState) -> None:
+        """See ``TrainEngine.load_state_dict``."""
+        check_fit(saved.tensors, self.shapes())
+        self.start_load()
+        for section, tensors in saved.tensors.items():
+            self.put(section, tensors)
+        self.set_counters(saved.state)
+
+    def start_load(self) -> None:
+        """Forget the moments."""
+        self.engine.onload()
+        self.engine.optimizer.state.clear()
+
+    @torch.no_grad()
+    def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
+        """Load whole tensors of a checked state, the policy first; what the engine has no use for is skipped."""
+        if section == "optimizer":
+            trained = self.trained()
+            for name, tensor in tensors.items():
+                key, _, owner = name.partition(".")
+                parameter = trained[owner]
+                leaf = self.engine.leaves[parameter]
+                part = tensor if key == "step" else self._part(tensor, parameter)
+                if key != MASTER:
+                    dtype = part.dtype if key == "step" else leaf.dtype
+                    self.engine.optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
+                elif parameter in self.engine.masters:
+                    leaf.copy_(part)
+            return
+        targets = dict(self.engine.policy.state_dict()) if section == "policy" else self.engine.reference_weights()
+        for name in targets.keys() & tensors.keys():
+            self._assign(targets[name], tensors[name])
+        if section == "policy":
+            self._take_masters(tensors)
+
+    def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return where this process's parts of a checked state are to be written; see ``load_parts``.
+
+        Args:
+            section: of the state.
+            saved: shapes and dtypes of whole tensors.
+        """
+        if section == "optimizer":
+            trained = self.trained()
+            saved = {name: tensor for name, tensor in saved.items() if self._reads(name, trained)}
+            for name, tensor in saved.items():
+                key, _, owner = name.partition(".")
+                if key == MASTER:
+                    continue
+                leaf = self.engine.leaves[trained[owner]]
+                shape = tensor.shape if key == "step" else leaf.shape
+                self.engine.optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
+        return self.parts(section, saved)
+
+    def _reads(self, name: str, trained: Mapping[str, nn.Parameter]) -> bool:
+        key, _, owner = name.partition(".")
+        return key != MASTER or trained[owner] in self.engine.masters
+
+    def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+        """Use what was written into the tensors of ``room``; here they are the state itself."""
+        if section == "policy":
+            self._take_masters(parts)
+        elif section == "optimizer":  # moments that were saved without float32 copies are in half precision
+            for leaf, state in self.engine.optimizer.state.items():
+                state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key != "step"}
+
+    @torch.no_grad()
+    def _take_masters(self, names: Container[str]) -> None:
+        """Let the copies of weights that were loaded be these."""
+        for name, parameter in self.trained().items():
+            if name in names and parameter in self.engine.masters:
+                self.engine.masters[parameter].copy_(held(parameter))
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return the part of a whole tensor that this process holds of ``like``."""
+        return whole
+
+    def _assign(self, target: Tensor, whole: Tensor) -> None:
+        target.copy_(whole)
+
+    def set_counters(self, state: Mapping[str, int]) -> None:
+        """Continue counting from a saved state."""
+        self.engine.version = int(state["version"])
+        self.engine.nonfinite_in_row = int(state["nonfinite_in_row"])
+
+    def num_bytes(self) -> int:
+        """See ``TrainEngine.state_num_bytes``."""
+        return self.shapes().num_bytes
+
+    def save(self, directory: Path) -> FileFacts:
+        """See ``TrainEngine.save_shards``."""
+        from embodrl.hybrid_engines.training.sharded_checkpoint import save_state  # imports torch's compiler
+
+        return save_state(self, directory)
+
+    def read(self, directory: Path, counters: Mapping[str, int]) -> None:
+        """See ``TrainEngine.load_shards``."""
+        from embodrl.hybrid_engines.training.sharded_checkpoint import load_state
+
+        load_state(self, directory, counters)

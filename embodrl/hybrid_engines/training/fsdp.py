@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from embodrl.config.schema import Config
 from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.engine_state import HeldState
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.sharding import (
     TP,
@@ -30,6 +31,26 @@ from embodrl.models.base import VLAPolicy
 from embodrl.types import EvalOutput, SamplingParams
 
 
+class FsdpState(HeldState["FsdpTrainEngine"]):
+    """State whose tensors are cut over processes."""
+
+    def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
+        moment = super().moment(parameter, key)
+        return moment if key == "step" else like(moment, parameter)
+
+    def whole(self) -> EngineState:
+        """Return weights, optimizer state and counters in one piece: a collective call. What is whole is not copied."""
+        shards = self.shards()
+        tensors = {section: {n: whole(t) for n, t in parts.items()} for section, parts in shards.items()}
+        return EngineState(tensors, self.counters())
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        return part_of(whole, like)
+
+    def _assign(self, target: Tensor, whole: Tensor) -> None:
+        held(target).copy_(part_of(whole, target))
+
+
 class FsdpTrainEngine(SharedTrainEngine):
     """AdamW on the parts of the weights that this process holds.
 
@@ -39,6 +60,8 @@ class FsdpTrainEngine(SharedTrainEngine):
         options: what the run asks for.
         mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
     """
+
+    make_state = FsdpState
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.tensor_group = mesh.get_group(TP)
@@ -99,8 +122,8 @@ class FsdpTrainEngine(SharedTrainEngine):
     def _num_copies(self, parameter: nn.Parameter) -> int:
         return num_copies(parameter, dist.get_world_size())
 
-    def _clear_gradients(self) -> None:
-        super()._clear_gradients()
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
         for parameter in self.leaves:
             parameter.grad = None
 
@@ -117,22 +140,6 @@ class FsdpTrainEngine(SharedTrainEngine):
         """Yield the whole tensors of the policy, gathered one by one: a collective call."""
         for name, tensor in super().weights(wanted):
             yield name, whole(tensor)
-
-    def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
-        moment = super()._moment(parameter, key)
-        return moment if key == "step" else like(moment, parameter)
-
-    def state_dict(self) -> EngineState:
-        """Return weights, optimizer state and counters in one piece: a collective call. What is whole is not copied."""
-        shards = self.shards()
-        tensors = {section: {n: whole(t) for n, t in parts.items()} for section, parts in shards.items()}
-        return EngineState(tensors, self.counters())
-
-    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
-        return part_of(whole, like)
-
-    def _assign(self, target: Tensor, whole: Tensor) -> None:
-        held(target).copy_(part_of(whole, target))
 
 
 def make_fsdp(policy: VLAPolicy, config: Config, mesh: DeviceMesh) -> FsdpTrainEngine:

@@ -55,7 +55,7 @@ class NativeTrainEngine(PolicyTrainEngine):
             raise EmbodrlError(
                 "the engine keeps no reference policy", "make it with keep_reference=True", code="reference-missing"
             )
-        return self._logprobs(self.reference.evaluate_actions, batch, algorithm)
+        return self.on_policy.logprobs(self.reference.evaluate_actions, batch, algorithm)
 
     def reference_weights(self) -> dict[str, Tensor]:
         if self.reference is None:
@@ -91,7 +91,7 @@ class NativeTrainEngine(PolicyTrainEngine):
                 metrics[name] = value if known is None else both(known, value)
         return total, metrics
 
-    def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
+    def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
         parts = chosen.split(self.config.micro_batch_size)
         outputs = on_threads([lambda rows=rows: compute(rows) for rows in parts], self.num_threads, self.niceness)
         for rows, logprobs in zip(parts, outputs, strict=True):

@@ -208,3 +208,35 @@ def make_imitation_loss(
         return LossOutput(loss * share * weight, {name: value * share for name, value in scalars.items()})
 
     return compute
+
+
+def make_weighted_loss(
+    sft_loss: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
+    num_actions: float,
+    label_smoothing_bins: float,
+) -> Callable[[Batch], LossOutput]:
+    """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` has the weights of actions.
+
+    Args:
+        sft_loss: as ``VLAPolicy.sft_loss``.
+        num_actions: count of the whole batch, which the weighted sum is divided by.
+        label_smoothing_bins: see there.
+    """
+
+    def compute(micro: Batch) -> LossOutput:
+        inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
+        share, inputs["action_mask"] = normalized(inputs["action_mask"])
+        loss, scalars = sft_loss(inputs, label_smoothing_bins)
+        scaled = {name: value * share / num_actions for name, value in scalars.items()}
+        return LossOutput(loss * share / num_actions, scaled)
+
+    return compute
+
+
+def normalized(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of weights ``float32[B,H]``, and these scaled so that those above 0 have the mean 1.
+
+    ``sft_loss`` divides by the sum of its mask, at least 1: scaled weights lose no precision there, however small.
+    """
+    total = weights.sum()
+    return total, weights * ((weights > 0).sum() / total.clamp_min(1e-30))

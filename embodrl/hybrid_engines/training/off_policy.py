@@ -30,7 +30,7 @@ from embodrl.data.replay import ReplayBuffer, ReplayStores
 from embodrl.errors import CheckpointError, NonFiniteError
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.adamw import fused_adamw
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT, HeldState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.parallel import add_gradients
 from embodrl.hybrid_engines.training.policy_engine import MAX_NONFINITE_IN_ROW, EngineOptions
@@ -44,6 +44,58 @@ logger = logging.getLogger(__name__)
 SECTION = "off_policy"
 """Of the engine's state: critics, targets, temperature, and the moments of their optimizer."""
 LOG_ALPHA = "log_alpha"
+
+
+class OffPolicyState(HeldState["OffPolicyEngine"]):
+    """State with critics, targets, temperature, and the moments of their optimizer."""
+
+    def _named(self) -> dict[str, nn.Parameter]:
+        """Return what the critics' optimizer trains, by name."""
+        encoder = {id(p) for p in self.engine.encoder_parameters}
+        named = {f"critic.{name}": p for name, p in self.engine.critic.named_parameters()}
+        named |= {f"encoder.{name}": p for name, p in self.engine.policy.named_parameters() if id(p) in encoder}
+        return named | {LOG_ALPHA: self.engine.log_alpha}
+
+    def shards(self) -> dict[str, dict[str, Tensor]]:
+        named = self._named()
+        kept = {name: p.detach() for name, p in named.items() if not name.startswith("encoder.")}
+        kept |= {f"target.{name}": p for name, p in self.engine.target.named_parameters()}
+        for name, parameter in named.items():
+            state = self.engine.learner.state.get(parameter, {})
+            kept |= {f"{key}.{name}": state[key] for key in ADAM_STATE if key in state}
+        return super().shards() | {SECTION: kept}
+
+    def counters(self) -> dict[str, int]:
+        counts = {f"nonfinite_{who}": count for who, count in self.engine.nonfinite.items()}
+        return super().counters() | {"num_updates": self.engine.num_updates} | counts
+
+    @torch.no_grad()
+    def load(self, saved: EngineState) -> None:
+        tensors = dict(saved.tensors)
+        own = dict(tensors.pop(SECTION, {}))
+        super().load(EngineState(tensors, saved.state))
+        self.engine.learner.state.clear()
+        named = self._named()
+        targets = {name: p.data for name, p in named.items() if not name.startswith("encoder.")}
+        targets |= {f"target.{name}": p.data for name, p in self.engine.target.named_parameters()}
+        for name, tensor in targets.items():
+            found = own.pop(name, None)
+            if found is None or found.shape != tensor.shape:
+                raise _other_critics(name)
+            tensor.copy_(found)
+        for name, tensor in own.items():
+            key, _, owner = name.partition(".")
+            parameter = named.get(owner)
+            if parameter is None or key not in ADAM_STATE or (key != "step" and tensor.shape != parameter.shape):
+                raise _other_critics(name)
+            self.engine.learner.state[parameter][key] = tensor.to(self.engine.device, copy=True)
+        self.engine.num_updates = saved.state["num_updates"]
+        self.engine.nonfinite = {who: saved.state[f"nonfinite_{who}"] for who in self.engine.nonfinite}
+
+    def num_bytes(self) -> int:
+        named = self._named()
+        own = sum(3 * p.nbytes for p in named.values()) + sum(p.nbytes for p in self.engine.target.parameters())
+        return super().num_bytes() + own
 
 
 class OffPolicyEngine(NativeTrainEngine):
@@ -64,6 +116,7 @@ class OffPolicyEngine(NativeTrainEngine):
     """
 
     sections = (*NativeTrainEngine.sections, SECTION)
+    make_state = OffPolicyState
 
     def __init__(
         self,
@@ -101,6 +154,21 @@ class OffPolicyEngine(NativeTrainEngine):
     def learn(
         self, stores: ReplayStores, algorithm: AlgorithmConfig, generator: torch.Generator
     ) -> dict[str, float | None]:
+        """Train on transitions drawn from replay buffers and raise ``version`` by one.
+
+        There are ``utd`` updates for each chunk stored since the last call, none before ``warm_up`` chunks.
+
+        Args:
+            stores: what was seen and done.
+            algorithm: its section ``off_policy``, discount and level of rewards.
+            generator: source of the draws, on the CPU.
+
+        Returns:
+            metrics named ``train/...``.
+
+        Raises:
+            NonFiniteError: several steps in a row were not finite.
+        """
         self.onload()
         settings, optim = algorithm.off_policy, self.config.optim
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
@@ -117,8 +185,7 @@ class OffPolicyEngine(NativeTrainEngine):
             for name, value in metrics.items():
                 totals[name] += value
                 counts[name] += 1
-        self.version += 1
-        self._check_weights()
+        self.complete_update()
         result: dict[str, float | None] = {f"train/{name}": total / counts[name] for name, total in totals.items()}
         return result | {
             "train/alpha": float(self.log_alpha.detach().exp()),
@@ -128,7 +195,7 @@ class OffPolicyEngine(NativeTrainEngine):
         }
 
     def _set_rates(self, rates: LearningRates) -> None:
-        self._set_learning_rates(rates, train_policy=True)
+        self.set_learning_rates(rates, train_policy=True)
         alpha_lr = self.settings.alpha_lr or 0.0
         for group, rate in zip(self.learner.param_groups, (rates.value, alpha_lr), strict=True):
             group["lr"] = rate
@@ -221,56 +288,6 @@ class OffPolicyEngine(NativeTrainEngine):
                 "lower actor.optim.lr and actor.optim.value_lr, and look for NaN in the observations and rewards",
             )
         return norm
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def _named(self) -> dict[str, nn.Parameter]:
-        """Return what the critics' optimizer trains, by name."""
-        encoder = {id(p) for p in self.encoder_parameters}
-        named = {f"critic.{name}": p for name, p in self.critic.named_parameters()}
-        named |= {f"encoder.{name}": p for name, p in self.policy.named_parameters() if id(p) in encoder}
-        return named | {LOG_ALPHA: self.log_alpha}
-
-    def shards(self) -> dict[str, dict[str, Tensor]]:
-        named = self._named()
-        kept = {name: p.detach() for name, p in named.items() if not name.startswith("encoder.")}
-        kept |= {f"target.{name}": p for name, p in self.target.named_parameters()}
-        for name, parameter in named.items():
-            state = self.learner.state.get(parameter, {})
-            kept |= {f"{key}.{name}": state[key] for key in ADAM_STATE if key in state}
-        return super().shards() | {SECTION: kept}
-
-    def counters(self) -> dict[str, int]:
-        counts = {f"nonfinite_{who}": count for who, count in self.nonfinite.items()}
-        return super().counters() | {"num_updates": self.num_updates} | counts
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: EngineState) -> None:
-        tensors = dict(saved.tensors)
-        own = dict(tensors.pop(SECTION, {}))
-        super().load_state_dict(EngineState(tensors, saved.state))
-        self.learner.state.clear()
-        named = self._named()
-        targets = {name: p.data for name, p in named.items() if not name.startswith("encoder.")}
-        targets |= {f"target.{name}": p.data for name, p in self.target.named_parameters()}
-        for name, tensor in targets.items():
-            found = own.pop(name, None)
-            if found is None or found.shape != tensor.shape:
-                raise _other_critics(name)
-            tensor.copy_(found)
-        for name, tensor in own.items():
-            key, _, owner = name.partition(".")
-            parameter = named.get(owner)
-            if parameter is None or key not in ADAM_STATE or (key != "step" and tensor.shape != parameter.shape):
-                raise _other_critics(name)
-            self.learner.state[parameter][key] = tensor.to(self.device, copy=True)
-        self.num_updates = saved.state["num_updates"]
-        self.nonfinite = {who: saved.state[f"nonfinite_{who}"] for who in self.nonfinite}
-
-    def state_num_bytes(self) -> int:
-        named = self._named()
-        own = sum(3 * p.nbytes for p in named.values()) + sum(p.nbytes for p in self.target.parameters())
-        return super().state_num_bytes() + own
 
     def offloadable(self) -> Iterator[Tensor]:
         yield from super().offloadable()

@@ -81,7 +81,7 @@ class RemoteTrainEngine(TrainEngine):
         memory: Offload | None = None,
     ) -> None:
         self.policy, self.group = policy, group
-        self._sends_weights, self._memory = sends_weights, memory
+        self._sends_weights, self.memory = sends_weights, memory
         self._behind = False  # the driver's policy is older than the trained one
         self.version = 0
         self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
@@ -94,11 +94,6 @@ class RemoteTrainEngine(TrainEngine):
         copies = config.actor.optim.master_weights is not False  # megatron's on a CPU has none: this is a bound
         masters = [name for name, p in self._trained.items() if copies and p.dtype.itemsize < FLOAT32_BYTES]
         self._shapes = StateShapes.of(policy, self._trained, reference, masters)
-
-    def onload(self) -> None:
-        """Bring the driver's policy back to its device."""
-        if self._memory is not None:
-            self._memory.onload()
 
     def update(
         self, batch: TrajectoryBatch, advantages: Advantages, algorithm: AlgorithmConfig, generator: torch.Generator
@@ -118,6 +113,18 @@ class RemoteTrainEngine(TrainEngine):
         self._behind = True
         self._counters, self.version = counters, counters["version"]
         return metrics
+
+    def imitation_step(
+        self, batch: Batch, learning_rate: float, label_smoothing_bins: float, num_actions: float | None = None
+    ) -> dict[str, float]:
+        self._behind = True
+        return self._call("imitation_step", batch, learning_rate, label_smoothing_bins, num_actions)[0]
+
+    def complete_update(self) -> None:
+        self._counters = self._call("complete_update")[0]
+        self.version = self._counters["version"]
+        if not self._sends_weights:
+            self.fetch()
 
     @torch.no_grad()
     def fetch(self) -> None:

@@ -38,24 +38,25 @@ BUCKET_BYTES = 1 << 30
 
 
 class ShardedState(Protocol):
-    """A training state of which this process holds a part; ``PolicyTrainEngine``, which documents the methods."""
+    """A training state of which this process holds a part; ``HeldState``, which documents the methods."""
 
-    is_shared: bool
+    @property
+    def is_shared(self) -> bool: ...
 
     def inventory(self) -> dict[str, dict[str, int]]: ...
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]: ...
-    def state_shapes(self) -> StateShapes: ...
+    def shapes(self) -> StateShapes: ...
     def start_load(self) -> None: ...
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
     def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None: ...
     def set_counters(self, state: Mapping[str, int]) -> None: ...
 
 
-def save_state(engine: ShardedState, directory: Path) -> FileFacts:
+def save_state(state: ShardedState, directory: Path) -> FileFacts:
     """Write what this process holds of an engine's state; a collective call of all that share it.
 
     Args:
-        engine: after or before any update.
+        state: of an engine, after or before any update.
         directory: a new one, on a file system that all processes see.
 
     Returns:
@@ -66,15 +67,15 @@ def save_state(engine: ShardedState, directory: Path) -> FileFacts:
         CheckpointError: it failed otherwise.
     """
     facts: FileFacts = {}
-    for section, sizes in engine.inventory().items():
+    for section, sizes in state.inventory().items():
         groups = list(buckets(sizes, BUCKET_BYTES))
         file_numbers = {name: number for number, names in enumerate(groups, 1) for name in names}
         files = _HashedFiles()
         for names in groups:
             writer = HuggingFaceStorageWriter(str(directory / section), file_numbers, save_distributed=True)
             writer.fs = files
-            parts = _apart(engine.parts(section, names))
-            _collective(save, parts, storage_writer=writer, no_dist=not engine.is_shared)
+            parts = _apart(state.parts(section, names))
+            _collective(save, parts, storage_writer=writer, no_dist=not state.is_shared)
         facts |= {f"{section}/{name}": fact for name, fact in files.facts.items()}
     return facts
 
@@ -89,13 +90,13 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def load_state(engine: ShardedState, directory: Path, counters: Mapping[str, int]) -> None:
+def load_state(state: ShardedState, directory: Path, counters: Mapping[str, int]) -> None:
     """Read what this process holds of a state that ``save_state`` wrote, perhaps with other numbers of processes.
 
     A collective call of all that share it. Weights are read in place.
 
     Args:
-        engine: of the same policy.
+        state: of an engine with the same policy.
         directory: whole and intact.
         counters: of the engine that wrote it.
 
@@ -103,15 +104,15 @@ def load_state(engine: ShardedState, directory: Path, counters: Mapping[str, int
         CheckpointError: it is of another policy, or can't be read.
     """
     index = read_index(directory)
-    check_fit(index, engine.state_shapes())
-    engine.start_load()
+    check_fit(index, state.shapes())
+    state.start_load()
     for section, saved in index.items():
         reader = _Reader(str(directory / section))
         for names in buckets(num_bytes_of(saved), BUCKET_BYTES):
-            targets = engine.room(section, {name: saved[name] for name in names})
-            _read(targets, reader, alone=not engine.is_shared)
-            engine.load_parts(section, targets)
-    engine.set_counters(counters)
+            targets = state.room(section, {name: saved[name] for name in names})
+            _read(targets, reader, alone=not state.is_shared)
+            state.load_parts(section, targets)
+    state.set_counters(counters)
 
 
 def read_index(directory: Path) -> dict[str, dict[str, Tensor]]:

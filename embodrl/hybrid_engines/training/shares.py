@@ -121,7 +121,7 @@ class SharedTrainEngine(PolicyTrainEngine):
 
     # -- log-probs ----------------------------------------------------------------------------------------------------
 
-    def _evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
+    def evaluate_rows(self, compute: Callable[[Tensor], Tensor], chosen: Tensor, result: Tensor) -> None:
         found = result.new_zeros(len(chosen), *result.shape[1:], device=self.device)
         for rows, counts in self._rows(len(chosen)):
             outputs = compute(chosen[rows])
@@ -132,7 +132,7 @@ class SharedTrainEngine(PolicyTrainEngine):
 
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: AlgorithmConfig) -> Tensor:
         with self._weights_of_reference():
-            return self._logprobs(self.evaluate, batch, algorithm)
+            return self.on_policy.logprobs(self.evaluate, batch, algorithm)
 
     @contextlib.contextmanager
     def _weights_of_reference(self) -> Iterator[None]:

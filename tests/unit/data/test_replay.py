@@ -99,6 +99,13 @@ def test_nothing_can_be_added_to_an_empty_buffer() -> None:
     assert (len(buffer), buffer.stored, buffer.num_bytes) == (0, 0, 0)
 
 
+def test_a_column_may_be_empty() -> None:
+    """Policies without a state have one without dimensions."""
+    buffer = ReplayBuffer(10, 10**9)
+    buffer.add_frames({"inputs.state": torch.zeros(3, 0), "acted": torch.ones(3, dtype=torch.bool)})
+    assert buffer.inputs(torch.tensor([0, 2]))["state"].shape == (2, 0)
+
+
 def test_bytes_bound_it() -> None:
     frames = frames_of(rollout())
     frame = sum(column[0].nbytes for column in frames.values())

@@ -38,7 +38,7 @@ def updated(imitates: bool, critic_warmup: int = 0, **algorithm: Any) -> tuple[N
     config = ActorConfig(global_batch_size=20, micro_batch_size=5, precision="fp32", optim=optim)
     engine = NativeTrainEngine(ToyPolicy(), EngineOptions(config, 10), "cpu")
     engine.optimizer = torch.optim.SGD([{"params": [*engine.leaves.values()], "role": "policy"}])
-    engine._set_learning_rates = lambda rates, train_policy: engine._let_policy_train(train_policy)
+    engine.set_learning_rates = lambda rates, train_policy: engine._let_policy_train(train_policy)
     engine.optimizer.param_groups[0]["lr"] = 1.0
     if imitates:
         engine.draw_demos = lambda: Batch(demonstration())

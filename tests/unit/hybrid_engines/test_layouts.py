@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import test_imitation_engine as imitation
 import test_off_policy_engine as off_policy
-import test_offline_engine as offline
 import torch
+from first_steps import watch
 from tiny_families import build
 from tiny_training import tiny_rollout, training_config
 from torch import Tensor
@@ -20,33 +19,6 @@ from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 
 Layout = Callable[[Tensor], Tensor]
-
-
-def watch(*optimizers: torch.optim.Optimizer) -> dict[Tensor, torch.optim.Optimizer]:
-    """Check the first step of every weight: AdamW's moves it by its own gradient; return what has stepped so far."""
-
-    def before(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None and weight not in checked:
-                    found[weight] = (weight.detach().clone(), weight.grad.clone())
-
-    def after(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups:
-            for weight in found.keys() & set(group["params"]):
-                old, gradient = found.pop(weight)
-                # Kingma and Ba 2015, algorithm 1 at t = 1: the corrected moments are the gradient and its square.
-                moved = group["lr"] * gradient / (gradient.abs() + group["eps"])
-                expected = old * (1 - group["lr"] * group["weight_decay"]) - moved
-                torch.testing.assert_close(weight.detach(), expected, rtol=1e-5, atol=1e-6)
-                checked[weight] = optimizer
-
-    found: dict[Tensor, tuple[Tensor, Tensor]] = {}
-    checked: dict[Tensor, torch.optim.Optimizer] = {}
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-    return checked
 
 
 def dense(weight: Tensor) -> Tensor:
@@ -99,28 +71,10 @@ def test_native_engine(num_threads: int) -> None:
     assert any(weight.ndim == 4 for weight in stepped)
 
 
-def test_imitation_engine() -> None:
-    config = imitation.config_of("gaussian")
-    engine = imitation.engine_of("gaussian", config)
-    stepped = watch(engine.optimizer)
-    engine.learn(imitation.stores_of(engine.policy, 40), config.algorithm, off_policy.generator())
-    assert any(weight.ndim == 4 for weight in stepped)
-
-
 def test_off_policy_engine() -> None:
     config = off_policy.config_of()
     engine = off_policy.engine_of(config)
     stepped = watch(engine.optimizer, engine.learner)
     engine.learn(ReplayStores(off_policy.buffer_of(60)), config.algorithm, off_policy.generator())
     assert set(stepped.values()) == {engine.optimizer, engine.learner}
-    assert any(weight.ndim == 4 for weight in stepped)
-
-
-def test_offline_engine() -> None:
-    config = offline.config_of()
-    engine = offline.engine_of(config)
-    assert engine.critics is not None
-    stepped = watch(engine.optimizer, engine.critics.optimizer)
-    engine.learn_offline(offline.data_of(2), config.algorithm, off_policy.generator())
-    assert set(stepped.values()) == {engine.optimizer, engine.critics.optimizer}
     assert any(weight.ndim == 4 for weight in stepped)

@@ -17,6 +17,7 @@ from embodrl.config.schema import Config
 from embodrl.data.replay import ReplayBuffer, ReplayStores
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.engine_state import HeldState
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import SECTION, OffPolicyEngine, sample_transitions
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
@@ -232,9 +233,7 @@ def test_a_restored_engine_continues_bit_exactly() -> None:
     for section, tensors in left.tensors.items():
         assert tensors.keys() == right.tensors[section].keys()
         assert all(torch.equal(tensor, right.tensors[section][name]) for name, tensor in tensors.items())
-    assert first.state_num_bytes() > NativeTrainEngine.state_num_bytes(first) + sum(
-        p.nbytes for p in first.target.parameters()
-    )
+    assert first.state_num_bytes() > HeldState(first).num_bytes() + sum(p.nbytes for p in first.target.parameters())
 
 
 @pytest.mark.parametrize("change", [{"num_q": 4}, {"critic_hidden_sizes": (9,)}, {"layer_norm": False}])
@@ -252,10 +251,3 @@ def test_a_loss_that_is_not_finite_changes_nothing() -> None:
     with raises_code("non-finite"):
         engine.learn(ReplayStores(buffer), config.algorithm, generator())
     assert all(torch.equal(a, b) for a, b in zip(before, engine.critic.parameters(), strict=True))
-
-
-def test_another_engine_says_what_it_needs() -> None:
-    config = config_of()
-    engine = NativeTrainEngine(build("gaussian"), EngineOptions.of(config), "cpu")
-    with raises_code("off-policy-engine"):
-        engine.learn(ReplayStores(buffer_of(6)), config.algorithm, generator())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from expect import raises_code
+from first_steps import watch
 from tiny_families import FAMILIES, build
 from tiny_training import training_config
 
@@ -16,9 +17,11 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.offline import Led, OfflineData
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.offline import SECTION, IqlCritics, OfflineEngine, normalized, told_advantages
+from embodrl.hybrid_engines.training.native import NativeTrainEngine
+from embodrl.hybrid_engines.training.objective import normalized
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.learners.iql import IqlCritics
+from embodrl.learners.offline import OfflineLearner, told_advantages
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationSpec
 
 S = 8
@@ -53,14 +56,16 @@ def data_of(chunk: int, count: int = 24, seed: int = 0) -> OfflineData:
     return OfflineData(demos, chunk, seen, led)
 
 
-def engine_of(config: Config, with_critics: bool = True, seed: int = 0) -> OfflineEngine:
+def critics_of(config: Config, seed: int = 0) -> IqlCritics:
+    policy, off_policy, optim = build("gaussian", add_value_head=False), config.algorithm.off_policy, config.actor.optim
+    size, spec = policy.num_action_chunks * policy.action_dim, ObservationSpec(1, S, 1, image_size=16)
+    return IqlCritics(spec, size, off_policy, optim, torch.device("cpu"), seed)
+
+
+def learner_of(config: Config, data: OfflineData, critics: IqlCritics | None = None) -> OfflineLearner:
     policy = build("gaussian", add_value_head=False)
-    spec, critics = ObservationSpec(1, S, 1, image_size=16), None
-    if with_critics:
-        size = policy.num_action_chunks * policy.action_dim
-        off_policy, optim = config.algorithm.off_policy, config.actor.optim
-        critics = IqlCritics(spec, size, off_policy, optim, torch.device("cpu"), seed)
-    return OfflineEngine(policy, EngineOptions.of(config), "cpu", critics)
+    engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu")
+    return OfflineLearner(config, policy, engine, data, critics)
 
 
 def generator() -> torch.Generator:
@@ -100,9 +105,9 @@ def test_a_step_follows_the_sum_of_weighted_losses() -> None:
     data, found = data_of(2), list[float]()
     frames, weights = torch.arange(4), torch.tensor([1e-6, 2e-6, 0.0, 5.0])
     for size in (1, 2, 4):
-        engine = engine_of(config)
-        engine.config = engine.config.model_copy(update={"micro_batch_size": size})
-        found.append(engine._imitate(data, frames, weights, 0.0)["policy_loss"])
+        learner = learner_of(config, data)
+        learner.engine.config = config.actor.model_copy(update={"micro_batch_size": size})
+        found.append(learner.imitate(frames, weights, 0.0)["policy_loss"])
     policy = build("gaussian", add_value_head=False)
     actions, inside = data.actions(frames, 2)
     inputs = policy.sft_inputs(data.observation(frames), actions)
@@ -117,9 +122,9 @@ def test_a_step_follows_the_sum_of_weighted_losses() -> None:
 def test_critics_learn_from_the_equations() -> None:
     """One critic step moves V and Q down their losses, computed here once more, and the targets a little."""
     config = config_of()
-    engine, data = engine_of(config), data_of(2)
-    critics, frames = engine.critics, torch.tensor([0, 4, 9])
-    assert critics is not None and data.led is not None
+    critics, data = critics_of(config), data_of(2)
+    frames = torch.tensor([0, 4, 9])
+    assert data.led is not None
     nothing = torch.zeros(3, 0)
     with torch.no_grad():
         actions = torch.stack([torch.from_numpy(data.demos.actions[i : i + 2]) for i in (0, 4, 9)])
@@ -146,8 +151,8 @@ def test_critics_have_the_optimizer_of_the_settings() -> None:
         config = config_of()
         optim = config.actor.optim.model_copy(update={"eps": eps, "betas": (0.0, 0.5)})
         config = config.model_copy(update={"actor": config.actor.model_copy(update={"optim": optim})})
-        critics = engine_of(config).critics
-        assert critics is not None and critics.optimizer.param_groups[0]["betas"] == (0.0, 0.5)
+        critics = critics_of(config)
+        assert critics.optimizer.param_groups[0]["betas"] == (0.0, 0.5)
         before = [p.detach().clone() for p in critics.named().values()]
         critics.update(data_of(2), torch.tensor([0, 4, 9]), config.algorithm, 1e-3, 1e9)
         moved.append(
@@ -158,7 +163,6 @@ def test_critics_have_the_optimizer_of_the_settings() -> None:
 
 def test_a_positive_temperature_prefers_better_actions() -> None:
     """With critics that know which of two actions is better, the policy learns that one."""
-    config = config_of(updates=80, temperature=20.0, value_lr=1e-2)
     data = data_of(2)
     good = torch.arange(len(data.demos.actions)) % 12 < 6
     data.demos.actions[:] = np.where(good.numpy()[:, None], 0.5, -0.5)
@@ -169,29 +173,41 @@ def test_a_positive_temperature_prefers_better_actions() -> None:
     data = OfflineData(data.demos, 2, seen, led)
     chosen = {}
     for temperature in (0.0, 20.0):
-        engine, algorithm = engine_of(config), config.algorithm
-        offline = algorithm.offline.model_copy(update={"temperature": temperature})
-        engine.learn_offline(data, algorithm.model_copy(update={"offline": offline}), generator())
-        chosen[temperature] = engine.policy.predict(np.zeros((1, 32, 32, 3), np.uint8), "", np.zeros(S, np.float32))
+        changed = config_of(updates=80, temperature=temperature, value_lr=1e-2)
+        learner = learner_of(changed, data, critics_of(changed))
+        learner.learn(generator())
+        chosen[temperature] = learner.policy.predict(np.zeros((1, 32, 32, 3), np.uint8), "", np.zeros(S, np.float32))
     assert abs(chosen[0.0]).max() < 0.25 and chosen[20.0].min() > 0.35
 
 
 def test_a_checkpoint_continues_to_the_bit() -> None:
     config, data = config_of(), data_of(2)
-    whole, first = engine_of(config), engine_of(config)
+    whole, first = (learner_of(config, data, critics_of(config)) for _ in range(2))
     draws = generator()
     for _ in range(2):
-        expected = whole.learn_offline(data, config.algorithm, draws)
+        expected = whole.learn(draws)
     draws = generator()
-    first.learn_offline(data, config.algorithm, draws)
-    saved = copy.deepcopy(first.state_dict())
-    assert set(first.sections) == set(saved.tensors) and SECTION in first.sections
-    second = engine_of(config, seed=9)
-    second.load_state_dict(saved)
-    assert second.learn_offline(data, config.algorithm, draws) == expected
-    wrong = {name: tensor.flatten()[:1] for name, tensor in saved.tensors[SECTION].items()}
+    first.learn(draws)
+    engine, critics = copy.deepcopy(first.engine.state_dict()), copy.deepcopy(dict(first.state().tensors))["critics"]
+    second = learner_of(config, data, critics_of(config, seed=9))
+    second.engine.load_state_dict(engine)
+    assert second.critics is not None
+    second.critics.load(critics)
+    assert second.learn(draws) == expected
     with raises_code("checkpoint-mismatch", CheckpointError):
-        second.load_state_dict(EngineState({**saved.tensors, SECTION: wrong}, saved.state))
+        second.critics.load({name: tensor.flatten()[:1] for name, tensor in critics.items()})
+
+
+def test_policy_and_critics_follow_their_gradients() -> None:
+    config = config_of()
+    critics = critics_of(config)
+    learner = learner_of(config, data_of(2), critics)
+    engine = learner.engine
+    assert isinstance(engine, NativeTrainEngine)
+    stepped = watch(engine.optimizer, critics.optimizer)
+    learner.learn(generator())
+    assert set(stepped.values()) == {engine.optimizer, critics.optimizer}
+    assert any(weight.ndim == 4 for weight in stepped)
 
 
 def test_instructions_say_the_advantage_but_for_a_share() -> None:
@@ -211,15 +227,15 @@ def test_a_conditioned_policy_acts_as_it_is_told() -> None:
     data.demos.actions[:] = np.where(good[:, None], 0.5, -0.5)
     data.demos.state[:], data.demos.images[:] = 0, 0
     demos = replace(data.demos, state=data.demos.state[:, : S - 1])  # the last place is the condition's
-    engine = engine_of(config, with_critics=False)
-    engine.learn_offline(OfflineData(demos, 2, {}, positive=good), config.algorithm, generator())
+    learner = learner_of(config, OfflineData(demos, 2, {}, positive=good))
+    learner.learn(generator())
     chosen = {}
-    for engine.policy.condition in ("positive", "negative"):
+    for learner.policy.condition in ("positive", "negative"):
         pictures, state = np.zeros((1, 32, 32, 3), np.uint8), np.zeros(S - 1, np.float32)
-        chosen[engine.policy.condition] = engine.policy.predict(pictures, "", state)
+        chosen[learner.policy.condition] = learner.policy.predict(pictures, "", state)
     assert chosen["positive"].min() > 0.35 and chosen["negative"].max() < -0.35
     with raises_code("condition-no-room", EmbodrlError):
-        engine.policy.predict(pictures, "", np.zeros(S, np.float32))
+        learner.policy.predict(pictures, "", np.zeros(S, np.float32))
 
 
 def test_frames_without_an_outcome_are_never_drawn() -> None:
