@@ -18,7 +18,7 @@ from embodrl.config.check import allowed_values, model_of, shipped_schemas
 from embodrl.config.explain import flow
 from embodrl.config.presets import describe, groups, presets
 from embodrl.config.rules import Rule, shipped_rules
-from embodrl.config.schema import Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
+from embodrl.config.schema import AppliesIf, Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
 from embodrl.pipelines.select import PipelineCheck
 from embodrl.specs import ENVS, MODELS
 
@@ -134,7 +134,14 @@ def row(key: str, name: str, info: FieldInfo, schema: type[BaseModel]) -> str:
     """Return the line about a key."""
     may = allowed(key.replace("[i]", ".0"), info.annotation, schema)
     shown = "required" if info.default is PydanticUndefined else default(info.default)
-    return f"| `{name}` | {cell(shown)} | {cell(may)} | {cell(info.description or '')} |"
+    return f"| `{name}` | {cell(shown)} | {cell(may)} | {cell((info.description or '') + conditions(info))} |"
+
+
+def conditions(info: FieldInfo) -> str:
+    """Say with which other settings a key or section has an effect; facts of what is chosen are left out."""
+    found = [each for each in info.metadata if isinstance(each, AppliesIf) and not each.reason]
+    said = [f"`{each.key}`{'=' * bool(each.values)}{' or '.join(map(flow, each.values))}" for each in found]
+    return f" (only with {' and '.join(said)})" if said else ""
 
 
 def section(
@@ -152,7 +159,7 @@ def section(
             continue
         found = model_of(info.annotation)
         if found is not None and is_section(info.annotation):
-            inner += section(found, f"{key}.{name}", info.description or "", schema)
+            inner += section(found, f"{key}.{name}", (info.description or "") + conditions(info), schema)
             continue
         rows.append(row(f"{key}.{name}", name, info, schema))
         if found is not None:

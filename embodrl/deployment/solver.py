@@ -72,6 +72,11 @@ class Deployment:
         return None if self.trains_in_processes else "actor"
 
     @property
+    def has_processes(self) -> bool:
+        """Other processes than the driver train or act."""
+        return self.trains_in_processes or self.rolls_out_in_processes
+
+    @property
     def main_place(self) -> ProcessPlace | None:
         """The place of the driver's own component; None if it has none."""
         return None if self.main_component is None else self.of(self.main_component)[0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from embodrl.config.rules import (
     actor,
     algorithm,
+    applies,
     cluster,
     data,
     env,
@@ -43,6 +44,7 @@ __all__ = [
     "RuleSet",
     "actor",
     "algorithm",
+    "applies",
     "cluster",
     "data",
     "env",

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.foreign import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.schema import (
-    BranchConfig,
-    DecoupledConfig,
-    FilterConfig,
-    KlConfig,
-    NftConfig,
-    OffPolicyConfig,
-    SrpoConfig,
-)
+from embodrl.config.schema import OffPolicyConfig
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
@@ -422,7 +414,7 @@ def kl_has_a_gradient(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.kl.estimator", message, "set it to k2 or k3, or algorithm.kl.placement=reward")
 
 
-@note("algorithm", "actor.optim", "model.add_value_head", "rollout.backend")
+@note("algorithm", "rollout.backend")
 def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings that do nothing beside the others."""
     for key, idle, reason in _inert(context):
@@ -436,10 +428,8 @@ ON_POLICY = ("logprob_type", "update_epoch", "target_kl", "normalize_advantages"
 def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     """Yield keys of the algorithm, whether they have no effect, and why."""
     config = context.config
-    algorithm, optim = config.algorithm, config.actor.optim
+    algorithm = config.algorithm
     adv, loss = context.estimator, context.loss
-    without_critic = not loss.needs_values
-    no_critic = f"loss_type '{algorithm.loss_type}' has no critic"
     adv_type = f"adv_type is '{algorithm.adv_type}'"
     recorded = f"loss_type '{algorithm.loss_type}' learns from what is recorded"
     for name in (*LOSS_KEYS.values(), *ON_POLICY):
@@ -448,38 +438,11 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in OffPolicyConfig.model_fields:
         read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
         yield f"algorithm.off_policy.{name}", not read, on_policy
-    yield "algorithm.offline", not loss.offline, f"loss_type '{algorithm.loss_type}' learns from rollouts"
-    yield "algorithm.entropy_type", algorithm.entropy_bonus == 0, "algorithm.entropy_bonus is 0"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
-    for name in ("value_clip", "value_loss_coef", "huber_delta"):
-        yield f"algorithm.{name}", without_critic, no_critic
-    yield "algorithm.bootstrap_type", not adv.needs_values, f"adv_type '{algorithm.adv_type}' uses no values"
-    yield "actor.optim.value_lr", not config.model.add_value_head, "model.add_value_head is false"
-    yield "actor.optim.min_lr_ratio", optim.lr_scheduler == "constant", "lr_scheduler is 'constant'"
     summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1
     yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"
-    level = algorithm.logprob_type == "token_level"
-    yield "algorithm.length_normalized_ratio", level, "logprob_type is 'token_level', a ratio per token"
-    yield "algorithm.normalization_scope", not algorithm.normalize_advantages, "normalize_advantages is false"
-    by_group = algorithm.normalize_advantages and algorithm.normalization_scope == "group"
-    yield "algorithm.min_group_std", not by_group, "advantages are not normalized by group"
-    for section, model, switch, used in (
-        ("kl", KlConfig, "coef is 0", algorithm.kl.coef > 0),
-        ("branch", BranchConfig, "enabled is false", algorithm.branch.enabled),
-        ("filter", FilterConfig, "enabled is false", algorithm.filter.enabled),
-        ("srpo", SrpoConfig, "enabled is false", algorithm.srpo.enabled),
-        ("decoupled", DecoupledConfig, "enabled is false", algorithm.decoupled.enabled),
-    ):
-        for name in model.model_fields:
-            if name not in ("coef", "enabled"):
-                yield f"algorithm.{section}.{name}", not used, f"algorithm.{section}.{switch}"
-    for name in NftConfig.model_fields:
-        yield f"algorithm.nft.{name}", algorithm.loss_type != "nft", f"loss_type is '{algorithm.loss_type}'"
-    yield "algorithm.decoupled.on_exceed", algorithm.decoupled.cap is None, "algorithm.decoupled.cap is null"
     weighted = config.recomputes_logprobs and not algorithm.decoupled.enabled
     yield "algorithm.engine_weight_cap", not weighted, "no log-probs are recomputed, or decoupled.cap counts"
-    encoder = algorithm.srpo.encoder
-    yield "algorithm.srpo.encoder_path", encoder != "vjepa2", f"algorithm.srpo.encoder is '{encoder}'"
     # A function of the user's gets the settings that its parameters name, and no others.
     for part, keys in ((adv, ESTIMATOR_KEYS), (loss, LOSS_KEYS)):
         for name, key in keys.items():

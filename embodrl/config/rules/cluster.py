@@ -55,15 +55,6 @@ def there_is_one_placement(context: Context) -> Iterator[Finding]:
             )
 
 
-@note("cluster.training_share", "cluster.placement", "runner.max_staleness")
-def shares_are_of_chosen_placements(context: Context) -> Iterator[Finding]:
-    """The share of training decides how an asynchronous run's devices are divided."""
-    config, key = context.config, "cluster.training_share"
-    if context.by_user(key) and (config.cluster.placement != "auto" or not config.runner.max_staleness):
-        message = "has no effect: it divides the devices of asynchronous runs with cluster.placement=auto"
-        yield Finding(key, message, "leave it out")
-
-
 @rule("cluster.node_groups", "cluster.num_nodes")
 def node_groups_are_sound(context: Context) -> Iterator[Finding]:
     """Node groups have different labels, and machines that there are."""
@@ -254,15 +245,6 @@ def masters_have_a_use(context: Context) -> Iterator[Finding]:
     if actor.optim.master_weights is True and (actor.param_dtype == "fp32" or context.config.model.trainable == "lora"):
         message = "is true, and all that trains is in float32 already"
         yield Finding(MASTERS, message, "leave it out", "auto", others=("actor.param_dtype", "model.trainable"))
-
-
-@note("cluster.hardware")
-def description_has_a_name(context: Context) -> Iterator[Finding]:
-    """Described hardware counts only once it has a name."""
-    for key in ("num_gpus", "gpu_memory_gib", "num_numa_nodes", "num_cores", "threads_per_core", "memory_gib"):
-        if context.config.cluster.hardware.name is None and context.by_user(f"cluster.hardware.{key}"):
-            message = "has no effect: cluster.hardware.name is null, which means this machine as it is"
-            yield Finding(f"cluster.hardware.{key}", message, "set cluster.hardware.name, too")
 
 
 @note("cluster.num_threads")

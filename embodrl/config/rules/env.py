@@ -84,13 +84,6 @@ def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.component_placement", message, "place env together with rollout", others=others)
 
 
-@note("env.remote", "env.reconnect_timeout_s")
-def reconnect_timeout_without_effect(context: Context) -> Iterator[Finding]:
-    """A setting that only matters with env servers."""
-    if context.by_user("env.reconnect_timeout_s") and not context.config.env.remote:
-        yield Finding("env.reconnect_timeout_s", "has no effect: env.remote is empty", "leave it out")
-
-
 @rule("env.train.total_num_envs", "env.num_processes", "algorithm.group_size")
 def groups_stay_in_a_process(context: Context) -> Iterator[Finding]:
     """The environments of a group are in one process."""
@@ -338,16 +331,6 @@ def filmed_episodes_exist(context: Context) -> Iterator[Finding]:
     if context.by_user("env.video.num_episodes") and env.video.num_episodes > env.eval.num_episodes:
         message = f"only env.eval.num_episodes = {env.eval.num_episodes} episodes exist to be filmed"
         yield Finding("env.video.num_episodes", message, f"set it to {env.eval.num_episodes}")
-
-
-@note("env.video")
-def videos_are_written(context: Context) -> Iterator[Finding]:
-    """Settings of videos without videos."""
-    if context.config.env.video.enabled:
-        return
-    for name in type(context.config.env.video).model_fields:
-        if name != "enabled" and context.by_user(key := f"env.video.{name}"):
-            yield Finding(key, "has no effect: env.video.enabled is false", "leave it out, or set env.video.enabled")
 
 
 @note("env.train", "env.max_episode_steps")

@@ -231,26 +231,6 @@ def family_has_shipped_weights(context: Context) -> Iterator[Finding]:
         )
 
 
-@note("model")
-def model_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that wait for another one."""
-    model = context.config.model
-    if model.model_path is not None and context.by_user("model.warm_start"):
-        message = "has no effect: the weights come from model.model_path"
-        yield Finding("model.warm_start", message, "leave it out, or set model.model_path=null")
-    if model.model_path is None and context.by_user("model.unnorm_key") and model.unnorm_key is not None:
-        message = "has no effect: only a checkpoint has statistics to choose from"
-        yield Finding("model.unnorm_key", message, "leave it out, or give model.model_path")
-    if not model.add_value_head and context.by_user("model.value_head"):
-        message = "has no effect: model.add_value_head is false"
-        yield Finding("model.value_head", message, "leave it out")
-    if model.trainable != "lora" and context.by_user("model.lora"):
-        yield Finding("model.lora", f"has no effect: model.trainable is {model.trainable}", "set model.trainable=lora")
-    if model.trainable in ("action_expert", "head") and context.by_user("model.freeze_vision"):
-        message = f"has no effect: with model.trainable={model.trainable} the vision backbone does not train"
-        yield Finding("model.freeze_vision", message, "leave it out")
-
-
 @note("model.model_type", "env.include_state")
 def state_is_seen(context: Context) -> Iterator[Finding]:
     """Not every model reads the robot's state."""

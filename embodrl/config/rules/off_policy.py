@@ -122,26 +122,12 @@ def rl_token_is_there(context: Context) -> Iterator[Finding]:
             yield Finding(name, message, f"set it to {shown}", shown, others=others)
 
 
-@note("algorithm.rlt", "algorithm.off_policy", "model.small_actor", "algorithm.loss_type")
+@note("algorithm.off_policy", "model.small_actor", "algorithm.loss_type")
 def rlt_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of RLT where there is another loss, and of SAC where there is RLT."""
-    if context.config.algorithm.loss_type != "rlt":
-        keys, reason = ("algorithm.rlt",), f"loss_type '{context.config.algorithm.loss_type}' does not read it"
-    else:
-        keys, reason = (f"{SECTION}.alpha", "model.small_actor.scale"), "RLT does not read it"
-    for key in keys:
-        if context.by_user(key):
-            yield Finding(key, f"has no effect: {reason}", "leave it out")
-
-
-@note("model.small_actor", "model.model_path", "model.warm_start")
-def small_actor_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of an actor that there is not."""
-    settings = context.config.model.small_actor
-    for name in type(settings).model_fields if settings.kind is None else ():
-        if name != "kind" and context.by_user(f"model.small_actor.{name}"):
-            message = "has no effect: model.small_actor.kind is null"
-            yield Finding(f"model.small_actor.{name}", message, "leave it out")
+    """Settings of SAC where there is RLT."""
+    for key in (f"{SECTION}.alpha", "model.small_actor.scale"):
+        if context.config.algorithm.loss_type == "rlt" and context.by_user(key):
+            yield Finding(key, "has no effect: RLT does not read it", "leave it out")
 
 
 @rule("algorithm", "actor", "rollout", "model", "runner.max_staleness", "cluster")
@@ -293,8 +279,8 @@ def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
 
 @note("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type")
 def imitation_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of critics, where there are none, and of an expert's turns."""
-    loss, gate = context.loss, context.config.algorithm.dagger.gate_threshold
+    """Settings of critics, where there are none, and of an expert that does not act."""
+    loss = context.loss
     intervenes = context.config.algorithm.off_policy.interventions
     if not loss.imitates and not intervenes:
         if context.by_user("algorithm.dagger"):
@@ -304,21 +290,3 @@ def imitation_keys_without_effect(context: Context) -> Iterator[Finding]:
     for name in OffPolicyConfig.model_fields if loss.imitates else ():
         if name not in ("utd", "warm_up", "capacity", "memory_gb", "demos") and context.by_user(f"{SECTION}.{name}"):
             yield Finding(f"{SECTION}.{name}", "has no effect: there are no critics", "leave it out")
-    idle = ("gate_steps",) if gate is None else ("beta", "beta_decay")
-    for name in idle:
-        if context.by_user(f"algorithm.dagger.{name}"):
-            word = "null" if gate is None else "set"
-            yield Finding(f"algorithm.dagger.{name}", f"has no effect: gate_threshold is {word}", "leave it out")
-
-
-@note("algorithm.off_policy", "algorithm.loss_type")
-def off_policy_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings of the temperature that it does not read."""
-    settings = context.config.algorithm.off_policy
-    fixed = settings.alpha_lr is None
-    idle = [("target_entropy", "alpha_lr is null")] * fixed
-    if fixed or settings.target_entropy is not None:
-        idle.append(("target_entropy_per_number", "alpha_lr is null" if fixed else "target_entropy is set"))
-    for name, why in idle:
-        if context.by_user(f"{SECTION}.{name}"):
-            yield Finding(f"{SECTION}.{name}", f"has no effect: {SECTION}.{why}", "leave it out")

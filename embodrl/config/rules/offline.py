@@ -25,8 +25,6 @@ NEEDS: tuple[tuple[str, object, str], ...] = (
 )
 READ = {"iql": ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n_step"), "recap": ("demos",)}
 """Settings of ``algorithm.off_policy`` that each loss reads."""
-ONLY = {"iql": ("expectile", "temperature", "max_weight"), "recap": ("tag", "condition_dropout")}
-"""Settings of ``algorithm.offline`` that one loss reads."""
 
 
 @rule("algorithm", "actor", "rollout", "reward.fn", "runner.max_staleness", "cluster")
@@ -73,14 +71,12 @@ def labels_are_there(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.offline.tag", message, f"embodrl label {data} --tag {tag}", others=(DATA,))
 
 
-@note("algorithm.off_policy", "algorithm.offline", "algorithm.loss_type")
+@note("algorithm.off_policy", "algorithm.loss_type")
 def offline_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings of replay buffers and temperatures, which there are none of."""
     if not context.loss.offline:
         return
     loss = context.config.algorithm.loss_type
-    unread = [f"off_policy.{name}" for name in OffPolicyConfig.model_fields if name not in READ.get(loss, ("demos",))]
-    unread += [f"offline.{name}" for other, names in ONLY.items() if other != loss for name in names]
-    for key in (f"algorithm.{name}" for name in unread):
-        if context.by_user(key):
+    for name in OffPolicyConfig.model_fields:
+        if name not in READ.get(loss, ("demos",)) and context.by_user(key := f"algorithm.off_policy.{name}"):
             yield Finding(key, f"has no effect: loss_type '{loss}' does not read it", "leave it out")

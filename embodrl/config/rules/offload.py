@@ -42,13 +42,6 @@ def shared_weights_stay(context: Context) -> Iterator[Finding]:
     rollout, deployment = context.config.rollout, context.deployment
     if not rollout.enable_offload or rollout.backend != "native" or deployment is None:
         return
-    if not (deployment.trains_in_processes or deployment.rolls_out_in_processes):
+    if not deployment.has_processes:
         message = "has no effect: the rollout acts with the weights that train, which every phase needs"
         yield Finding(ROLLOUT, message, "leave it out, or set actor.own_process=true")
-
-
-@note(ENV, LEVEL)
-def offload_level_needs_offload(context: Context) -> Iterator[Finding]:
-    """A level of what does not happen."""
-    if context.by_user(LEVEL) and not context.config.env.enable_offload:
-        yield Finding(LEVEL, "has no effect: env.enable_offload is false", f"leave it out, or set {ENV}=true")

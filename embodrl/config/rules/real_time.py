@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, Finding, rule
 
 
 @rule("env.real_time", "env.num_processes", "env.train.total_num_envs")
@@ -92,15 +92,3 @@ def person_has_time(context: Context) -> Iterator[Finding]:
         if limit < least:
             message = f"after {limit:g} s a robot that waits for a person would be taken for a hung simulator"
             yield Finding(key, message, "set it to 3600", f"at least {least}", others=("env.real_time.control_dir",))
-
-
-@note("env.real_time")
-def real_time_without_a_clock(context: Context) -> Iterator[Finding]:
-    """Settings of a robot without a clock."""
-    real_time = context.config.env.real_time
-    if real_time.control_hz is None:
-        for name in type(real_time).model_fields:
-            if context.by_user(f"env.real_time.{name}"):
-                yield Finding(
-                    f"env.real_time.{name}", "has no effect: control_hz is null", "set env.real_time.control_hz"
-                )

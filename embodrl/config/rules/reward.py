@@ -135,12 +135,3 @@ def encoder_exists(context: Context) -> Iterator[Finding]:
         except EmbodrlError as error:
             hint = error.hint or "put its directory on PYTHONPATH, or correct the name"
             yield Finding(key, error.message, hint, f"{', '.join(ENCODERS)}, module:function")
-
-
-@note("reward")
-def reward_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that only matter with a function."""
-    reward = context.config.reward
-    for name in type(reward).model_fields:
-        if name not in ("fn", "model") and not reward.judged and context.by_user(f"reward.{name}"):
-            yield Finding(f"reward.{name}", "has no effect: reward.fn and reward.model are null", "leave it out")

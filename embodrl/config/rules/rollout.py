@@ -50,14 +50,6 @@ def evaluations_play_no_workflow(context: Context) -> Iterator[Finding]:
         yield Finding("env.eval", message, "compare it with evaluations alone, not with the training's own success")
 
 
-@note(KEY, "rollout.episode_timeout_s")
-def workflow_keys_without_effect(context: Context) -> Iterator[Finding]:
-    """Settings that only matter with a workflow."""
-    key = "rollout.episode_timeout_s"
-    if context.config.rollout.workflow is None and context.by_user(key):
-        yield Finding(key, "has no effect: rollout.workflow is null", "leave it out")
-
-
 @note("actor", "rollout")
 def sections_of_engines_have_their_engine(context: Context) -> Iterator[Finding]:
     """A section that an engine brings does nothing without that engine."""

@@ -100,23 +100,6 @@ def weights_get_there(context: Context) -> Iterator[Finding]:
         yield Finding(SYNC, message, "leave it at auto, or set rollout.own_process=true", "auto, shared")
 
 
-@note("rollout.max_restarts", "rollout.own_process", "actor.max_restarts", "actor.own_process", KEY, "cluster")
-def restarts_are_of_processes(context: Context) -> Iterator[Finding]:
-    """The main process can't be restarted."""
-    deployment = context.deployment
-    if deployment is None:
-        return
-    if context.by_user(key := "rollout.max_restarts") and not deployment.rolls_out_in_processes:
-        yield Finding(key, "has no effect: rollouts run in the main process", "leave it out")
-    if context.by_user(key := "actor.max_restarts") and not deployment.trains_in_processes:
-        yield Finding(key, "has no effect: the main process trains", "leave it out")
-    if context.by_user(key := "cluster.collective_timeout_s") and not deployment.trains_in_processes:
-        yield Finding(key, "has no effect: the main process trains, without collectives", "leave it out")
-    processes = deployment.rolls_out_in_processes or deployment.trains_in_processes
-    if context.by_user(key := "cluster.stall_timeout_s") and not processes:
-        yield Finding(key, "has no effect: the main process acts and trains", "leave it out")
-
-
 @note(KEY, "cluster")
 def rollouts_of_one_process(context: Context) -> Iterator[Finding]:
     """Evaluations, demonstrations and servers act in the main process, wherever rollouts are placed."""
@@ -136,10 +119,3 @@ def stages_are_of_the_main_process(context: Context) -> Iterator[Finding]:
     if ahead and deployment is not None and deployment.rolls_out_in_processes:
         message = "has no effect: a rollout process of an asynchronous run uses all its simulators at once"
         yield Finding(key, message, "use more rollout processes")
-
-
-@note("cluster.ray_address", "cluster.launcher")
-def addresses_are_of_ray(context: Context) -> Iterator[Finding]:
-    """Without Ray there is nothing to join."""
-    if context.config.cluster.ray_address is not None and context.config.cluster.launcher != "ray":
-        yield Finding("cluster.ray_address", "has no effect: cluster.launcher is not ray", "set cluster.launcher=ray")

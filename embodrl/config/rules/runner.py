@@ -139,14 +139,6 @@ def recipes_begin_with_other_stages(context: Context) -> Iterator[Finding]:
         yield Finding("experiment", message, f"all stages: `embodrl run experiment={name}`")
 
 
-@note("runner.name", "runner.output_dir")
-def names_make_directories(context: Context) -> Iterator[Finding]:
-    """The name of a run is that of its directory."""
-    if context.config.runner.output_dir != "auto" and context.by_user("runner.name"):
-        message = "has no effect: runner.output_dir names the directory of the run, and so the run"
-        yield Finding("runner.name", message, "leave it or runner.output_dir out")
-
-
 @note("runner")
 def intervals_are_reached(context: Context) -> Iterator[Finding]:
     """Intervals longer than the run."""
@@ -198,18 +190,6 @@ def early_stop_can_happen(context: Context) -> Iterator[Finding]:
         yield Finding("runner.stop_evaluations", message, hint, f"1 to {count}", others=others)
 
 
-@note("runner.stop_evaluations", "runner.stop_at_success", "runner.eval_interval", "runner.max_regression")
-def verdicts_have_an_effect(context: Context) -> Iterator[Finding]:
-    """Settings of early stopping and of the gate that change nothing."""
-    runner = context.config.runner
-    if runner.stop_at_success is None and context.by_user("runner.stop_evaluations"):
-        message = "has no effect: runner.stop_at_success is null"
-        yield Finding("runner.stop_evaluations", message, "leave it out, or set runner.stop_at_success")
-    if runner.stop_at_success is not None and runner.eval_interval == 0:
-        message = "has no effect: with runner.eval_interval 0 the last iteration alone is evaluated"
-        yield Finding("runner.stop_at_success", message, "set runner.eval_interval, or leave it out")
-
-
 @rule("runner.eval_async", "rollout.backend", "env.env_type", "env.num_processes")
 def evaluations_beside_can_run(context: Context) -> Iterator[Finding]:
     """What evaluates beside training is one process that acts natively, with the simulators of a rollout process."""
@@ -259,11 +239,3 @@ def speeds_are_ordered(context: Context) -> Iterator[Finding]:
         hint = "set it to collect.max_speed, for demonstrations of one speed"
         allowed = f"above 0, up to {collect.max_speed}"
         yield Finding("collect.min_speed", message, hint, allowed, others=("collect.max_speed",))
-
-
-@note("runner.logger")
-def logger_is_on(context: Context) -> Iterator[Finding]:
-    """A project name without W&B."""
-    if context.config.runner.logger.wandb_mode == "off" and context.by_user("runner.logger.wandb_project"):
-        message = "has no effect: runner.logger.wandb_mode is off"
-        yield Finding("runner.logger.wandb_project", message, "set runner.logger.wandb_mode=online or offline")

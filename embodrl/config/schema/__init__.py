@@ -39,6 +39,7 @@ from embodrl.config.schema.run import (
     SftConfig,
 )
 from embodrl.config.schema.section import (
+    AppliesIf,
     Fraction,
     GroupRanks,
     NonNegativeFloat,
@@ -55,6 +56,7 @@ from embodrl.config.schema.tagged import env_settings, model_settings
 __all__ = [
     "ActorConfig",
     "AlgorithmConfig",
+    "AppliesIf",
     "BranchConfig",
     "CameraConfig",
     "ClusterConfig",

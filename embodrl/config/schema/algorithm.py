@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    AppliesIf,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,6 +15,8 @@ from embodrl.config.schema.section import (
     PositiveInt,
     Section,
 )
+
+CRITIC = AppliesIf("loss.needs_values", reason="the loss has no critic")
 
 
 class SamplingConfig(Section):
@@ -75,7 +78,9 @@ class SrpoConfig(Section):
     encoder: str = Field(
         default="pixels", description="pixels (built in), vjepa2, or a custom module:function, frames to embeddings"
     )
-    encoder_path: str | None = Field(default=None, description="directory with the weights of vjepa2")
+    encoder_path: Annotated[str | None, AppliesIf("algorithm.srpo.encoder", ("vjepa2",))] = Field(
+        default=None, description="directory with the weights of vjepa2"
+    )
     num_frames: PositiveInt = Field(default=64, description="frames of an episode that the encoder sees")
     failure_scale: Fraction = Field(default=0.6, description="rewards of failures stay below it")
     steepness: PositiveFloat = Field(default=10.0, description="of the sigmoid from distance to reward")
@@ -102,7 +107,7 @@ class DecoupledConfig(Section):
         " the rollout and the present ones by version",
     )
     cap: float | None = Field(default=5.0, gt=1, description="largest weight; null for none")
-    on_exceed: Literal["mask", "clamp"] = Field(
+    on_exceed: Annotated[Literal["mask", "clamp"], AppliesIf("algorithm.decoupled.cap")] = Field(
         default="mask", description="a weight above the cap becomes 0 (mask) or the cap (clamp)"
     )
     level: Literal["token", "chunk", "episode"] = Field(
@@ -132,12 +137,12 @@ class OffPolicyConfig(Section):
     alpha_lr: PositiveFloat | None = Field(
         default=3e-4, description="learning rate of the temperature, towards target_entropy; null: it stays"
     )
-    target_entropy: float | None = Field(
+    target_entropy: Annotated[float | None, AppliesIf("algorithm.off_policy.alpha_lr")] = Field(
         default=None, description="of a chunk, in nats; null: target_entropy_per_number times the numbers of a chunk"
     )
-    target_entropy_per_number: float = Field(
-        default=-1.0, description="of each number that the actor chooses, in nats, where target_entropy is null"
-    )
+    target_entropy_per_number: Annotated[
+        float, AppliesIf("algorithm.off_policy.alpha_lr"), AppliesIf("algorithm.off_policy.target_entropy", (None,))
+    ] = Field(default=-1.0, description="of each number that the actor chooses, in nats, where target_entropy is null")
     utd: PositiveFloat = Field(default=1.0, le=1000, description="updates of the critics per chunk that was stored")
     policy_delay: PositiveInt = Field(default=1, description="updates of the critics per update of the actor")
     warm_up: NonNegativeInt = Field(default=1000, description="chunks that are stored before the first update")
@@ -181,17 +186,19 @@ class OfflineConfig(Section):
     """IQL and RECAP: how much is learned from a dataset, and what its actions weigh or are called."""
 
     updates: PositiveInt = Field(default=500, description="optimizer steps of an iteration")
-    expectile: float = Field(
+    expectile: Annotated[float, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
         default=0.7, gt=0, lt=1, description="of the Q values that V becomes; 0.5 their mean, towards 1 their largest"
     )
-    temperature: NonNegativeFloat = Field(
+    temperature: Annotated[NonNegativeFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
         default=3.0, description="beta of the weights exp(beta A) of actions; 0 is plain imitation"
     )
-    max_weight: PositiveFloat = Field(default=100.0, description="largest weight of an action")
-    tag: str = Field(
+    max_weight: Annotated[PositiveFloat, AppliesIf("algorithm.loss_type", ("iql",))] = Field(
+        default=100.0, description="largest weight of an action"
+    )
+    tag: Annotated[str, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
         default="recap", description="RECAP: of the labels that `embodrl label` has written beside the data"
     )
-    condition_dropout: Fraction = Field(
+    condition_dropout: Annotated[Fraction, AppliesIf("algorithm.loss_type", ("recap",))] = Field(
         default=0.3, description="RECAP: share of the frames whose instruction does not say the advantage"
     )
     label_smoothing_bins: NonNegativeFloat = Field(
@@ -214,14 +221,20 @@ class NftConfig(Section):
 class DaggerConfig(Section):
     """DAgger, HG-DAgger and interventions: when an expert acts in the policy's place."""
 
-    beta: Fraction = Field(default=1.0, description="probability that the expert acts, in the first iteration")
-    beta_decay: Fraction = Field(default=0.5, description="what the probability is multiplied with per iteration")
+    beta: Annotated[Fraction, AppliesIf("algorithm.dagger.gate_threshold", (None,))] = Field(
+        default=1.0, description="probability that the expert acts, in the first iteration"
+    )
+    beta_decay: Annotated[Fraction, AppliesIf("algorithm.dagger.gate_threshold", (None,))] = Field(
+        default=0.5, description="what the probability is multiplied with per iteration"
+    )
     gate_threshold: PositiveFloat | None = Field(
         default=None,
         description="HG-DAgger: the expert acts where the policy's action is further from its own than this (root mean"
         " square over the dimensions), and only then labels; null: it labels everything, and acts as beta says",
     )
-    gate_steps: PositiveInt = Field(default=5, description="policy steps for which the expert then keeps control")
+    gate_steps: Annotated[PositiveInt, AppliesIf("algorithm.dagger.gate_threshold")] = Field(
+        default=5, description="policy steps for which the expert then keeps control"
+    )
 
 
 class AlgorithmConfig(Section):
@@ -237,23 +250,29 @@ class AlgorithmConfig(Section):
     logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
         default="token_level", description="level of the importance ratio"
     )
-    length_normalized_ratio: bool = Field(
-        default=False, description="the ratio of an action or chunk is the geometric mean over its tokens (GSPO)"
+    length_normalized_ratio: Annotated[bool, AppliesIf("algorithm.logprob_type", ("action_level", "chunk_level"))] = (
+        Field(default=False, description="the ratio of an action or chunk is the geometric mean over its tokens (GSPO)")
     )
-    entropy_type: Literal["token_level", "action_level", "chunk_level"] = Field(
-        default="token_level", description="level of the entropy bonus"
-    )
+    entropy_type: Annotated[
+        Literal["token_level", "action_level", "chunk_level"], AppliesIf("algorithm.entropy_bonus")
+    ] = Field(default="token_level", description="level of the entropy bonus")
     gamma: Fraction = Field(default=0.97, description="discount per reward step (chunk or action)")
     gae_lambda: Fraction = Field(default=0.95, description="lambda of GAE")
     normalize_advantages: bool = Field(default=True, description="to zero mean and unit variance")
-    normalization_scope: Literal["batch", "group"] = Field(
+    normalization_scope: Annotated[Literal["batch", "group"], AppliesIf("algorithm.normalize_advantages")] = Field(
         default="batch", description="over all steps of the rollout, or over the episodes of each group"
     )
-    min_group_std: NonNegativeFloat = Field(
+    min_group_std: Annotated[
+        NonNegativeFloat,
+        AppliesIf("algorithm.normalize_advantages"),
+        AppliesIf("algorithm.normalization_scope", ("group",)),
+    ] = Field(
         default=0.0,
         description="least standard deviation that normalization_scope=group divides by, in units of the reward",
     )
-    bootstrap_type: Literal["truncation", "none"] = Field(
+    bootstrap_type: Annotated[
+        Literal["truncation", "none"], AppliesIf("estimator.needs_values", reason="the estimator uses no values")
+    ] = Field(
         default="truncation",
         description="add gamma * V(last observation) where the step limit, not the task, ended an episode",
     )
@@ -268,10 +287,14 @@ class AlgorithmConfig(Section):
     drift_coef: NonNegativeFloat = Field(
         default=0.0, description="weight of the KL from the policy that acted (CPGD's policy drift)"
     )
-    kl: KlConfig = Field(default=KlConfig(), description="distance to the policy that the run began with")
-    value_clip: PositiveFloat | None = Field(default=0.2, description="clip of the value change; null for none")
-    value_loss_coef: NonNegativeFloat = Field(default=0.5, description="weight of the value loss")
-    huber_delta: PositiveFloat | None = Field(
+    kl: Annotated[KlConfig, AppliesIf("algorithm.kl.coef")] = Field(
+        default=KlConfig(), description="distance to the policy that the run began with"
+    )
+    value_clip: Annotated[PositiveFloat | None, CRITIC] = Field(
+        default=0.2, description="clip of the value change; null for none"
+    )
+    value_loss_coef: Annotated[NonNegativeFloat, CRITIC] = Field(default=0.5, description="weight of the value loss")
+    huber_delta: Annotated[PositiveFloat | None, CRITIC] = Field(
         default=None, description="beyond this error the value loss grows linearly; null for the square everywhere"
     )
     entropy_bonus: NonNegativeFloat = Field(default=0.0, description="weight of the entropy")
@@ -283,10 +306,16 @@ class AlgorithmConfig(Section):
     update_epoch: PositiveInt = Field(default=2, le=10_000, description="passes over a rollout")
     rollout_epoch: PositiveInt = Field(default=1, description="rollouts gathered one after the other for an update")
     group_size: PositiveInt = Field(default=1, description="environments that share an initial state")
-    branch: BranchConfig = Field(default=BranchConfig(), description="groups that begin in the midst of an episode")
-    filter: FilterConfig = Field(default=FilterConfig(), description="dynamic sampling by success rate")
-    srpo: SrpoConfig = Field(default=SrpoConfig(), description="rewards of failures by their likeness to successes")
-    decoupled: DecoupledConfig = Field(
+    branch: Annotated[BranchConfig, AppliesIf("algorithm.branch.enabled")] = Field(
+        default=BranchConfig(), description="groups that begin in the midst of an episode"
+    )
+    filter: Annotated[FilterConfig, AppliesIf("algorithm.filter.enabled")] = Field(
+        default=FilterConfig(), description="dynamic sampling by success rate"
+    )
+    srpo: Annotated[SrpoConfig, AppliesIf("algorithm.srpo.enabled")] = Field(
+        default=SrpoConfig(), description="rewards of failures by their likeness to successes"
+    )
+    decoupled: Annotated[DecoupledConfig, AppliesIf("algorithm.decoupled.enabled")] = Field(
         default=DecoupledConfig(), description="decoupled PPO, for rollouts of older policies"
     )
     recompute_logprobs: Literal["auto"] | bool = Field(
@@ -317,8 +346,14 @@ class AlgorithmConfig(Section):
         " are those of algorithm.off_policy.demos",
     )
     off_policy: OffPolicyConfig = Field(default=OffPolicyConfig(), description="SAC and RLPD")
-    rlt: RltConfig = Field(default=RltConfig(), description="RLT: a small actor on an RL token")
-    offline: OfflineConfig = Field(default=OfflineConfig(), description="IQL and RECAP")
-    nft: NftConfig = Field(default=NftConfig(), description="negative-aware fine-tuning of flow policies")
+    rlt: Annotated[RltConfig, AppliesIf("algorithm.loss_type", ("rlt",))] = Field(
+        default=RltConfig(), description="RLT: a small actor on an RL token"
+    )
+    offline: Annotated[OfflineConfig, AppliesIf("loss.offline", reason="the loss learns from rollouts")] = Field(
+        default=OfflineConfig(), description="IQL and RECAP"
+    )
+    nft: Annotated[NftConfig, AppliesIf("algorithm.loss_type", ("nft",))] = Field(
+        default=NftConfig(), description="negative-aware fine-tuning of flow policies"
+    )
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import GroupRanks, NonNegativeInt, PositiveFloat, PositiveInt, Ranks, Section
+from embodrl.config.schema.section import (
+    AppliesIf,
+    GroupRanks,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Ranks,
+    Section,
+)
 
 
 class HardwareConfig(Section):
@@ -38,7 +46,7 @@ class ClusterConfig(Section):
         default="process",
         description="how actor and rollout processes are started; ray: as Ray actors, except for the main process",
     )
-    ray_address: str | None = Field(
+    ray_address: Annotated[str | None, AppliesIf("cluster.launcher", ("ray",))] = Field(
         default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -47,7 +55,7 @@ class ClusterConfig(Section):
     num_threads: PositiveInt | None = Field(
         default=None, description="torch threads of the policy; null takes all cores"
     )
-    hardware: HardwareConfig = Field(
+    hardware: Annotated[HardwareConfig, AppliesIf("cluster.hardware.name")] = Field(
         default=HardwareConfig(), description="machines that are described instead of looked at"
     )
     node_groups: tuple[NodeGroupConfig, ...] = Field(default=(), description="machines with a name of their own")
@@ -59,23 +67,30 @@ class ClusterConfig(Section):
         default="given",
         description="given: component_placement; auto: one that fills the cluster, which `embodrl plan train` explains",
     )
-    training_share: float = Field(
-        default=0.5,
-        gt=0,
-        lt=1,
-        description="training's part of the work of an asynchronous run, for placement=auto: in a run on one device"
-        " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
+    training_share: Annotated[float, AppliesIf("cluster.placement", ("auto",)), AppliesIf("runner.max_staleness")] = (
+        Field(
+            default=0.5,
+            gt=0,
+            lt=1,
+            description="training's part of the work of an asynchronous run, for placement=auto: in a run on one device"
+            " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
+        )
     )
     heartbeat_timeout_s: PositiveFloat = Field(
         default=20.0,
         description="seconds without a heartbeat after which a process that is stopped, or uses neither processor nor"
         " disk, counts as hung: it is killed, and restarted where that is possible",
     )
-    stall_timeout_s: PositiveFloat = Field(
+    stall_timeout_s: Annotated[
+        PositiveFloat, AppliesIf("deployment.has_processes", reason="the main process acts and trains")
+    ] = Field(
         default=600.0,
         description="seconds that a call to an actor or rollout process may use neither processor nor disk",
     )
-    collective_timeout_s: PositiveFloat = Field(
+    collective_timeout_s: Annotated[
+        PositiveFloat,
+        AppliesIf("deployment.trains_in_processes", reason="the main process trains, without collectives"),
+    ] = Field(
         default=300.0,
         description="seconds that a training process waits for the others in a collective call (fsdp, megatron)",
     )

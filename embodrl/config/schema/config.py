@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, create_model, field_validator
 
@@ -23,7 +23,7 @@ from embodrl.config.schema.run import (
     RunnerConfig,
     SftConfig,
 )
-from embodrl.config.schema.section import Section
+from embodrl.config.schema.section import AppliesIf, Section
 from embodrl.config.schema.serve import ServeConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
@@ -42,7 +42,9 @@ class Config(Section):
         default_factory=lambda: model_settings(DEFAULT_MODEL)(), description="the policy"
     )
     algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
-    reward: RewardConfig = Field(default=RewardConfig(), description="a custom reward function")
+    reward: Annotated[RewardConfig, AppliesIf("reward.judged", reason="reward.fn and reward.model are null")] = Field(
+        default=RewardConfig(), description="a custom reward function"
+    )
     pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
     actor: SerializeAsAny[ActorConfig] = Field(default=ActorConfig(), description="training backend and optimizer")
     rollout: SerializeAsAny[RolloutConfig] = Field(default=RolloutConfig(), description="inference backend")

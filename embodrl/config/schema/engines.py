@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    AppliesIf,
     Decay,
     Fraction,
     NameOf,
@@ -23,7 +24,9 @@ class OptimConfig(Section):
     """AdamW and its schedule."""
 
     lr: PositiveFloat = Field(default=1.5e-4, description="peak learning rate of the policy")
-    value_lr: PositiveFloat = Field(default=1e-3, description="peak learning rate of the value head")
+    value_lr: Annotated[PositiveFloat, AppliesIf("model.add_value_head")] = Field(
+        default=1e-3, description="peak learning rate of the value head"
+    )
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
@@ -45,7 +48,9 @@ class OptimConfig(Section):
         description="length of the schedule; null: runner.max_iterations of the start, also if the run is resumed for"
         " longer, which stays at the last learning rate then",
     )
-    min_lr_ratio: Fraction = Field(default=0.1, description="last learning rate as a fraction of the peak")
+    min_lr_ratio: Annotated[Fraction, AppliesIf("actor.optim.lr_scheduler", ("linear", "cosine"))] = Field(
+        default=0.1, description="last learning rate as a fraction of the peak"
+    )
     critic_warmup_iterations: NonNegativeInt = Field(
         default=2, description="iterations in which only the value head trains"
     )
@@ -105,7 +110,7 @@ class ActorConfig(Section):
         description="keep what only training needs in main memory while rollouts are run: optimizer state,"
         " gradients, reference, and weights that no rollout uses; on a CPU it is moved as well, which saves nothing",
     )
-    max_restarts: int = Field(
+    max_restarts: Annotated[int, AppliesIf("deployment.trains_in_processes", reason="the main process trains")] = Field(
         default=3,
         ge=0,
         description="times that a run continues from its newest checkpoint, within cluster.restart_window_s, after a"
@@ -157,9 +162,9 @@ class RolloutConfig(Section):
         description="how rollout processes get new weights; auto: memory on one machine, else collective; shared: there"
         " are no such processes",
     )
-    max_restarts: int = Field(
-        default=3, ge=0, description="restarts of rollout processes within cluster.restart_window_s"
-    )
+    max_restarts: Annotated[
+        int, AppliesIf("deployment.rolls_out_in_processes", reason="rollouts run in the main process")
+    ] = Field(default=3, ge=0, description="restarts of rollout processes within cluster.restart_window_s")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )
@@ -170,7 +175,7 @@ class RolloutConfig(Section):
     workflow: str | None = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
     )
-    episode_timeout_s: PositiveFloat | None = Field(
+    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow")] = Field(
         default=600.0,
         description="time limit of a workflow episode in seconds with waiting; then it counts as failed; null: none",
     )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
 from embodrl.config.schema.real_time import RealTimeConfig
-from embodrl.config.schema.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, Seed
+from embodrl.config.schema.section import (
+    AppliesIf,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Seed,
+)
 from embodrl.specs import DEFAULT_ENV, ENVS
 
 
@@ -150,7 +158,7 @@ class EnvConfig(Section):
         default=False,
         description="free the simulators while the policy trains; their states are kept, and they come back bit-exact",
     )
-    offload_level: Literal["process", "simulator"] = Field(
+    offload_level: Annotated[Literal["process", "simulator"], AppliesIf("env.enable_offload")] = Field(
         default="process",
         description="process: end the simulator processes, which frees all of their memory; simulator: only what the"
         " simulators hold, which comes back sooner",
@@ -165,7 +173,7 @@ class EnvConfig(Section):
         description="`embodrl env serve` on other machines, tcp://HOST:PORT, ..., which run the simulator processes in"
         " turn; their token stands in the environment variable EMBODRL_TOKEN. Empty: they run here",
     )
-    reconnect_timeout_s: PositiveFloat = Field(
+    reconnect_timeout_s: Annotated[PositiveFloat, AppliesIf("env.remote")] = Field(
         default=60.0,
         le=3600,
         description="seconds that the connection to env.remote may be away before its simulator counts as dead",
@@ -184,12 +192,14 @@ class EnvConfig(Section):
     max_abs_state: PositiveFloat = Field(
         default=1e6, description="the same of each number of the robot's state; see include_state"
     )
-    real_time: RealTimeConfig = Field(
+    real_time: Annotated[RealTimeConfig, AppliesIf("env.real_time.control_hz")] = Field(
         default=RealTimeConfig(), description="wall-clock time: of a robot, and of a simulator that stands in for one"
     )
     train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
     eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
-    video: VideoConfig = Field(default=VideoConfig(), description="evaluation videos")
+    video: Annotated[VideoConfig, AppliesIf("env.video.enabled")] = Field(
+        default=VideoConfig(), description="evaluation videos"
+    )
 
     @property
     def own_settings(self) -> frozenset[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import AppliesIf, PositiveFloat, PositiveInt, Section
 from embodrl.specs import DEFAULT_MODEL
 
 
@@ -66,14 +66,14 @@ class ModelConfig(Section):
         description="adapters in peft's layout, a directory or OWNER/NAME[@REVISION] of the hub, over the weights of"
         " model_path or warm_start: they continue training with trainable=lora of the same rank, else are merged",
     )
-    warm_start: str | None = Field(
+    warm_start: Annotated[str | None, AppliesIf("model.model_path", (None,))] = Field(
         default="builtin",
         description="weights of the tiny size: builtin (shipped with embodrl), a directory, or null for random ones;"
         " not used with model_path",
     )
     num_action_chunks: PositiveInt = Field(default=5, description="actions predicted at once (C)")
     action_dim: PositiveInt = Field(default=7, description="dimensions of an action (A)")
-    unnorm_key: str | None = Field(
+    unnorm_key: Annotated[str | None, AppliesIf("model.model_path")] = Field(
         default=None, description="which statistics un-normalise actions; null if the checkpoint has one set"
     )
     stats_path: str | None = Field(
@@ -82,8 +82,10 @@ class ModelConfig(Section):
         " norm_stats.json) in place of the checkpoint's; null: those of the checkpoint",
     )
     add_value_head: bool = Field(default=True, description="needed by actor-critic losses")
-    value_head: ValueHeadConfig = Field(default=ValueHeadConfig(), description="shape of the value head")
-    small_actor: SmallActorConfig = Field(
+    value_head: Annotated[ValueHeadConfig, AppliesIf("model.add_value_head")] = Field(
+        default=ValueHeadConfig(), description="shape of the value head"
+    )
+    small_actor: Annotated[SmallActorConfig, AppliesIf("model.small_actor.kind")] = Field(
         default=SmallActorConfig(), description="a small actor on the frozen policy (algorithm=residual, dsrl, rlt)"
     )
     center_crop: bool = Field(
@@ -94,13 +96,17 @@ class ModelConfig(Section):
         description="what every instruction says of the advantage of the actions to come, where the policy acts: for"
         " policies that algorithm=recap has trained; null says nothing",
     )
-    freeze_vision: bool = Field(default=False, description="do not train the vision backbone")
+    freeze_vision: Annotated[bool, AppliesIf("model.trainable", ("all", "lora"))] = Field(
+        default=False, description="do not train the vision backbone"
+    )
     trainable: Literal["all", "lora", "action_expert", "head"] = Field(
         default="all",
         description="what trains besides the value head: all weights, low-rank adapters, the action expert (flow"
         " policies), or the output layer only",
     )
-    lora: LoraConfig = Field(default=LoraConfig(), description="low-rank adapters")
+    lora: Annotated[LoraConfig, AppliesIf("model.trainable", ("lora",))] = Field(
+        default=LoraConfig(), description="low-rank adapters"
+    )
     gripper: Literal["as_is", "libero", "bridge"] = Field(
         default="as_is",
         description="last action dimension: as_is; libero: 0..1 (1 open) becomes -1 open, +1 closed; bridge: 0..1"

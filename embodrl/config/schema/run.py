@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    AppliesIf,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -58,7 +59,9 @@ class LoggerConfig(Section):
     wandb_mode: Literal["off", "offline", "online"] = Field(
         default="off", description="Weights & Biases; needs the extra `wandb`"
     )
-    wandb_project: str = Field(default="embodrl", description="W&B project")
+    wandb_project: Annotated[str, AppliesIf("runner.logger.wandb_mode", ("online", "offline"))] = Field(
+        default="embodrl", description="W&B project"
+    )
     console: Literal["auto", "rich", "plain", "off"] = Field(
         default="auto", description="auto is rich on a terminal and plain lines elsewhere"
     )
@@ -67,7 +70,9 @@ class LoggerConfig(Section):
 class RunnerConfig(Section):
     """The loop."""
 
-    name: str = Field(default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>")
+    name: Annotated[str, AppliesIf("runner.output_dir", ("auto",))] = Field(
+        default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>"
+    )
     output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
     max_iterations: PositiveInt = Field(default=40, le=10_000_000, description="rollout + update cycles")
     max_staleness: NonNegativeInt = Field(
@@ -85,11 +90,14 @@ class RunnerConfig(Section):
         description="evaluate beside training, in a process with its own simulators and a copy of the policy; the next"
         " evaluation waits for the one before. Same figures as false, later",
     )
-    stop_at_success: Fraction | None = Field(
+    stop_at_success: Annotated[
+        Fraction | None,
+        AppliesIf("runner.eval_interval", reason="with runner.eval_interval 0 the last iteration alone is evaluated"),
+    ] = Field(
         default=None,
         description="success rate of evaluations at which a run ends early, as a finished one; null for never",
     )
-    stop_evaluations: PositiveInt = Field(
+    stop_evaluations: Annotated[PositiveInt, AppliesIf("runner.stop_at_success")] = Field(
         default=1, description="consecutive evaluations that have to reach runner.stop_at_success"
     )
     max_regression: Fraction | None = Field(

@@ -70,6 +70,27 @@ class NameOf:
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
 
+@dataclass(frozen=True)
+class AppliesIf:
+    """Metadata of a field: it has an effect only where another setting, or a fact of what is chosen, has a value.
+
+    On a section it counts for all settings in it, except the one that it names. Several have to hold together.
+
+    Attributes:
+        key: dotted name of the other setting, or of a fact of the rules' ``Context``, such as ``loss.needs_values``.
+        values: values with which the field has an effect; none for all but null, false, 0 and empty ones.
+        reason: what the note says instead of the key and its value.
+    """
+
+    key: str
+    values: tuple[object, ...] = ()
+    reason: str = ""
+
+    def holds(self, value: object) -> bool:
+        """Tell whether the field has an effect with this value of ``key``."""
+        return value in self.values if self.values else bool(value)
+
+
 class Section(BaseModel):
     """A mapping in the YAML: frozen, strict types, no unknown keys, no infinities."""
 

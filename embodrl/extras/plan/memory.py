@@ -328,7 +328,7 @@ def _rollout_leaves(config: Config, deployment: Deployment) -> bool:
 
 def _apart(deployment: Deployment) -> bool:
     """Tell whether what trains and what acts are different processes, each with its weights."""
-    return deployment.trains_in_processes or deployment.rolls_out_in_processes
+    return deployment.has_processes
 
 
 def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
 from embodrl.config.policy_card import checkpoint_name, policy_directory
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path_kind
 from embodrl.config.schema import ModelConfig, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import AppliesIf
 from embodrl.errors import EmbodrlError
 from embodrl.fields import read_fields
 from embodrl.interface import LIBERO, Interface
@@ -43,17 +44,23 @@ class FlowConfig(Section):
         description="what evaluation and serving denoise. fixed: one noise for every chunk; drawn: one of its own for"
         " every observation, which follows from its pictures and state alone, as published evaluations draw it",
     )
-    noise_level: PositiveFloat = Field(default=0.5, description="eta of flow_sde")
-    joint: Literal["sum", "mean"] = Field(
+    noise_level: Annotated[PositiveFloat, AppliesIf("model.flow.method", ("flow_sde",))] = Field(
+        default=0.5, description="eta of flow_sde"
+    )
+    joint: Annotated[Literal["sum", "mean"], AppliesIf("model.flow.method", ("flow_noise",))] = Field(
         default="sum",
         description="log-prob of flow_noise: sum over start and steps, the chain's likelihood; mean as RLinf",
     )
-    noise_std_min: PositiveFloat = Field(default=0.08, description="least standard deviation of flow_noise, a step")
-    noise_std_max: PositiveFloat = Field(default=0.16, description="largest one; above noise_std_min")
-    num_samples: PositiveInt = Field(
+    noise_std_min: Annotated[PositiveFloat, AppliesIf("model.flow.method", ("flow_noise",))] = Field(
+        default=0.08, description="least standard deviation of flow_noise, a step"
+    )
+    noise_std_max: Annotated[PositiveFloat, AppliesIf("model.flow.method", ("flow_noise",))] = Field(
+        default=0.16, description="largest one; above noise_std_min"
+    )
+    num_samples: Annotated[PositiveInt, AppliesIf("model.flow.method", ("cfm",))] = Field(
         default=8, le=100, description="cfm: pairs of noise and time that estimate the flow-matching loss of a chunk"
     )
-    keep_errors: bool = Field(
+    keep_errors: Annotated[bool, AppliesIf("model.flow.method", ("flow_sde", "cfm"))] = Field(
         default=False,
         description="flow_sde and cfm: rollouts keep what the velocity misses its target by (algorithm=pi_nft)",
     )
@@ -140,20 +147,6 @@ def settings_of_token_policies(context: Context) -> Iterator[Finding]:
         if context.by_user(key):
             message = f"has no effect: {context.config.model.model_type} does not read it"
             yield Finding(key, message, "leave it out")
-
-
-@FLOW.note("model.flow")
-def noise_of_the_other_method(context: Context) -> Iterator[Finding]:
-    """Each sampling method has its own noise."""
-    method = context.model(FlowModelConfig).flow.method
-    settings = {
-        "flow_sde": ("noise_level", "keep_errors"),
-        "flow_noise": ("noise_std_min", "noise_std_max", "joint"),
-        "cfm": ("num_samples", "keep_errors"),
-    }
-    for name in sorted({name for names in settings.values() for name in names} - {*settings[method]}):
-        if context.by_user(f"model.flow.{name}"):
-            yield Finding(f"model.flow.{name}", f"has no effect: model.flow.method is {method}", "leave it out")
 
 
 @FLOW.note("model.flow", "algorithm.entropy_bonus")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
+from embodrl.config.schema.section import AppliesIf
 from embodrl.models.common.config_file import own_section
 from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.specs import ModelSpec
@@ -44,7 +45,9 @@ class ArchitectureConfig(Section):
 class OpenVlaConfig(ModelConfig):
     """An OpenVLA."""
 
-    architecture: ArchitectureConfig = Field(default=ArchitectureConfig(), description="dimensions of the tiny size")
+    architecture: Annotated[ArchitectureConfig, AppliesIf("model.model_path", (None,))] = Field(
+        default=ArchitectureConfig(), description="dimensions of the tiny size"
+    )
     resize_filter: Literal["auto", "bicubic", "lanczos_jpeg"] = Field(
         default="auto",
         description="how pictures are resized; lanczos_jpeg: after a JPEG round trip, as in OpenVLA's LIBERO data and"
@@ -87,14 +90,6 @@ def dimensions_divide(context: Context) -> Iterator[Finding]:
             f"a multiple of {2 * shape.num_attention_heads}",
             others=(f"{base}.num_attention_heads",),
         )
-
-
-@DIMENSIONS.note("model.model_path", "model.architecture")
-def dimensions_of_the_checkpoint(context: Context) -> Iterator[Finding]:
-    """Settings of the tiny size do nothing with a checkpoint."""
-    if context.config.model.model_path is not None and context.by_user("model.architecture"):
-        message = "has no effect: the dimensions come from model.model_path"
-        yield Finding("model.architecture", message, "leave it out, or set model.model_path=null")
 
 
 @SHIPPED.rule("model.warm_start", "model.model_path", "model.architecture")

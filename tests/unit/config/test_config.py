@@ -256,7 +256,7 @@ def test_a_very_short_run_is_noted_but_not_refused() -> None:
         (["actor.optim.lr_scheduler=constant", "actor.optim.min_lr_ratio=0.1"], "actor.optim.min_lr_ratio"),
         (["model.unnorm_key=bridge"], "model.unnorm_key"),
         (["model.model_path=openvla/openvla-7b", "model.warm_start=builtin"], "model.warm_start"),
-        (["model.model_path=openvla/openvla-7b", "model.architecture.image_size=128"], "model.architecture"),
+        (["model.model_path=openvla/openvla-7b", "model.architecture.image_size=128"], "model.architecture.image_size"),
         (["env.include_state=true"], "env.include_state"),
         (["runner.eval_interval=90"], "runner.eval_interval"),
         (["runner.eval_interval=0", "runner.eval_at_start=false", "env.video.every_eval=true"], "env.video.every_eval"),

@@ -58,7 +58,7 @@ def test_presets_give_no_notes(model: str) -> None:
         (("model=pi0", "algorithm.sampling.temperature=0.5"), "algorithm.sampling.temperature"),
         (("model=gr00t", "sft.label_smoothing_bins=2"), "sft.label_smoothing_bins"),
         (("model=pi0", "model.pi.discrete_state=true"), "model.pi.discrete_state"),
-        (("model=openvla", "model.lora.rank=4"), "model.lora"),
+        (("model=openvla", "model.lora.rank=4"), "model.lora.rank"),
         (("model=openvla", "model.trainable=head", "model.freeze_vision=true"), "model.freeze_vision"),
         (("model=pi0", "model.flow.noise_std_min=0.1"), "model.flow.noise_std_min"),
         *(

@@ -68,8 +68,8 @@ def test_an_experiment_with_another_environment_is_noted() -> None:
     ],
 )
 def test_restarts_where_there_is_no_process_to_restart_are_noted(setting: str, own: str) -> None:
-    assert notes("env=toy", setting)["restarts-are-of-processes"] == setting.partition("=")[0]
-    assert "restarts-are-of-processes" not in notes("env=toy", setting, own) | notes("env=toy")
+    assert notes("env=toy", setting)["setting-applies"] == setting.partition("=")[0]
+    assert "setting-applies" not in notes("env=toy", setting, own) | notes("env=toy")
 
 
 def test_a_smoke_test_of_fine_tuning_needs_one_key() -> None:

@@ -198,4 +198,4 @@ def test_a_placement_is_given_or_chosen() -> None:
         load_config([*AUTO, "cluster=8xh100", "cluster.component_placement={actor:0,rollout:0,env:0}"], None, "plan")
     assert [problem.code for problem in caught.value.problems] == ["there-is-one-placement"]
     notes = load_config([*AUTO, "cluster=8xh100", "cluster.training_share=0.3"], None, "plan").notes
-    assert "shares-are-of-chosen-placements" in {note.code for note in notes}
+    assert "setting-applies" in {note.code for note in notes}

@@ -169,7 +169,7 @@ def test_more_evaluations_than_a_run_has_can_not_be_asked_for() -> None:
         ("runner.stop_evaluations", "early-stop-can-happen")
     ]
     codes = {note.code for note in load_config(["env=toy", "runner.stop_evaluations=2"]).notes}
-    assert "verdicts-have-an-effect" in codes
+    assert "setting-applies" in codes
 
 
 def test_a_run_that_ended_early_counts_as_finished(tmp_path: Path) -> None:
