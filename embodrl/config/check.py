@@ -28,8 +28,6 @@ from embodrl.specs import DEFAULT_ENV, ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, V
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""
-RETIRED: dict[str, object] = {"env.control_mode": "pd_ee_delta_pose", "model.trust_remote_code": False}
-"""Settings that had a single legal value, with that value: it is accepted and ignored, any other is refused."""
 
 
 def schema_of(tree: Node) -> type[Config]:
@@ -53,32 +51,14 @@ def shipped_schemas() -> list[type[Config]]:
 
 
 def take_foreign(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
-    """Remove settings of other simulators and models, and retired ones, from a tree.
+    """Remove settings of other simulators and models from a tree.
 
-    Those of a preset, of a run's file, and those that are as by default have no meaning here and go silently. (Before
-    each simulator had its own settings, a run's file held those of all.)
+    Those of a preset, and those that are as by default, have no meaning here and go silently.
 
     Returns:
         What is wrong: the user set one.
     """
     problems: list[ConfigProblem] = []
-    for key, value in RETIRED.items():
-        node = lookup(tree, key)
-        if node is not None and node.plain() == value:
-            put(tree, key, None)
-        elif node is not None:
-            shown = _yaml(value)
-            problems.append(
-                ConfigProblem(
-                    key,
-                    f"{_show(node.plain())} is refused: the setting is retired, with the one value that it had",
-                    str(node.origin),
-                    shown,
-                    hint="remove it",
-                    code="setting-retired",
-                )
-            )
-            put(tree, key, None)
     for section, tag in TAGS.items():
         node = lookup(tree, section)
         own = section_model(section, schema)

@@ -207,37 +207,6 @@ def _quoted(text: str) -> str:
     return f'"{text.strip()}"'
 
 
-RENAMED_VALUES = {("rollout.backend", "huggingface"): "native"}
-"""(key, former value) -> present value."""
-RENAMED_PRESETS = {("rollout", "huggingface"): "native"}
-"""(preset group, former name) -> present name."""
-
-
-def present_preset(group: str, name: object, origin: str, notes: list[ConfigProblem]) -> object:
-    """Return the present name of a preset; a former one is noted."""
-    present = RENAMED_PRESETS.get((group, name)) if isinstance(name, str) else None
-    if present is None:
-        return name
-    notes.append(_renamed(group, str(name), present, origin))
-    return present
-
-
-def replace_former_values(tree: Node) -> list[ConfigProblem]:
-    """Replace former values in a tree; return a note for each."""
-    notes: list[ConfigProblem] = []
-    for (key, former), present in RENAMED_VALUES.items():
-        node = lookup(tree, key)
-        if node is not None and node.value == former:
-            node.value = present
-            notes.append(_renamed(key, former, present, str(node.origin)))
-    return notes
-
-
-def _renamed(key: str, former: str, present: str, origin: str) -> ConfigProblem:
-    message = f"'{former}' is now called '{present}'"
-    return ConfigProblem(key, message, origin, hint=f"write {key}={present}", code="renamed")
-
-
 def check_choice(group: str, name: object, origin: str, own: Sequence[Path] = ()) -> ConfigProblem | None:
     """Return what is wrong with the choice of a preset, shipped or in a directory of the user's own, or None."""
     known = groups()
@@ -451,8 +420,6 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     own = tuple(path for path in own if path.is_dir())
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
     choices: dict[str, str | None] = {}
-    renamed: list[ConfigProblem] = []
-    wanted = {group: (present_preset(group, name, at, renamed), at) for group, (name, at) in wanted.items()}
     for group, (name, origin) in wanted.items():
         problem = check_choice(group, name, origin, own)
         if problem is not None:
@@ -468,7 +435,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     merge(tree, user)
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a) and a.key != DIRS])
     chosen = {group: name for group, name in choices.items() if name}
-    notes = renamed + taken_back(arguments) + _experiment_overridden(choices, wanted, own)
+    notes = taken_back(arguments) + _experiment_overridden(choices, wanted, own)
     return Composition(tree, chosen, problems, notes, (*untrusted, *foreign), own)
 
 

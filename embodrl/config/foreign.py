@@ -12,6 +12,8 @@ FOREIGN: Mapping[tuple[str, str], tuple[str, str]] = {
     ("model", "pi0.5"): ("pi05", "write model=pi05"),
     ("rollout", "sglang"): ("vllm", "SGLang is not supported; write rollout=vllm, or rollout=native"),
     ("rollout", "hf"): ("native", "write rollout=native"),
+    ("rollout", "huggingface"): ("native", "write rollout=native"),
+    ("rollout.backend", "huggingface"): ("native", "write rollout.backend=native"),
     ("actor", "fsdp2"): ("fsdp", "write actor=fsdp, which is FSDP2"),
     ("env", "libero_long"): ("libero_10", "write env=libero_10"),
     ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from embodrl.config.check import allowed_values, prune, schema_of, validate, with_every_section
-from embodrl.config.compose import Composition, compose, compose_resolved, replace_former_values
+from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.hub_files import fetch_facts
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
 from embodrl.config.processes import ProcessChoice, fill_processes
@@ -191,7 +191,6 @@ def finish(
     tree = composition.tree
     not_imported, without_entries = import_extensions(tree)  # first: they bring settings
     removed = remove_special(tree, schema_of(tree))
-    renamed = replace_former_values(tree)
     not_fetched, commits = fetch_facts(tree, verb)
     fill_derived(tree)
     if verb in (None, "train", "plan"):
@@ -214,7 +213,7 @@ def finish(
         raise ConfigError(problems)
     keys = leaf_keys(config.model_dump())
     origins = {key: origin_of_value(tree, key) for key in keys}
-    notes = composition.notes + renamed + without_entries + commits + report.notes
+    notes = composition.notes + without_entries + commits + report.notes
     return LoadedConfig(config, origins, solution, composition.choices, notes, processes, report.obstacles)
 
 

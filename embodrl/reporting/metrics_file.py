@@ -51,62 +51,38 @@ def read_metrics(path: Path) -> list[Row]:
     return list(merged.values())
 
 
-def restore_metrics(path: Path, last_iteration: int, saved: bytes | None) -> bytes:
-    """Bring a metrics.jsonl back to the rows up to an iteration; says which lines were damaged.
+def restore_metrics(path: Path, saved: bytes) -> bytes:
+    """Bring a metrics.jsonl back to what a checkpoint knows of it; says which lines were damaged.
 
     Args:
         path: of the file.
-        last_iteration: later rows are dropped; -1 drops all.
-        saved: the content that a checkpoint of that iteration knows, with which the file is compared, and from which
-            it is restored; None for a checkpoint of an earlier version: then damaged lines are removed.
+        saved: its content when the checkpoint was made; later rows are dropped.
 
     Returns:
-        the content of the file.
+        ``saved``.
 
     Raises:
-        OSError: it can't be read or written.
+        OSError: it can't be written.
     """
     try:
         found = read_regular_file(path, MAX_BYTES)
     except FileNotFoundError:
         found = b""
     except OSError as error:
-        if saved is None:
-            raise
         logger.warning("%s can't be read (%s): restored from the checkpoint", path, error.strerror)
         found = b""
-    content = _intact_rows(path, found, last_iteration) if saved is None else saved
-    lines, wanted = (text.splitlines(keepends=True) for text in (found, content))
+    lines, wanted = (text.splitlines(keepends=True) for text in (found, saved))
     differing = [n for n, line in enumerate(wanted, start=1) if n > len(lines) or lines[n - 1] != line]
-    if saved is not None and differing:
+    if differing:
         where = _named(differing, "line")
         logger.warning("%s: %s damaged or missing: restored from the checkpoint", path, where)
-    if found.startswith(content):
-        if len(found) > len(content):
-            os.truncate(path, len(content))
+    if found.startswith(saved):
+        if len(found) > len(saved):
+            os.truncate(path, len(saved))
     else:
         with atomic_file(path) as partial:
-            partial.write_bytes(content)
-    return content
-
-
-def _intact_rows(path: Path, found: bytes, last_iteration: int) -> bytes:
-    """Return the lines that are rows up to an iteration; warn of damaged ones before the last of them."""
-    kept: list[bytes] = []
-    damaged: list[int] = []
-    passed: list[int] = []
-    for number, line in enumerate(found.splitlines(keepends=True), start=1):
-        row = parse_row(line)
-        if row is None:
-            passed.append(number)
-        elif row["iteration"] <= last_iteration:
-            kept.append(line)
-            damaged += passed
-            passed = []
-    if damaged:
-        text = "%s: %s damaged and removed; the checkpoint, of an earlier version, has no copy of the rows"
-        logger.warning(text, path, _named(damaged, "line"))
-    return b"".join(kept)
+            partial.write_bytes(saved)
+    return saved
 
 
 def parse_row(line: bytes) -> Row | None:

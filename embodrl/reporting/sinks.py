@@ -160,12 +160,12 @@ class MetricsLogger:
     Args:
         run_dir: gets metrics.jsonl, tensorboard/ and wandb/.
         config: which trackers.
-        resume_iteration: None for a new run; otherwise what was logged after that iteration is dropped, so that the
-            file ends up as that of an uninterrupted run (-1 drops everything).
+        resume_iteration: None for a new run; otherwise the file goes back to ``saved``, which ends with that iteration,
+            and ends up as that of an uninterrupted run.
         run_config: shown by trackers.
         trackers: replaces the configured ones (tests).
         file_name: of the metrics in ``run_dir``.
-        saved: what ``content`` was when the checkpoint was made that is resumed; None if it does not know.
+        saved: the ``content`` when the checkpoint was made that is resumed.
 
     Attributes:
         content: the whole file, for checkpoints.
@@ -183,7 +183,7 @@ class MetricsLogger:
         run_config: Mapping[str, object] | None = None,
         trackers: Mapping[str, Tracker] | None = None,
         file_name: str = METRICS_FILE,
-        saved: bytes | None = None,
+        saved: bytes = b"",
     ) -> None:
         self.path = Path(run_dir) / file_name
         self.content = bytearray()
@@ -193,7 +193,7 @@ class MetricsLogger:
             if resume_iteration is None:
                 self._refuse_old_metrics()
             else:
-                self.content += restore_metrics(self.path, resume_iteration, saved)
+                self.content += restore_metrics(self.path, saved)
                 found = (parse_row(line) or {} for line in reversed(bytes(self.content).splitlines(keepends=True)))
                 self._elapsed_s = next((float(row["time/elapsed_s"]) for row in found if "time/elapsed_s" in row), 0.0)
             self._file = open(self.path, "ab", opener=_open_no_link)  # noqa: SIM115  (closed by ``close``)

@@ -106,7 +106,7 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
         return run_tries(loaded, directory, lock, work, None, saved.text)
     state = checkpoint.state
     generators = num_generators(config, loaded.deployment)
-    refuse_impossible(config, state.text(STATE_KEY, None), state.fields("rollout"), generators)
+    refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators)
     done, pending = iteration_of(checkpoint), pending_row(checkpoint.state)
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"

@@ -79,10 +79,6 @@ class Checkpoint:
         """
         return self._part(f"{name}.bin").read_bytes()
 
-    def has_blob(self, name: str) -> bool:
-        """Return whether there is a blob of that name; checkpoints of earlier versions lack some."""
-        return (self.path / f"{name}.bin").is_file()
-
     def _part(self, file_name: str) -> Path:
         path = self.path / file_name
         if not path.is_file():

@@ -65,7 +65,7 @@ def check_checksums(
         size_only: suffix of files of which the size alone is compared, e.g. large ones that are checked elsewhere.
 
     Returns:
-        False if there is no such list: the directory comes from elsewhere, or from an earlier version.
+        False if there is no such list: the directory comes from elsewhere.
 
     Raises:
         FileDamagedError: a listed file is missing or differs; the message names all of them.

@@ -195,9 +195,9 @@ def base_of(config: Config) -> str | None:
     return None if model.lora_path is not None else model.model_path or model.warm_start
 
 
-def saved_metrics(checkpoint: Checkpoint) -> bytes | None:
-    """Return metrics.jsonl as it was when a checkpoint was made; None for one of an earlier version."""
-    return zlib.decompress(checkpoint.blob(METRICS_BLOB)) if checkpoint.has_blob(METRICS_BLOB) else None
+def saved_metrics(checkpoint: Checkpoint) -> bytes:
+    """Return metrics.jsonl as it was when a checkpoint was made."""
+    return zlib.decompress(checkpoint.blob(METRICS_BLOB))
 
 
 def resume_hint(run_dir: Path) -> str:

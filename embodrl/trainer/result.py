@@ -61,7 +61,7 @@ def already_complete(
     config: Config, directory: Path, checkpoint: Checkpoint, done: int, overrides: list[str]
 ) -> TrainResult:
     """Say that a run has nothing left to do; its metrics are restored where they are damaged."""
-    restore_metrics(directory / METRICS_FILE, done, saved_metrics(checkpoint))
+    restore_metrics(directory / METRICS_FILE, saved_metrics(checkpoint))
     with Console(config.runner.logger.console, done, directory.name) as console:
         console.restore(read_metrics(directory / METRICS_FILE))
         console.message(

@@ -114,7 +114,8 @@ def open_metrics(session: RunSession, closing: ExitStack, file_name: str = METRI
         file_name: in the run's directory.
     """
     checkpoint, config = session.checkpoint, session.config
-    saved, logged_until = None, None if session.old_settings is None else -1
+    saved = b""
+    logged_until = None if session.old_settings is None else -1
     if checkpoint is not None:
         saved = saved_metrics(checkpoint)
         logged_until = iteration_of(checkpoint) - (pending_row(checkpoint.state) is not None)

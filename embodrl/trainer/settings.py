@@ -97,7 +97,7 @@ def read_settings(run_dir: Path, in_checkpoint: str | None, overrides: list[str]
 
     Args:
         run_dir: of the run.
-        in_checkpoint: those of its newest checkpoint; None if there is none, or if it is of an earlier version.
+        in_checkpoint: those of its newest checkpoint; None if there is none.
         overrides: of the command line; they may confirm what was edited in the file.
 
     Raises:
@@ -139,7 +139,7 @@ def _seal_problem(text: str) -> str:
 
 
 def _without_copy(path: Path, text: str, problem: str) -> SavedSettings:
-    """Accept a file without checksum that is complete, of an earlier version or as its user wants it.
+    """Accept a file without checksum that is complete: its user wants it so.
 
     Raises:
         CheckpointError: there is no such file, or it is damaged or incomplete.
@@ -203,7 +203,7 @@ def load_saved(
         ConfigError: the settings were edited, are invalid, or run code and are somebody else's.
     """
     state = newest_state(run_dir) if checkpoint is None else checkpoint.state
-    saved = read_settings(run_dir, None if state is None else state.text(STATE_KEY, None), overrides)
+    saved = read_settings(run_dir, None if state is None else state.text(STATE_KEY), overrides)
     if saved.restored:
         logger.warning("%s: the settings are taken from the newest checkpoint", saved.restored)
     path = run_dir / CONFIG_FILE
@@ -219,13 +219,13 @@ def last_settings(run_dir: Path) -> str | None:
 
 
 def refuse_impossible(
-    config: Config, in_checkpoint: str | None, rollout: Fields | None = None, num_generators: Sequence[int] = ()
+    config: Config, in_checkpoint: str, rollout: Fields | None = None, num_generators: Sequence[int] = ()
 ) -> None:
     """Refuse, before anything is started, settings that a checkpoint can't be resumed with.
 
     Args:
         config: of the resumed run.
-        in_checkpoint: the settings that the checkpoint was made with; None for one of an earlier version.
+        in_checkpoint: the settings that the checkpoint was made with.
         rollout: the state of the rollouts in the checkpoint.
         num_generators: random generators of each rollout process, now; empty if that is not known.
 
@@ -233,7 +233,7 @@ def refuse_impossible(
         ConfigError: names each, with the value that the checkpoint was made with.
     """
     problems = [] if rollout is None else list(_other_counts(config, rollout, num_generators))
-    for key, (was, now) in changed_settings(in_checkpoint or "", to_yaml(config, None)).items():
+    for key, (was, now) in changed_settings(in_checkpoint, to_yaml(config, None)).items():
         why = next((reason for pattern, reason in FIXED.items() if re.fullmatch(pattern, key)), None)
         if why is not None:
             problems.append(_fixed(key, now, was, why))

@@ -119,7 +119,7 @@ FORM = [
         names="chunk_level",
     ),
     Wrong("enumeration or number", "env.mesh_decimation", "config-type", ("env.mesh_decimation=automatic",)),
-    Wrong("code from checkpoints", "model.trust_remote_code", "setting-retired", ("model.trust_remote_code=true",)),
+    Wrong("code from checkpoints", "model.trust_remote_code", "config-unknown-key", ("model.trust_remote_code=true",)),
     Wrong("missing value", "env.env_type", "config-missing-value", text="env:\n  env_type: ???\n", line=2),
     Wrong("duplicate key", "runner.seed", "config-duplicate-key", text="runner:\n  seed: 1\n  seed: 2\n", line=3),
     Wrong("target", "model._target_", "config-special-key", ("model._target_=os.system",)),

@@ -81,18 +81,13 @@ def test_a_configuration_survives_being_sent(tmp_path: Path) -> None:
     assert type(config).model_validate_json(config.model_dump_json()) == config
 
 
-def test_an_old_file_of_a_run_may_hold_settings_of_other_simulators(tmp_path: Path) -> None:
+def test_a_file_of_a_run_may_hold_settings_of_other_simulators(tmp_path: Path) -> None:
     plain = json.loads(load_config(["env=toy"]).config.model_dump_json())
-    plain["env"] |= {"sim_backend": "auto", "suite": None, "control_mode": "pd_ee_delta_pose"}
-    plain["model"] |= {"pi": {"image_size": 32}, "trust_remote_code": False}
+    plain["env"] |= {"sim_backend": "auto", "suite": None}
+    plain["model"] |= {"pi": {"image_size": 32}}
     (tmp_path / "config.yaml").write_text(json.dumps(plain))
     loaded = load_run(tmp_path / "config.yaml")
     assert "sim_backend" not in loaded.config.env.model_dump()
-
-
-def test_retired_settings_are_refused_unless_they_change_nothing() -> None:
-    assert problem_of("env=toy", "model.trust_remote_code=true").code == "setting-retired"
-    load_config(["env=toy", "model.trust_remote_code=false", "env.control_mode=pd_ee_delta_pose"])
 
 
 def test_unknown_and_invalid_facts_are_refused() -> None:

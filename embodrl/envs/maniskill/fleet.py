@@ -18,7 +18,7 @@ from embodrl.envs.maniskill.types import SimOptions
 from embodrl.errors import EnvError
 
 if TYPE_CHECKING:
-    from typing import NotRequired, Required  # not in Python 3.10, which simulators may run in
+    from typing import Required  # not in Python 3.10, which simulators may run in
 
 _RESET, _STEP = 0, 1
 
@@ -32,11 +32,11 @@ class JournalArrays(TypedDict):
 
 
 class SceneState(TypedDict):
-    """A scene: row and task, its journal, and the mark (missing in checkpoints of earlier versions)."""
+    """A scene: row and task, its journal, and the mark, if there is one."""
 
     key: list[int]
     journal: JournalArrays
-    mark: NotRequired[int | None]
+    mark: int | None
 
 
 class FleetState(TypedDict, total=False):
@@ -276,7 +276,7 @@ class Fleet:
         self._sims, self._journals, self._marks = {}, {}, {}
         for scene in state.get("scenes", []):
             row, task = scene["key"]
-            if (mark := scene.get("mark")) is not None:
+            if (mark := scene["mark"]) is not None:
                 self._marks[row, task] = mark
             self._sims[row, task] = ManiSkillSim(self.tasks[task], 1, **self._kwargs)
             self._journals[row, task] = ActionJournal.replay(scene["journal"], self._sims[row, task])

@@ -23,8 +23,6 @@ def pack_states(specs: Sequence[EnvSpec], states: Sequence[bytes]) -> list[bytes
 def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[bytes]:
     """Return the states of ``pack_states``, which must fit the processes that are to continue from them.
 
-    States of versions of embodrl that packed none are returned as they are.
-
     Args:
         specs: of the processes.
         packed: one per process.
@@ -34,11 +32,7 @@ def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[byt
     """
     saved: list[EnvSpec] = []
     states: list[bytes] = []
-    for spec, content in zip(specs, packed, strict=True):
-        if not content.startswith(_MAGIC):
-            saved.append(spec)
-            states.append(content)
-            continue
+    for content in packed:
         try:
             fields = Fields(decode(memoryview(content)[len(_MAGIC) :]), "a simulator's state", CheckpointError)
             saved.append(spec_from_dict(fields.fields("spec").content))

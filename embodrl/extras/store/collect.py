@@ -111,7 +111,7 @@ class PolicyCollector:
 
     def _continue(self, progress: Fields) -> None:
         self.finished, self.solved = progress.integer("finished"), progress.integer("solved")
-        self.corrected = progress.integer("corrected", 0)  # stores of earlier versions do not have it
+        self.corrected = progress.integer("corrected")
         self._next = progress.integer("next")
         self._again = [int(number) for number in progress.numbers("open", low=0)]
 

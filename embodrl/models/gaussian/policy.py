@@ -297,7 +297,7 @@ def read_spec(path: Path) -> GaussianSpec:
         channels=_sizes(fields, "channels"),
         hidden_sizes=_sizes(fields, "hidden_sizes"),
         initial_std=fields.number("initial_std", low=1e-6, high=7.0),
-        normalise_state=fields.flag("normalise_state", False),  # older files lack it
+        normalise_state=fields.flag("normalise_state"),
         **{name: size(fields, name) for name in numbers},
     )
 

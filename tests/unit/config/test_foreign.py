@@ -15,7 +15,7 @@ from embodrl.config.foreign import FOREIGN, FOREIGN_KEYS
 from embodrl.config.presets import groups, presets
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.names import import_workflow
-from embodrl.specs import ADVANTAGES, LOSSES, MODELS
+from embodrl.specs import ADVANTAGES, ENGINES, LOSSES, MODELS
 
 
 @pytest.mark.parametrize(("key", "name"), FOREIGN)
@@ -29,6 +29,7 @@ def test_a_name_of_another_system_is_answered(key: str, name: str) -> None:
         "algorithm.adv_type": ADVANTAGES.names,
         "algorithm.loss_type": LOSSES.names,
         "model.model_type": MODELS.names,
+        "rollout.backend": ENGINES.names,
         "runner.logger": list,
     }
     names = known[key]() if key in known else presets(key)

@@ -68,16 +68,17 @@ def test_one_json_object_a_line_on_disk_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ["", '{"iteration": 6, "env', '{"iteration": 6}', "garbage\n"])
 def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, torn: str) -> None:
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    straight, resumed, saved = tmp_path / "straight", tmp_path / "resumed", b""
     with MetricsLogger(straight, QUIET) as metrics:
         for iteration in range(1, 8):
             metrics.log(row(iteration))
     with MetricsLogger(resumed, QUIET) as metrics:
         for iteration in range(1, 6):
             metrics.log(row(iteration))
+            saved = bytes(metrics.content) if iteration == 3 else saved
     with (resumed / "metrics.jsonl").open("a") as file:
         file.write(torn)
-    with MetricsLogger(resumed, QUIET, resume_iteration=3) as metrics:
+    with MetricsLogger(resumed, QUIET, resume_iteration=3, saved=saved) as metrics:
         for iteration in range(4, 8):
             metrics.log(row(iteration))
     assert (resumed / "metrics.jsonl").read_bytes() == (straight / "metrics.jsonl").read_bytes()

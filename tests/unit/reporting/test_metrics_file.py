@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from embodrl.reporting import metrics_file
-from embodrl.reporting.metrics_file import read_metrics, restore_metrics
+from embodrl.reporting.metrics_file import restore_metrics
 
 LINES = [json.dumps({"iteration": i, "loss": i / 4}).encode() + b"\n" for i in range(7)]
 DAMAGED = [
@@ -29,7 +29,7 @@ def test_a_damaged_row_is_restored_from_the_checkpoint(
 ) -> None:
     path, saved = tmp_path / "metrics.jsonl", b"".join(LINES[:5])
     path.write_bytes(b"".join([*LINES[:2], damaged, *LINES[3:]]))
-    assert restore_metrics(path, 4, saved) == saved == path.read_bytes()
+    assert restore_metrics(path, saved) == saved == path.read_bytes()
     assert "restored from the checkpoint" in caplog.text and str(path) in caplog.text
 
 
@@ -38,25 +38,11 @@ def test_an_intact_file_is_cut_behind_the_checkpoint_without_a_word(
 ) -> None:
     path, saved = tmp_path / "metrics.jsonl", b"".join(LINES[:5])
     path.write_bytes(b"".join(LINES) + b'{"itera')
-    assert restore_metrics(path, 4, saved) == saved == path.read_bytes()
+    assert restore_metrics(path, saved) == saved == path.read_bytes()
     path.unlink()
-    assert restore_metrics(path, -1, b"") == b"" and caplog.text == ""
-    assert restore_metrics(path, 4, saved) == saved == path.read_bytes()
+    assert restore_metrics(path, b"") == b"" and caplog.text == ""
+    assert restore_metrics(path, saved) == saved == path.read_bytes()
     assert "lines 1, 2, 3, 4, 5 are" in caplog.text
-
-
-@pytest.mark.parametrize("damaged", DAMAGED[1:-1])
-def test_without_the_checkpoints_copy_one_damaged_line_costs_one_row(
-    damaged: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"".join([*LINES[:2], damaged, *LINES[3:]]))
-    assert [row["iteration"] for row in read_metrics(path)] == [0, 1, 3, 4, 5, 6]
-    assert "line 3 is" in caplog.text
-    caplog.clear()
-    restore_metrics(path, 4, None)
-    assert path.read_bytes() == b"".join([*LINES[:2], *LINES[3:5]])
-    assert "line 3 is damaged and removed" in caplog.text
 
 
 def test_a_file_that_is_too_large_is_restored_from_the_checkpoint(
@@ -65,8 +51,5 @@ def test_a_file_that_is_too_large_is_restored_from_the_checkpoint(
     path, saved = tmp_path / "metrics.jsonl", b"".join(LINES[:2])
     path.write_bytes(b"".join(LINES))
     monkeypatch.setattr(metrics_file, "MAX_BYTES", len(saved))
-    assert restore_metrics(path, 1, saved) == saved == path.read_bytes()
+    assert restore_metrics(path, saved) == saved == path.read_bytes()
     assert "larger than" in caplog.text
-    path.write_bytes(b"".join(LINES))
-    with pytest.raises(OSError, match="larger than"):
-        restore_metrics(path, 1, None)
