@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from expect import raises_code
 
@@ -130,3 +132,26 @@ def test_gymnasiums_own_rewards_may_go_on_after_the_step_limit(arguments: list[s
 
 def test_a_robot_is_not_moved_by_draws_unless_asked_to() -> None:
     assert load_config(["env=robot", "env.instruction=push"], verb="eval").config.env.eval.decoding == "greedy"
+
+
+FSDP = (
+    "actor=fsdp",
+    "actor.micro_batch_size=16",
+    "cluster.device=cpu",
+    "cluster.component_placement={actor: '0:0-1', rollout: 0, env: 0}",
+)
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "rlpd", "residual", "dsrl", "rlt", "hil_serl"])
+def test_small_actors_are_refused_by_one_rule_where_they_would_be_sharded(algorithm: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["env=toy", "model=mlp", f"algorithm={algorithm}", *FSDP])
+    found = [problem for problem in caught.value.problems if "actor" in problem.key or "placement" in problem.key]
+    assert [problem.code for problem in found] == ["small-actors-train-natively"]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dagger", "iql"])
+def test_policies_are_sharded_whatever_they_learn_from(algorithm: str, tmp_path: Path) -> None:
+    demos = [f"algorithm.off_policy.demos={tmp_path}"] if algorithm == "iql" else []
+    loaded = load_config(["env=toy", "model=mlp", f"algorithm={algorithm}", *FSDP, *demos])
+    assert loaded.config.actor.training_backend == "fsdp"
