@@ -58,7 +58,7 @@ _EXPORTS = {
     "Episode": "embodrl.workers.reward",
     # Extension: pipelines and workflows.
     "Pipeline": "embodrl.pipelines.graph",
-    "PipelineContext": "embodrl.pipelines.context:Context",
+    "PipelineContext": "embodrl.pipelines.context",
     **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflow"),
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
     "EpisodeEngine": "embodrl.hybrid_engines.rollout.batched",
@@ -126,7 +126,7 @@ if TYPE_CHECKING:
     from embodrl.models.common import sampling as sampling
     from embodrl.models.common.value_head import ValueHead as ValueHead
     from embodrl.models.registry import SupportedModel
-    from embodrl.pipelines.context import Context as PipelineContext  # noqa: F401
+    from embodrl.pipelines.context import PipelineContext as PipelineContext
     from embodrl.pipelines.graph import Pipeline as Pipeline
     from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
     from embodrl.specs import ModelSpec as ModelSpec

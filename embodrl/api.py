@@ -215,7 +215,11 @@ def collect(
         more = source.arguments([])
     else:
         given = policy
-        chosen, more, make = None, [], lambda _: given
+        chosen, more = None, list[str]()
+
+        def make(_: object) -> VLAPolicy:
+            return given
+
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
     with _torch_settings():
         acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)

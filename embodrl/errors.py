@@ -282,7 +282,9 @@ class WorkerError(EmbodrlError):
     ) -> None:
         parts = [message, traceback.rstrip(), f"last output:\n{log_tail}" if log_tail else ""]
         super().__init__("\n".join(filter(None, parts)), hint, code=code)
-        self.rank, self.traceback, self.log_tail = rank, traceback, log_tail
+        self.rank = rank
+        self.traceback = traceback
+        self.log_tail = log_tail
 
 
 class WorkerDied(WorkerError):

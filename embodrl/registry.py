@@ -62,7 +62,9 @@ class Registry(Generic[E]):
     """
 
     def __init__(self, kind: str, cls: type[E], group: str = "", builtin: Mapping[str, str] | None = None) -> None:
-        self.kind, self.cls, self.group = kind, cls, group
+        self.kind = kind
+        self.cls = cls
+        self.group = group
         self.builtin = dict(builtin or {})
         self._entries: dict[str, E] = {}
         self._points: dict[str, EntryPoint] | None = None

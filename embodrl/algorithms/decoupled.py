@@ -30,8 +30,12 @@ from embodrl.errors import EmbodrlError
 OnExceed = Literal["mask", "clamp"]
 
 # Columns of a flattened rollout that carry what is known before the update.
-PROX, LOG_WEIGHTS, STALENESS = "prox_logprobs", "behavior_log_weights", "policy_staleness"
-MISMATCH, MISMATCH_COUNT, MISMATCH_MAX = "logprob_mismatch", "logprob_mismatch_count", "logprob_mismatch_max"
+PROX = "prox_logprobs"
+LOG_WEIGHTS = "behavior_log_weights"
+STALENESS = "policy_staleness"
+MISMATCH = "logprob_mismatch"
+MISMATCH_COUNT = "logprob_mismatch_count"
+MISMATCH_MAX = "logprob_mismatch_max"
 MISMATCH_TERMS = (MISMATCH, MISMATCH_COUNT, MISMATCH_MAX)
 COLUMNS = (PROX, LOG_WEIGHTS, STALENESS)
 
@@ -268,11 +272,15 @@ def proximal_terms(
     decoupled = algorithm.decoupled
     old, valid = micro.logprobs, micro.drawn
     prox = micro.prox_logprobs
-    per_token, cap, on_exceed = decoupled.level == "token", decoupled.cap, decoupled.on_exceed
+    per_token = decoupled.level == "token"
+    cap = decoupled.cap
+    on_exceed = decoupled.on_exceed
     if not decoupled.enabled:
         if prox is None or algorithm.engine_weight_cap is None:
             return None if prox is None else Proximal(prox, None, {})
-        per_token, cap, on_exceed = algorithm.logprob_type == "token_level", algorithm.engine_weight_cap, "clamp"
+        per_token = algorithm.logprob_type == "token_level"
+        cap = algorithm.engine_weight_cap
+        on_exceed = "clamp"
     if prox is None:
         prox = loglinear_logprobs(logprobs, old, micro[STALENESS])
     log_weights = micro.get(LOG_WEIGHTS)

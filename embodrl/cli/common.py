@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 
 # Of exceptions that the loader, numpy, torch and the interpreter raise where memory or threads are not available.
 _OUT_OF_MEMORY = ("MemoryError", "annot allocate memory", "an't allocate memory", "failed to map", "start new thread")
-EXIT_OK, EXIT_ERROR, EXIT_CONFIG, EXIT_SIGINT, EXIT_SIGTERM = 0, 1, 2, 130, 143
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_CONFIG = 2
+EXIT_SIGINT = 130
+EXIT_SIGTERM = 143
 
 Overrides = Annotated[
     list[str] | None,

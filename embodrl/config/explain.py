@@ -87,7 +87,10 @@ def to_yaml(config: Config, origins: dict[str, Origin] | None) -> str:
 
 def summary(config: Config) -> str:
     """Return the arithmetic of a run in a few lines."""
-    train, runner, algorithm, actor = config.env.train, config.runner, config.algorithm, config.actor
+    train = config.env.train
+    runner = config.runner
+    algorithm = config.algorithm
+    actor = config.actor
     chunks_an_env = config.rollout_chunks * algorithm.rollout_epoch
     chunks = train.total_num_envs * chunks_an_env
     steps = chunks * config.model.num_action_chunks

@@ -274,7 +274,9 @@ class Batch:
     def _with(self, tensors: Group, objects: dict[str, Array], batch_size: tuple[int, ...] | None = None) -> Self:
         """Return a batch of parts that are known to fit, with a copy of the meta; None keeps the batch size."""
         result = type(self).__new__(type(self))
-        result.tensors, result.objects, result.meta = tensors, objects, dict(self.meta)
+        result.tensors = tensors
+        result.objects = objects
+        result.meta = dict(self.meta)
         result.batch_size = self.batch_size if batch_size is None else batch_size
         return result
 

@@ -17,11 +17,16 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts
 
 NORMALIZE = "sft.stats=data normalises by statistics of the data"
-LARGE, SMALL, DEGREES, TICKS = 1.5, 0.02, 2 * np.pi, 400.0
+LARGE = 1.5
+SMALL = 0.02
+DEGREES = 2 * np.pi
+TICKS = 400.0
 OUTLIER = 20.0
 """Times the span from q01 to q99."""
 LAGS = range(-5, 11)
-LEAST_CORRELATION, LAG_MARGIN, LAG_FRAMES = 0.7, 0.02, 20_000
+LEAST_CORRELATION = 0.7
+LAG_MARGIN = 0.02
+LAG_FRAMES = 20_000
 Level = Literal["error", "warning"]
 WRIST = ("wrist", "hand", "gripper", "eef")
 
@@ -192,7 +197,9 @@ def _best_lag(
     column: NDArray[np.float64], change: NDArray[np.float64], episodes: list[slice]
 ) -> tuple[float, int, float]:
     """Return the largest correlation of ``[N]`` with one of ``[N,S]``, its lag, and the largest at lags 0 and 1."""
-    best, at_rest, lag = 0.0, 0.0, 0
+    best = 0.0
+    at_rest = 0.0
+    lag = 0
     for k in LAGS:
         pairs: list[NDArray[np.float64]] = []
         for episode in episodes:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from embodrl.data.demos import Episode
+from embodrl.data.demos import DemoEpisode
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.fields import Fields, read_fields
 from embodrl.storage.atomic import output_error, publish_directory, sync_directory, sync_tree
@@ -71,7 +71,7 @@ class DatasetWriter(ABC):
     # -- what a format implements ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def _add(self, episode: Episode) -> None:
+    def _add(self, episode: DemoEpisode) -> None:
         """Add an episode."""
 
     @abstractmethod
@@ -92,7 +92,7 @@ class DatasetWriter(ABC):
 
     # -- what is called -------------------------------------------------------------------------------------------
 
-    def add(self, episode: Episode) -> None:
+    def add(self, episode: DemoEpisode) -> None:
         """Add an episode."""
         with self.output_errors():
             self._add(episode)

@@ -22,7 +22,9 @@ MAX_MAGNITUDE = 1e9
 HINT = "re-collect the demonstrations, or copy the whole directory once more"
 
 
-EXECUTED, REWARD, TERMINATED = "executed_action", "next.reward", "next.terminated"
+EXECUTED = "executed_action"
+REWARD = "next.reward"
+TERMINATED = "next.terminated"
 """Columns of a dataset from which transitions can be made."""
 LOG_PROB = "action_log_prob"
 """Column of a dataset that a policy has recorded: of each action, as it was drawn."""
@@ -67,7 +69,7 @@ class Outcomes:
 
 
 @dataclass
-class Episode:
+class DemoEpisode:
     """One demonstration.
 
     Attributes:

@@ -159,7 +159,9 @@ class FrameBatches:
         include_state: bool = False,
         corrections_only: bool = False,
     ) -> None:
-        self.demos, self.settings, self.horizon = demos, settings, horizon
+        self.demos = demos
+        self.settings = settings
+        self.horizon = horizon
         self._state = demos.state if include_state else demos.state[:, :0]
         self._rng = np.random.default_rng(seed)
         self._order = np.zeros(0, np.int64)
@@ -216,7 +218,9 @@ class DemoDraws:
     """
 
     def __init__(self, demos: Demos, size: int, horizon: int, seed: int) -> None:
-        self.demos, self.size, self.horizon = demos, size, horizon
+        self.demos = demos
+        self.size = size
+        self.horizon = horizon
         self._generator = torch.Generator().manual_seed(seed)
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:

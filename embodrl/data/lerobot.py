@@ -22,7 +22,9 @@ from embodrl.hub import is_inside
 
 VERSION = "v3.0"
 READABLE = ("v2.0", "v2.1", VERSION)
-INFO, STATS, TASKS = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
+INFO = "meta/info.json"
+STATS = "meta/stats.json"
+TASKS = "meta/tasks.parquet"
 FILE = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 DATA_PATH = f"data/{FILE}.parquet"
 VIDEO_PATH = f"videos/{{video_key}}/{FILE}.mp4"
@@ -31,7 +33,9 @@ CHUNKS_SIZE = 1000
 DATA_FILE_MB = 100
 VIDEO_FILE_MB = 200
 
-IMAGES, STATE, ACTION = "observation.images.", "observation.state", "action"
+IMAGES = "observation.images."
+STATE = "observation.state"
+ACTION = "action"
 # What every frame has besides observation and action, and its dtype.
 COUNTERS = {
     "timestamp": "float32",
@@ -41,7 +45,9 @@ COUNTERS = {
     "task_index": "int64",
 }
 # embodrl's own columns in meta/episodes; other readers ignore them.
-OWN_TASK, OWN_SEED, OWN_SUCCESS = "embodrl/task", "embodrl/seed", "embodrl/success"
+OWN_TASK = "embodrl/task"
+OWN_SEED = "embodrl/seed"
+OWN_SUCCESS = "embodrl/success"
 OWN_ID = "embodrl/id"
 OWN_META = "meta/embodrl.json"
 MEGABYTE = 2**20

@@ -30,7 +30,9 @@ OUTCOMES = (EXECUTED, REWARD, TERMINATED)
 
 MAX_INDEX = 10**7
 """Of episodes, tasks, files and chunks."""
-MAX_PIXELS, MAX_DIMENSIONS, MAX_TASK_LENGTH = 2**14, 10**6, 10_000
+MAX_PIXELS = 2**14
+MAX_DIMENSIONS = 10**6
+MAX_TASK_LENGTH = 10_000
 MAX_JSONL_BYTES = 2**30
 
 
@@ -306,7 +308,9 @@ class _Loading:
     def __init__(
         self, directory: Path, info: Info, episodes: list[Located], keys: list[str], size: tuple[int, int] | None
     ) -> None:
-        self.info, self.episodes, self.keys = info, episodes, keys
+        self.info = info
+        self.episodes = episodes
+        self.keys = keys
         self.lengths = [episode.length for episode in episodes]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         frames = int(self.starts[-1])

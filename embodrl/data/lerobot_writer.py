@@ -15,7 +15,7 @@ import numpy as np
 from embodrl.data import lerobot as layout
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import EXECUTED, Episode
+from embodrl.data.demos import EXECUTED, DemoEpisode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.parquet import Table
 from embodrl.data.video_file import CODEC, VideoEncoder, pixel_format
@@ -54,7 +54,9 @@ class LeRobotWriter(DatasetWriter):
     ) -> None:
         self._pa, self._pq, _ = layout.require("pyarrow", "pyarrow.parquet", "imageio_ffmpeg")
         self.keys = [layout.camera_key(name) for name in cameras]
-        self._fps, self.crf, self.robot_type = fps, crf, robot_type
+        self._fps = fps
+        self.crf = crf
+        self.robot_type = robot_type
         self._file = 0
         self._rows: list[dict[str, Array]] = []
         self._data_bytes = 0
@@ -78,7 +80,7 @@ class LeRobotWriter(DatasetWriter):
     def fps(self, value: int) -> None:
         self._fps = value
 
-    def _add(self, episode: Episode) -> None:
+    def _add(self, episode: DemoEpisode) -> None:
         features = self._describe(episode)
         if features != (self._features or features):
             raise EmbodrlError(
@@ -87,7 +89,9 @@ class LeRobotWriter(DatasetWriter):
                 code="dataset-other-features",
             )
         self._features = features
-        length, number, start = len(episode.actions), self._num_episodes, self.num_frames
+        length = len(episode.actions)
+        number = self._num_episodes
+        start = self.num_frames
         columns = self._columns(episode, number)
         for name, values in columns.items():
             self._vectors.setdefault(name, []).append(values)
@@ -124,7 +128,7 @@ class LeRobotWriter(DatasetWriter):
         if self._is_full():
             self._finish_file()
 
-    def _columns(self, episode: Episode, number: int) -> dict[str, Array]:
+    def _columns(self, episode: DemoEpisode, number: int) -> dict[str, Array]:
         """Return one array per feature other than pictures, ``[N]`` or ``[N,D]``."""
         length = len(episode.actions)
         frames = np.arange(length)
@@ -141,7 +145,7 @@ class LeRobotWriter(DatasetWriter):
             "task_index": np.full(length, task),
         }
 
-    def _describe(self, episode: Episode) -> dict[str, object]:
+    def _describe(self, episode: DemoEpisode) -> dict[str, object]:
         """Return the features as info.json has them."""
         assert episode.images.shape[1] == len(self.keys), "one picture per camera"
         height, width = episode.images.shape[2:4]
@@ -206,7 +210,10 @@ class LeRobotWriter(DatasetWriter):
         self._pq.write_table(episodes, self._path(layout.EPISODES_PATH), write_page_checksum=True)
         for encoder in self._encoders.values():
             encoder.close()
-        self._rows, self._episodes, self._encoders, self._data_bytes = [], [], {}, 0
+        self._rows = []
+        self._episodes = []
+        self._encoders = {}
+        self._data_bytes = 0
         self._file += 1
         self._file_start = self.num_frames
 

@@ -22,8 +22,8 @@ from embodrl.data.demos import (
     MAX_FRAMES,
     REWARD,
     TERMINATED,
+    DemoEpisode,
     Demos,
-    Episode,
     check_numbers,
     damaged,
 )
@@ -54,12 +54,12 @@ class RawWriter(DatasetWriter):
 
     def __init__(self, directory: Path, shard_episodes: int = 200, resume: bool = False) -> None:
         self._shard_episodes = shard_episodes
-        self._pending: list[Episode] = []
+        self._pending: list[DemoEpisode] = []
         self._episodes: list[Mapping[str, object]] = []
         self._num_shards = 0
         super().__init__(directory, resume)
 
-    def _add(self, episode: Episode) -> None:
+    def _add(self, episode: DemoEpisode) -> None:
         self._pending.append(episode)
         self.num_frames += len(episode.actions)
         if len(self._pending) >= self._shard_episodes:

@@ -23,7 +23,9 @@ from torch import Tensor
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, EmbodrlError
 
-POLICY, EXPERT, HUMAN = 0, 1, 2
+POLICY = 0
+EXPERT = 1
+HUMAN = 2
 """Who chose an action: values of the column ``source``."""
 INPUT = "inputs."
 HEAD, STORED = "head", "stored"

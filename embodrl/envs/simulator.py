@@ -154,7 +154,9 @@ class Replayed(Simulator):
 
     def reset(self, seed: int) -> None:
         self.simulator.reset(seed)
-        self._seed, self._actions, self._behind = seed, [], False
+        self._seed = seed
+        self._actions = []
+        self._behind = False
         self._checksum = zlib.crc32(self.simulator.signature())
 
     def step(self, action: NDArray[np.float32]) -> SimStep:
@@ -172,7 +174,9 @@ class Replayed(Simulator):
         """
         if not self._behind:
             return
-        actions, expected, seed = self._actions, self._checksum, self._seed
+        actions = self._actions
+        expected = self._checksum
+        seed = self._seed
         assert seed is not None
         self.reset(seed)
         for action in actions:
@@ -327,7 +331,9 @@ class SimulatorVectorEnv(SteppingEnv):
                     code="simulator-step",
                 )
             reward[row], success[row] = step.reward, step.success
-            terminated[row], truncated[row], diverged[row] = step.terminated, step.truncated, step.diverged
+            terminated[row] = step.terminated
+            truncated[row] = step.truncated
+            diverged[row] = step.diverged
         return StepResult(reward, success, terminated, truncated, diverged)
 
     def _checked_images(self, row: int) -> NDArray[np.uint8]:

@@ -47,7 +47,7 @@ class EngineState:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class OptimizerStep:
     """Outcome of an optimizer step.
 
     Attributes:

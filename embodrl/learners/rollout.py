@@ -25,8 +25,8 @@ from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases
 from embodrl.learners.records import RecordLearner
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
-from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Graph, Node
+from embodrl.pipelines.context import PipelineContext
+from embodrl.pipelines.graph import Graph, GraphNode
 from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.workers.collector import RolloutState
@@ -123,7 +123,7 @@ class RolloutLearner(Learner):
         self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
         acting = (rollouts.collector, rewards)
-        context = Context(
+        context = PipelineContext(
             self.config, iteration, self.engine, *acting, self._shuffle, parts.stores, parts.record_learner
         )
         metrics = self._graph.run(context, on_node=self._before_node)
@@ -190,7 +190,9 @@ class RolloutLearner(Learner):
         return LearnerState(content, tensors, rollouts.blobs)
 
     def load_state(self, checkpoint: Checkpoint) -> None:
-        state, collector, stores = checkpoint.state, self.parts.rollouts.collector, self.parts.stores
+        state = checkpoint.state
+        collector = self.parts.rollouts.collector
+        stores = self.parts.stores
         collector.update_weights(self.engine.weights(), self.engine.version)
         rollouts = state.fields("rollout")
         try:
@@ -215,7 +217,7 @@ class RolloutLearner(Learner):
         vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})
         self.env_steps = state.integer("env_steps")
 
-    def _before_node(self, node: Node) -> None:
+    def _before_node(self, node: GraphNode) -> None:
         """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
         if self._watch.is_to_stop() and not self.is_updating:
             raise InterruptedError

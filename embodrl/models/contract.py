@@ -96,7 +96,9 @@ def row_problems(subject: Subject) -> Iterator[str]:
 
 def seed_problems(subject: Subject) -> Iterator[str]:
     """The generator decides what is drawn, and nothing else; greedy actions need none."""
-    first, again, other = subject.act(1), subject.act(1), subject.act(2)
+    first = subject.act(1)
+    again = subject.act(1)
+    other = subject.act(2)
     if not np.array_equal(first.actions, again.actions) or not torch.equal(first.logprobs, again.logprobs):
         yield "the same generator gives other actions or log-probs: draw from the generator that is passed"
     if np.array_equal(first.actions, other.actions):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Context:
+class PipelineContext:
     """The parts of a run, for one iteration.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html import escape
 
-from embodrl.pipelines.graph import Graph, Node
+from embodrl.pipelines.graph import Graph, GraphNode
 
 COLOURS = {
     "rollout": "#cfe8ff",
@@ -20,7 +20,10 @@ COLOURS = {
 """Fill by role; others are grey."""
 GREY = "#eceff1"
 LINE = "#546e7a"
-NODE_HEIGHT, GAP_X, GAP_Y, MARGIN = 44, 40, 46, 20
+NODE_HEIGHT = 44
+GAP_X = 40
+GAP_Y = 46
+MARGIN = 20
 LETTER = 7.4
 """Width of a letter of the larger font, in pixels."""
 
@@ -83,7 +86,7 @@ class _Box:
     key: str
     width: float
     before: list[str] = field(default_factory=list[str])
-    node: Node | None = None
+    node: GraphNode | None = None
     x: float = 0.0
     y: float = 0.0
 
@@ -116,7 +119,7 @@ def _passing(start: str, end: str, level: int, top: int = -1) -> str:
     return start if level == top else f"{start}>{end}:{level}"
 
 
-def _ways(node: Node, boxes: dict[str, _Box]) -> list[list[_Box]]:
+def _ways(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
     """Return the edges into a node, each from its start through the places where it passes."""
     ways: list[list[_Box]] = []
     for key in boxes[node.name].before:
@@ -143,7 +146,7 @@ def _curve(way: list[_Box]) -> str:
     return f'<path d="{path}" fill="none" stroke="{LINE}" stroke-width="1.5" marker-end="url(#arrow)"/>'
 
 
-def _rectangle(box: _Box, node: Node) -> str:
+def _rectangle(box: _Box, node: GraphNode) -> str:
     left, fill = box.x - box.width / 2, COLOURS.get(node.role, GREY)
     return (
         f'<rect x="{left:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{NODE_HEIGHT}" rx="6" '
@@ -153,11 +156,11 @@ def _rectangle(box: _Box, node: Node) -> str:
     )
 
 
-def _title(node: Node) -> str:
+def _title(node: GraphNode) -> str:
     return node.name + (f" (retries {node.retries})" if node.retries else "")
 
 
-def _subtitle(node: Node) -> str:
+def _subtitle(node: GraphNode) -> str:
     return f"{node.role}: {node.label}"
 
 

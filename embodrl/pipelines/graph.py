@@ -20,7 +20,7 @@ from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 from embodrl.processes.trace import record
 
 if TYPE_CHECKING:
-    from embodrl.pipelines.context import Context
+    from embodrl.pipelines.context import PipelineContext
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ RETRIES = "pipeline/retries"
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """A step of the training loop.
 
     Attributes:
@@ -120,7 +120,7 @@ class Pipeline:
             count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
             raise PipelineError(f"the pipeline '{self.name}' has {count}:", problems=tuple(problems))
         specs = [self._specs[name] for name in sorted_names(list(self._specs.values()))]
-        nodes = [Node(s.name, *resolve(s.fn), s.deps, s.role, s.retries) for s in specs]
+        nodes = [GraphNode(s.name, *resolve(s.fn), s.deps, s.role, s.retries) for s in specs]
         return Graph(self.name, tuple(nodes))
 
 
@@ -134,9 +134,9 @@ class Graph:
     """
 
     name: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
 
-    def run(self, context: Context, on_node: Callable[[Node], None] | None = None) -> Metrics:
+    def run(self, context: PipelineContext, on_node: Callable[[GraphNode], None] | None = None) -> Metrics:
         """Run every node once, in order.
 
         An output is kept until the last node that depends on it has run.
@@ -180,7 +180,9 @@ class Graph:
             del result, value
         return metrics | ({RETRIES: float(retries)} if any(node.retries for node in self.nodes) else {})
 
-    def _attempt(self, node: Node, context: Context, inputs: Sequence[object], may_stop: bool) -> tuple[object, int]:
+    def _attempt(
+        self, node: GraphNode, context: PipelineContext, inputs: Sequence[object], may_stop: bool
+    ) -> tuple[object, int]:
         """Return what a node returned, and how many attempts had failed before."""
         for attempt in range(node.retries + 1):
             try:
@@ -196,7 +198,7 @@ class Graph:
                 logger.warning("node '%s' failed (%s): %s: %s", node.name, of, type(error).__name__, error)
         raise AssertionError("a node has at least one attempt")
 
-    def _failure(self, node: Node, inputs: Sequence[object], error: Exception, attempts: int) -> EmbodrlError:
+    def _failure(self, node: GraphNode, inputs: Sequence[object], error: Exception, attempts: int) -> EmbodrlError:
         """Return the error of a node with its name, its inputs, and the cause."""
         where = f"in node '{node.name}' ({node.label}) of the pipeline '{self.name}'"
         where += f", after {attempts} attempts" if attempts > 1 else ""
@@ -214,7 +216,7 @@ class Graph:
         at = f"\n  at {place}" if place else ""
         return PipelineError(f"{type(error).__name__}: {error}{at}\n  {where}", hint, code="pipeline-node-raised")
 
-    def _outcome(self, node: Node, result: object) -> tuple[object, Metrics]:
+    def _outcome(self, node: GraphNode, result: object) -> tuple[object, Metrics]:
         try:
             return outcome_of(result)
         except TypeError as error:

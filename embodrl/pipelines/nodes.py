@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from embodrl.pipelines.context import Context
+from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.outcomes import Metrics
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from embodrl.data.trajectory import TrajectoryBatch
 
 
-def rollout(context: Context) -> tuple[TrajectoryBatch, Metrics]:
+def rollout(context: PipelineContext) -> tuple[TrajectoryBatch, Metrics]:
     """Gather experience with the present policy; ``env_steps`` are the steps simulated for it."""
     batch, metrics = context.rollout.gather(context.iteration)
     return batch, metrics | {"env_steps": batch.meta["env_steps"]}
 
 
-def dynamic_sampling(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
+def dynamic_sampling(context: PipelineContext, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
     """Keep groups with both successes and failures, and replace the others by further rollouts (DAPO)."""
     from embodrl.workers.dynamic_sampling import sample_mixed_groups
 
@@ -29,19 +29,19 @@ def dynamic_sampling(context: Context, batch: TrajectoryBatch) -> tuple[Trajecto
     return batch, metrics | {"env_steps": batch.meta["env_steps"]}
 
 
-def reward(context: Context, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
+def reward(context: PipelineContext, batch: TrajectoryBatch) -> tuple[TrajectoryBatch, Metrics]:
     """Replace the environment's rewards by those of ``reward.fn``, ``reward.model`` or SRPO, if there are any."""
     metrics: Metrics = {**context.rewards.apply(batch)}
     return batch, metrics
 
 
-def reference(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
+def reference(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
     """Add the log-probs of the policy that the run began with."""
     batch.ref_logprobs = context.engine.reference_logprobs(batch, context.config.algorithm)
     return batch
 
 
-def proximal(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
+def proximal(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
     """Add the log-probs, and with decoupled PPO put in the values, of the weights that this update begins with."""
     from embodrl.algorithms.decoupled import set_proximal
 
@@ -50,19 +50,19 @@ def proximal(context: Context, batch: TrajectoryBatch) -> TrajectoryBatch:
     return batch
 
 
-def advantage(context: Context, batch: TrajectoryBatch) -> Advantages:
+def advantage(context: PipelineContext, batch: TrajectoryBatch) -> Advantages:
     """Estimate advantages and returns as ``algorithm.adv_type`` says."""
     from embodrl.algorithms.advantages import compute_advantages
 
     return compute_advantages(batch, context.config.algorithm)
 
 
-def train(context: Context, batch: TrajectoryBatch, advantages: Advantages) -> tuple[None, Metrics]:
+def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantages) -> tuple[None, Metrics]:
     """Update the weights."""
     return None, {**context.engine.update(batch, advantages, context.config.algorithm, context.shuffle)}
 
 
-def store(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
+def store(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metrics]:
     """Add the chunks of a rollout to the replay buffer, and those of an expert to the demonstrations."""
     from embodrl.data.replay import EXPERT
 
@@ -76,7 +76,7 @@ def store(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
     return None, metrics
 
 
-def store_labels(context: Context, batch: TrajectoryBatch) -> tuple[None, Metrics]:
+def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metrics]:
     """Add what the experts labelled in a rollout to the replay buffer."""
     from embodrl.data.replay import EXPERT, labelled_frames
 
@@ -92,21 +92,21 @@ def store_labels(context: Context, batch: TrajectoryBatch) -> tuple[None, Metric
     }
 
 
-def train_off_policy(context: Context, stored: None) -> tuple[None, Metrics]:
+def train_off_policy(context: PipelineContext, stored: None) -> tuple[None, Metrics]:
     """Update the policy, and its critics if it has some, on batches drawn from the replay buffer."""
     return None, {**context.learn()}
 
 
-def dataset(context: Context) -> tuple[None, Metrics]:
+def dataset(context: PipelineContext) -> tuple[None, Metrics]:
     """Stand where others roll out: what is learned from is recorded, and nothing is simulated for it."""
     return None, {"env_steps": 0}
 
 
-def train_offline(context: Context, recorded: None) -> tuple[None, Metrics]:
+def train_offline(context: PipelineContext, recorded: None) -> tuple[None, Metrics]:
     """Update the policy, and critics if there are some, on batches drawn from the dataset."""
     return None, {**context.learn()}
 
 
-def sync(context: Context, trained: None) -> None:
+def sync(context: PipelineContext, trained: None) -> None:
     """Hand the new weights, and their version, to the rollout."""
     context.rollout.update_weights(context.engine.weights(), context.engine.version)

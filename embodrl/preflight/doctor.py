@@ -152,7 +152,9 @@ def check_gpu(gpus: list[tuple[str, int]], torch: str | None) -> MachineFinding:
 
 def examine(output_dir: Path, gpus: list[tuple[str, int]], extensions: Sequence[str] = ()) -> Iterator[MachineFinding]:
     """Run every check; a frame is drawn only where the driver could do it."""
-    torch, libraries, driver = installed_version("torch"), check_libraries(), vulkan.probe_in_subprocess()
+    torch = installed_version("torch")
+    libraries = check_libraries()
+    driver = vulkan.probe_in_subprocess()
     yield from (check_python(), check_cpu(), check_memory(), check_shared_memory(), check_disk(output_dir))
     yield from (check_torch(), check_torchvision(torch, installed_version("torchvision")), check_gpu(gpus, torch))
     yield from (libraries, check_vulkan(driver))

@@ -22,7 +22,10 @@ LOADER = "libvulkan.so.1"
 DEVICE_KINDS = ("other", "integrated", "discrete", "virtual", "cpu")
 
 # Exit statuses of this file run as a program.
-USABLE, NO_LOADER, NO_DEVICE, NO_FEATURE = 0, 3, 4, 5
+USABLE = 0
+NO_LOADER = 3
+NO_DEVICE = 4
+NO_FEATURE = 5
 
 _PROPERTIES2, _DRIVER_PROPERTIES = 1000059001, 1000196000
 _FEATURES2, _DESCRIPTOR_INDEXING = 1000059000, 1000161001

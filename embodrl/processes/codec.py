@@ -26,7 +26,11 @@ _ALIGNMENT = 64  # a cache line
 _SHOWN = 200  # characters of an error about a message that another process wrote
 # All that parsing invalid JSON, shapes, offsets and tags can lead to, whatever another process sends.
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
-_ARRAY, _BYTES, _TUPLE, _DICT, _OBJECTS = "__ndarray__", "__bytes__", "__tuple__", "__dict__", "__objects__"
+_ARRAY = "__ndarray__"
+_BYTES = "__bytes__"
+_TUPLE = "__tuple__"
+_DICT = "__dict__"
+_OBJECTS = "__objects__"
 
 Read = Callable[[int, int], bytes | bytearray | memoryview]
 """Returns the memory from a start in the body that follows the description, so many bytes of it."""

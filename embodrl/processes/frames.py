@@ -112,7 +112,9 @@ class Sender:
     """
 
     def __init__(self, sock: socket.socket, codec: Codec = PLAIN, peer_pidfd: int | None = None) -> None:
-        self.sock, self._codec, self._peer = sock, codec, peer_pidfd
+        self.sock = sock
+        self._codec = codec
+        self._peer = peer_pidfd
 
     def send(self, frame: Frame, deadline: float | None = None) -> None:
         """Send a frame.

@@ -28,7 +28,9 @@ from pathlib import Path
 VARIABLE = "EMBODRL_FAMILY"
 _ROUNDS = 5  # a process may fork while it is looked for
 _SECONDS = struct.Struct("<d")
-CALM, PAUSE, _RELEASE = math.inf, math.nan, -1.0
+CALM = math.inf
+PAUSE = math.nan
+_RELEASE = -1.0
 _TERM_S = 0.5
 
 

@@ -162,7 +162,9 @@ class Liveness:
 
     def __init__(self, pid: int, memory_fd: int, limits: Limits) -> None:
         self.completed = 0
-        self.pid, self.limits, self._fd = pid, limits, memory_fd
+        self.pid = pid
+        self.limits = limits
+        self._fd = memory_fd
         self._looked = time.monotonic()
         self._beat = b""
         self._use = _Use.of(pid)

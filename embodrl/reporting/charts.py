@@ -13,7 +13,10 @@ from typing import Any
 
 from embodrl.reporting.rows import is_number
 
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 8, 36
+LEFT = 46
+RIGHT = 12
+TOP = 8
+BOTTOM = 36
 NARROW, WIDE = (360, 200), (960, 300)
 MAX_POINTS, LEAST_POINTS = 1000, 50
 """Of a chart, and at least of each of its lines: more are thinned to the extremes of neighbouring ones."""

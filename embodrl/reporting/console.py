@@ -80,7 +80,9 @@ class Console:
         self._speed: deque[float] = deque(maxlen=10)
         self._messages: deque[str] = deque(maxlen=6)
         self._phase = "starting"
-        self._done, self._total, self._unit = 0, 0, ""
+        self._done = 0
+        self._total = 0
+        self._unit = ""
         self._start_s = self._phase_start_s = self._printed_s = time.monotonic()
         self._earlier_s = 0.0
         self._last_steps = 0.0
@@ -124,7 +126,10 @@ class Console:
             text: name of the phase.
             chunks: calls of ``advance`` until its end, at most; 0 if unknown.
         """
-        self._phase, self._done, self._total, self._unit = text, 0, chunks, "chunks"
+        self._phase = text
+        self._done = 0
+        self._total = chunks
+        self._unit = "chunks"
         self._phase_start_s = time.monotonic()
         self._refresh()
 
@@ -135,7 +140,9 @@ class Console:
 
     def step(self, done: int, total: int) -> None:
         """Show how many optimizer steps of the update are done."""
-        self._done, self._total, self._unit = done, total, "updates"
+        self._done = done
+        self._total = total
+        self._unit = "updates"
         self._print_phase()
 
     def _print_phase(self) -> None:

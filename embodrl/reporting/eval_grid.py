@@ -17,7 +17,9 @@ from embodrl.storage.atomic import atomic_file
 BORDER_PX = 6
 CAPTION_PX = 44
 LINE_PX = 16
-RUNNING, SUCCESS, FAILURE = (110, 110, 110), (47, 143, 78), (179, 38, 30)
+RUNNING = (110, 110, 110)
+SUCCESS = (47, 143, 78)
+FAILURE = (179, 38, 30)
 # So long the outcome stays to be seen after the last episode has ended.
 HOLD_S = 1.0
 

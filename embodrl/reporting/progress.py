@@ -27,7 +27,10 @@ class Progress:
     """
 
     def __init__(self, title: str, total: int, unit: str, mode: str = "auto", is_even: bool = True) -> None:
-        self.title, self.total, self.unit, self.is_even = title, total, unit, is_even
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.is_even = is_even
         self._out = safe_console()
         self.mode = ("rich" if self._out.is_terminal else "plain") if mode == "auto" else mode
         self._start_s = self._last_s = time.monotonic()

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import REWARDS, Episode, Outcomes
+from embodrl.data.demos import REWARDS, DemoEpisode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.raw import RawWriter
 from embodrl.deployment import ProcessPlace
@@ -254,7 +254,7 @@ class DemoCollector:
         log_probs = None if None in drawn else np.array(drawn, np.float32)
         outcomes = Outcomes(np.stack(executed), np.stack(rewards), np.stack(terminated), log_probs)
         seed = int(self.seeds[row])
-        self.writer.add(Episode(images, state, actions, instruction, self.tasks[task], seed, success, outcomes))
+        self.writer.add(DemoEpisode(images, state, actions, instruction, self.tasks[task], seed, success, outcomes))
         if self.kept.sum() % COMMIT_EPISODES == 0:
             self.commit()
 
@@ -375,7 +375,9 @@ def collect(
     Raises:
         EmbodrlError: something is missing (before anything has started), or the experts or the simulators fail.
     """
-    settings, env, console = config.collect, config.env, config.runner.logger.console
+    settings = config.collect
+    env = config.env
+    console = config.runner.logger.console
     directory, start_s = Path(settings.output_dir), time.monotonic()
     lerobot: LeRobotWriter | None = None
     writer: DatasetWriter

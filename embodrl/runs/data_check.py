@@ -111,7 +111,9 @@ def check_data(
         demos = load_demos(directory, size=(SIDE, SIDE) if is_lerobot(directory) else None)
     except FileDamagedError as error:
         return DataReport(directory, facts, 0, 0, [DataFinding("error", "data-damaged", error.message, error.hint)])
-    findings, replayed, errors = inspect(demos, facts), None, None
+    findings = inspect(demos, facts)
+    replayed = None
+    errors = None
     if config is not None:
         replayed, more = _replay(demos, facts, config, directory, episodes)
         findings += more

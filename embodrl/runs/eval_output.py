@@ -40,7 +40,10 @@ ACTIONS: dict[Decoding, str] = {
     "sampled": "sampled, as in training",
     "mean": "mean (nearest to the mean)",
 }
-JSON_FILE, HTML_FILE, GRID_FILE, VIDEO_DIR = "eval.json", "eval.html", "grid.mp4", "videos"
+JSON_FILE = "eval.json"
+HTML_FILE = "eval.html"
+GRID_FILE = "grid.mp4"
+VIDEO_DIR = "videos"
 # With more tasks than these the console shows the total only.
 MAX_LINES = 20
 
@@ -147,7 +150,9 @@ class EvalDirectory:
         return harness_result(benchmark, env.tasks, episodes, env.eval.num_episodes, env.eval.seed, kept)
 
     def _settings(self, result: EvalResult) -> dict[str, object]:
-        env, model, process = self.config.env, self.config.model, describe_process()
+        env = self.config.env
+        model = self.config.model
+        process = describe_process()
         seeds = f"{env.eval.seed} to {env.eval.seed + env.eval.num_episodes - 1}"
         return {
             "environment": env.env_type,

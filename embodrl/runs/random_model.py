@@ -144,7 +144,10 @@ class _Weights:
     """
 
     def __init__(self, seed: int, neutral_norm: Callable[[str], int], advance: Callable[[int], None]) -> None:
-        self._seed, self._neutral_norm, self._advance, self._done = seed, neutral_norm, advance, 0
+        self._seed = seed
+        self._neutral_norm = neutral_norm
+        self._advance = advance
+        self._done = 0
         numbers = torch.randn(BLOCK, generator=torch.Generator().manual_seed(seed)) * STD
         self._blocks = {dtype: raw_bytes(numbers.to(dtype)) for dtype in DTYPES.values()}
 

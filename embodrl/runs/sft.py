@@ -145,7 +145,9 @@ def _is_exported(directory: Path) -> bool:
 
 def work(session: RunSession) -> int:
     """Build everything in order, train, and export the policy."""
-    config, directory, settings = session.config, session.directory, session.config.sft
+    config = session.config
+    directory = session.directory
+    settings = session.config.sft
     configure_torch(config, session.deployment.of("actor")[0])
     if settings.eval_interval:
         check_simulator(config)
@@ -179,7 +181,9 @@ def work(session: RunSession) -> int:
 
 def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: ExitStack) -> Trainer:
     """Return the trainer, where the try of the run begins."""
-    config, deployment, directory = session.config, session.deployment, session.directory
+    config = session.config
+    deployment = session.deployment
+    directory = session.directory
     checkpoint, settings = session.checkpoint, session.config.sft
     weights_from = config if checkpoint is None else drop_missing_warm_start(config)
     statistics = directory / STATISTICS_FILE

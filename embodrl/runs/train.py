@@ -125,7 +125,9 @@ def work(session: RunSession) -> TrainResult:
     Raises:
         EmbodrlError: something the run needs is missing, or it failed.
     """
-    config, deployment, directory = session.config, session.deployment, session.directory
+    config = session.config
+    deployment = session.deployment
+    directory = session.directory
     device = configure_torch(config, deployment.main_place)
     if deployment.main_place is None:  # it keeps a policy for checkpoints, publishing and export alone
         device = torch.device("cpu")
@@ -146,7 +148,9 @@ def work(session: RunSession) -> TrainResult:
 
 def _bring_up(session: RunSession, console: Console, device: torch.device, closing: ExitStack) -> tuple[Trainer, str]:
     """Return the trainer, where the try of the run begins, and the settings for its checkpoints."""
-    config, deployment, directory = session.config, session.deployment, session.directory
+    config = session.config
+    deployment = session.deployment
+    directory = session.directory
     checkpoint = session.checkpoint
 
     def stopped() -> bool:

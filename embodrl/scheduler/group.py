@@ -127,7 +127,9 @@ class WorkerGroup:
     def __init__(
         self, worker_class: type[Worker], name: str | None = None, independent: bool = False, **kwargs: object
     ) -> None:
-        self.worker_class, self.name, self._kwargs = worker_class, name or worker_class.__name__, kwargs
+        self.worker_class = worker_class
+        self.name = name or worker_class.__name__
+        self._kwargs = kwargs
         self.independent = independent
         self._workers: list[Running] = []
         self._jobs: list[Job] = []

@@ -48,7 +48,9 @@ class Service:
     """
 
     def __init__(self, core: ModelCore, config: Config, token: str | None) -> None:
-        self.core, self.config, self.token = core, config, token
+        self.core = core
+        self.config = config
+        self.token = token
         self.source = WeightSource(core.engine)
 
     @property

@@ -32,8 +32,12 @@ def batch_of(message: Mapping[str, Any]) -> tuple[Observation, list[int], ActMod
     Raises:
         WireError: the message holds something else.
     """
-    images, state, texts = message.get("images"), message.get("state"), message.get("instructions")
-    seeds, mode, compute_values = message.get("seeds"), message.get("mode"), message.get("compute_values")
+    images = message.get("images")
+    state = message.get("state")
+    texts = message.get("instructions")
+    seeds = message.get("seeds")
+    mode = message.get("mode")
+    compute_values = message.get("compute_values")
     if not isinstance(images, np.ndarray) or images.dtype != np.uint8 or images.ndim != 5 or images.shape[-1] != 3:
         raise _refused("has no images uint8[B,V,H,W,3]")
     rows = len(images)

@@ -22,7 +22,10 @@ class Session:
     """
 
     def __init__(self, core: ModelCore, client: object, protocol: str, horizon: int) -> None:
-        self._core, self._client, self._protocol, self._horizon = core, client, protocol, horizon
+        self._core = core
+        self._client = client
+        self._protocol = protocol
+        self._horizon = horizon
         self._left: list[NDArray[np.float32]] = []
         self._version = 0
 

@@ -31,7 +31,9 @@ class BatchWatch:
         self._limit_s = limit_s
         self._batch = 0
         self._thread: int | None = None
-        self._looked, self._used, self._seen = time.monotonic(), 0.0, 0
+        self._looked = time.monotonic()
+        self._used = 0.0
+        self._seen = 0
         self.found, self.idle_s = "", 0.0
 
     def __enter__(self) -> None:
@@ -48,7 +50,9 @@ class BatchWatch:
 
     def look(self) -> str:
         """Return why the batch under way counts as hung; "" while it does not, or without one."""
-        now, thread, batch = time.monotonic(), self._thread, self._batch
+        now = time.monotonic()
+        thread = self._thread
+        batch = self._batch
         elapsed, self._looked = min(now - self._looked, MAX_STEP_S), now
         used = 0.0 if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread))
         is_same = thread is not None and batch == self._seen

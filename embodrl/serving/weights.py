@@ -76,7 +76,9 @@ class WeightFollower(threading.Thread):
 
     def __init__(self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None) -> None:
         super().__init__(name="weights", daemon=True)
-        self._source, self._directory, self._fetch = source, directory, fetch
+        self._source = source
+        self._directory = directory
+        self._fetch = fetch
         self._stopped = threading.Event()
 
     def run(self) -> None:

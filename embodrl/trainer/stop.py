@@ -183,7 +183,9 @@ class StopSignal:
         self._second.is_now()  # its time begins here where native code keeps the handler waiting
         hurry.set()  # processes that hang are given up sooner
         activity, asked_again = Activity(os.getpid()), False
-        left_s, before, work = self._timeout_s * _END_AFTER, time.monotonic(), completed_work()
+        left_s = self._timeout_s * _END_AFTER
+        before = time.monotonic()
+        work = completed_work()
         raise_s = self._timeout_s * (_END_AFTER - _RAISE_AFTER)
         while left_s > 0:
             if select.select([self._pipe[0]], [], [], _LOOK_S)[0]:

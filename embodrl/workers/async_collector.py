@@ -111,7 +111,9 @@ class AsyncCollector:
         target: WeightTarget,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.config, self.num_envs, self.players = config, num_envs, players
+        self.config = config
+        self.num_envs = num_envs
+        self.players = players
         self.target, self.should_stop = target, should_stop
         self.schedule = EpisodeSchedule(config, num_envs, num_tasks)
         count = len(self.players)
@@ -135,7 +137,9 @@ class AsyncCollector:
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         """The shards of an update, once they are there; the same ones again if it is asked twice."""
         self.undo()
-        self._metas, self._waited_s, self._extra = [], 0.0, 0
+        self._metas = []
+        self._waited_s = 0.0
+        self._extra = 0
         self._num_groups = 0
         return self._gather(self.gate.batch_size)
 

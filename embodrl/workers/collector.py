@@ -191,7 +191,10 @@ class SyncCollector:
         keep_frames: bool = False,
         share: Share = WHOLE,
     ) -> None:
-        self.config, self.pool, self.engine, self.should_stop = config, pool, engine, should_stop
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.should_stop = should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
         self.keep_frames = keep_frames
         self.seconds, self.stats = Seconds(), EpisodeStats()

@@ -34,7 +34,9 @@ def sample_mixed_groups(
     """
     algorithm = rollout.config.algorithm
     size, epochs = algorithm.group_size, algorithm.rollout_epoch
-    wanted, seen, resamples = len(batch) // size, 0, 0
+    wanted = len(batch) // size
+    seen = 0
+    resamples = 0
     parts: list[TrajectoryBatch] = []
     kept, env_steps = 0, 0
     metrics: dict[str, float | None] = {}
@@ -42,7 +44,9 @@ def sample_mixed_groups(
         rates = group_success_rates(batch, size)
         mixed = (rates > algorithm.filter.min_rate) & (rates < algorithm.filter.max_rate)
         chosen = mixed.nonzero().squeeze(-1)[: wanted - kept]
-        kept, seen, env_steps = kept + len(chosen), seen + len(rates), env_steps + int(batch.meta["env_steps"])
+        kept = kept + len(chosen)
+        seen = seen + len(rates)
+        env_steps = env_steps + int(batch.meta["env_steps"])
         parts.append(batch[(chosen.unsqueeze(1) * size + torch.arange(size)).flatten()])
         parts[-1].meta.pop("env_steps")
         if kept == wanted or resamples == algorithm.filter.max_resamples:

@@ -71,7 +71,9 @@ class LearnedReward:
 
     def __call__(self, episode: Episode) -> float | Tensor:
         """Return one number, or ``float32[n]``."""
-        images, states, instruction = episode.images, episode.states, episode.instruction
+        images = episode.images
+        states = episode.states
+        instruction = episode.instruction
         first, began = episode.start_images, episode.start_state
         assert images is not None and states is not None and instruction is not None
         assert first is not None and began is not None, "the rollout keeps what an episode began with"

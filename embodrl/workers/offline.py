@@ -83,8 +83,12 @@ class OfflineBackend(RolloutBackend):
         log_dir: Path,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.config, self.engine, self.should_stop = config, engine, should_stop
-        self.collector, self.tasks, self.faults = NoCollector(config, engine), config.env.tasks, FaultCounts()
+        self.config = config
+        self.engine = engine
+        self.should_stop = should_stop
+        self.collector = NoCollector(config, engine)
+        self.tasks = config.env.tasks
+        self.faults = FaultCounts()
         self._places, self._log_dir = places, log_dir
         self._pool: EnvPool | None = None
 

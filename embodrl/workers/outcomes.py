@@ -84,7 +84,9 @@ class EpisodeStats:
 
     def metrics(self) -> dict[str, float | None]:
         """Return means over the episodes, with several tasks of each as well; None where none has ended."""
-        count, started, failed = self.episodes, self.episodes + self.cut, self.episodes - self.successes
+        count = self.episodes
+        started = self.episodes + self.cut
+        failed = self.episodes - self.successes
         result = {
             "rollout/success_rate": self.successes / count if count else None,
             "rollout/return": self.returns / count if count else None,

@@ -24,7 +24,10 @@ from embodrl.preflight.doctor import memory_limit_bytes
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # of glibc's malloc.h
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 
 
 def resolve_device(config: Config) -> torch.device:

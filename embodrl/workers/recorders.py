@@ -355,7 +355,9 @@ class JudgeRecorder(Recorder):
         def of(name: str) -> Tensor:
             return torch.stack([steps[i][name][row] for i in chunks])
 
-        valid, last, seen = of("valid"), chunks[-1], [self._seen[i] for i in chunks]
+        valid = of("valid")
+        last = chunks[-1]
+        seen = [self._seen[i] for i in chunks]
         images = torch.from_numpy(np.stack([each.images[row] for each in seen]))
         ended = (of("terminated") | of("truncated"))[-1] & valid[-1]
         self._call_ids[last][row] = self.judge(

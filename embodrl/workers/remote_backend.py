@@ -126,8 +126,13 @@ class RemoteBackend(RolloutBackend):
         trainer: TrainEngine,
         should_stop: Callable[[], bool],
     ) -> None:
-        self.config, self.group, self.link, self.should_stop = config, group, weights, should_stop
-        self.policy, self.trainer, self.trained = policy, trainer, trained_names(policy)
+        self.config = config
+        self.group = group
+        self.link = weights
+        self.should_stop = should_stop
+        self.policy = policy
+        self.trainer = trainer
+        self.trained = trained_names(policy)
         self.size = group.world_size
         self._stop = list(channels_of(channels, "stop").values())
         self.faults = FaultCounts()

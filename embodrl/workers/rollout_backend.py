@@ -78,7 +78,10 @@ class LocalBackend(RolloutBackend):
     """
 
     def __init__(self, pool: EnvPool, engine: RolloutEngine, collector: Collector, evaluator: Evaluator) -> None:
-        self.pool, self.engine, self.collector, self.evaluator = pool, engine, collector, evaluator
+        self.pool = pool
+        self.engine = engine
+        self.collector = collector
+        self.evaluator = evaluator
         self.tasks, self.faults = pool.spec.tasks, pool.faults
 
     @property

@@ -154,7 +154,9 @@ class ReceiverThread:
     """
 
     def __init__(self, receiver: WeightReceiver, answers: Channel, generation: int) -> None:
-        self._receiver, self._answers, self._generation = receiver, answers, generation
+        self._receiver = receiver
+        self._answers = answers
+        self._generation = generation
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="weights", daemon=True)
         self._thread.start()
@@ -203,7 +205,10 @@ class LocalSender:
     def __init__(
         self, pipes: Sequence[Channel], trained: Collection[str], address: Callable[[], str], gathers_only: bool = False
     ) -> None:
-        self.pipes, self.trained, self.address, self.gathers_only = pipes, trained, address, gathers_only
+        self.pipes = pipes
+        self.trained = trained
+        self.address = address
+        self.gathers_only = gathers_only
         self.sender: WeightSender | None = None
 
     def open(self, route: Route, check: Check = no_check) -> None:
@@ -376,7 +381,9 @@ class WeightChannel:
     ) -> None:
         self.kind: Kind = kind
         self.sender, self.answers = sender, answers
-        self.directory, self.device, self.timeout_s = directory, device, timeout_s
+        self.directory = directory
+        self.device = device
+        self.timeout_s = timeout_s
         self.generation = 0
 
     def options(self) -> Route:

@@ -79,7 +79,10 @@ class WorkflowRunner:
         keep_frames: bool,
         workflow: RolloutWorkflow | None = None,
     ) -> None:
-        self.config, self.pool, self.engine, self.keep_frames = config, pool, engine, keep_frames
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.keep_frames = keep_frames
         if workflow is None:
             assert config.rollout.workflow is not None
             workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pyarrow")
 pytest.importorskip("imageio_ffmpeg")
 
-from embodrl.data.demos import Episode
+from embodrl.data.demos import DemoEpisode
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 
@@ -39,7 +39,7 @@ def test_lerobot_reads_what_we_write(tmp_path: Path, monkeypatch: pytest.MonkeyP
     rng = np.random.default_rng(0)
     writer = LeRobotWriter(tmp_path / "data", ("front", "wrist"), 20)
     episodes = [
-        Episode(
+        DemoEpisode(
             images=rng.integers(0, 256, (length, 2, 18, 22, 3), dtype=np.uint8),
             state=rng.normal(size=(length, 5)).astype(np.float32),
             actions=rng.normal(size=(length, 3)).astype(np.float32),

@@ -15,7 +15,7 @@ from embodrl.algorithms.advantages import compute_advantages
 from embodrl.config.schema import Config
 from embodrl.errors import PipelineError
 from embodrl.pipelines.builtin import NODES
-from embodrl.pipelines.context import Context
+from embodrl.pipelines.context import PipelineContext
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.load import load_config
 from embodrl.runs.train import train
@@ -75,7 +75,7 @@ def test_a_built_in_pipeline_trains(name: str, tmp_path: Path) -> None:
     assert name == "dapo" or any(row["train/num_updates"] for row in rows)
 
 
-def written_out(graph: Graph, context: Context, on_node: object = None) -> dict[str, Any]:
+def written_out(graph: Graph, context: PipelineContext, on_node: object = None) -> dict[str, Any]:
     """An iteration as a loop without a graph."""
     algorithm = context.config.algorithm
     batch, row = context.rollout.gather(context.iteration)
@@ -105,7 +105,7 @@ def build_retried(config: Config) -> Pipeline:
     BUILT.append(config)
     attempts = iter([True, False])
 
-    def unsteady(context: Context, batch: Any) -> Any:
+    def unsteady(context: PipelineContext, batch: Any) -> Any:
         rewards, batch.rewards = batch.rewards, batch.rewards + 1
         if context.iteration == 0 and next(attempts):
             raise ValueError("not yet")
@@ -127,7 +127,7 @@ def test_a_node_that_is_tried_again_leaves_no_trace_but_its_count(tmp_path: Path
     assert rows == run(tmp_path / "plain")
 
 
-def silent(context: Context) -> Any:
+def silent(context: PipelineContext) -> Any:
     """A rollout that does not say how many steps it took."""
     return context.rollout.gather(context.iteration)[0]
 
@@ -143,7 +143,7 @@ def build_silent(config: Config) -> Pipeline:
 def build_failing(config: Config) -> Pipeline:
     """A pipeline with a node that always fails."""
 
-    def fails(context: Context, batch: Any) -> None:
+    def fails(context: PipelineContext, batch: Any) -> None:
         raise KeyError("colour")
 
     return build_silent(config).add_node("colours", fails, ("rollout",), "sink", retries=1)

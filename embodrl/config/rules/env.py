@@ -163,7 +163,9 @@ def rollouts_without_reset_end_with_the_episode(context: Context) -> Iterator[Fi
 def groups_keep_step(context: Context) -> Iterator[Finding]:
     """Group estimators compare episodes from one initial state, so a group may not drift apart."""
     config = context.config
-    algorithm, train, grouped = config.algorithm, config.env.train, context.estimator.needs_groups
+    algorithm = config.algorithm
+    train = config.env.train
+    grouped = context.estimator.needs_groups
     by_group = algorithm.normalize_advantages and algorithm.normalization_scope == "group"
     if (grouped or by_group) and train.auto_reset and not train.ignore_terminations:
         key = "algorithm.adv_type" if grouped else "algorithm.normalization_scope"

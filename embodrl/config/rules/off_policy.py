@@ -67,7 +67,9 @@ def actor_can_be_differentiated(context: Context) -> Iterator[Finding]:
 @rule("algorithm.loss_type", "algorithm.off_policy.demos", "model")
 def small_actor_can_learn(context: Context) -> Iterator[Finding]:
     """A small actor learns off-policy, on a policy that is worth freezing and has what the actor reads and does."""
-    model, family, key = context.config.model, context.family, "model.small_actor.kind"
+    model = context.config.model
+    family = context.family
+    key = "model.small_actor.kind"
     kind = model.small_actor.kind
     if kind is None:
         return
@@ -153,7 +155,9 @@ def small_actors_train_natively(context: Context) -> Iterator[Finding]:
     """Actors with critics are small and gain nothing from sharding; gradients flow through critics beside them."""
     if not context.loss.off_policy or context.loss.imitates:
         return
-    actor, placed, others = context.config.actor, context.deployment, ("algorithm.loss_type",)
+    actor = context.config.actor
+    placed = context.deployment
+    others = ("algorithm.loss_type",)
     message = f"loss_type '{context.config.algorithm.loss_type}' trains a small actor, which gains nothing from"
     message += " sharding, with gradients through critics in the same process"
     if actor.training_backend != "native":

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, note, rule
 
-ACTOR, ROLLOUT, ENV, LEVEL = "actor.enable_offload", "rollout.enable_offload", "env.enable_offload", "env.offload_level"
+ACTOR = "actor.enable_offload"
+ROLLOUT = "rollout.enable_offload"
+ENV = "env.enable_offload"
+LEVEL = "env.offload_level"
 
 
 @rule(ACTOR, ROLLOUT, ENV, "runner.max_staleness")

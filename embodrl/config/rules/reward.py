@@ -89,7 +89,9 @@ def reward_model_can_judge(context: Context) -> Iterator[Finding]:
 
 def _looks(context: Context, path: Path) -> Iterator[Finding]:
     """Compare what a model looks at with what the environment shows."""
-    key, env, hint = "reward.model", context.config.env, "fetch or train it again"
+    key = "reward.model"
+    env = context.config.env
+    hint = "fetch or train it again"
     try:
         fields = read_fields(path, PolicyFileError, hint)
         kind, state = fields.text("model_type", ""), fields.integer("state_dim", 0)

@@ -114,7 +114,9 @@ def rollouts_of_one_process(context: Context) -> Iterator[Finding]:
 @note("rollout.pipeline_stages", "runner.max_staleness", "rollout.own_process", KEY, "cluster.launcher")
 def stages_are_of_the_main_process(context: Context) -> Iterator[Finding]:
     """A rollout process of an asynchronous run uses all its simulators at once."""
-    config, deployment, key = context.config, context.deployment, "rollout.pipeline_stages"
+    config = context.config
+    deployment = context.deployment
+    key = "rollout.pipeline_stages"
     ahead = config.runner.max_staleness > 0 and config.rollout.pipeline_stages > 1
     if ahead and deployment is not None and deployment.rolls_out_in_processes:
         message = "has no effect: a rollout process of an asynchronous run uses all its simulators at once"

@@ -98,7 +98,9 @@ class GymnasiumSimulator(Simulator):
         max_episode_steps: int,
         render_detail: str,
     ) -> None:
-        self._id, self._size, self._film_size = env_id, size, film_size
+        self._id = env_id
+        self._size = size
+        self._film_size = film_size
         has_gl = choose_gl(required=False)
         self.env = _make(env_id, max_episode_steps)
         if hasattr(self.env.unwrapped, "mujoco_renderer"):

@@ -21,7 +21,12 @@ CLOSING_STEPS = 9
 """The gripper closes at a quarter of its range a step."""
 PALM_M = 0.09
 """From the fingertips up to the hand, which is wider than the fingers."""
-BOX, MESH, CYLINDER, SPHERE, CAPSULE = 6, 7, 5, 2, 3  # mjtGeom
+# Of MuJoCo's mjtGeom.
+SPHERE = 2
+CAPSULE = 3
+CYLINDER = 5
+BOX = 6
+MESH = 7
 
 
 class ObjectGeometry:
@@ -104,7 +109,9 @@ class PickAndPlace:
 
     def __init__(self, sim: Any, target: str, place: str) -> None:
         scene = sim.scene
-        self._env, self._arm, self._model = scene.env, scene.arm, scene.model
+        self._env = scene.env
+        self._arm = scene.arm
+        self._model = scene.model
         data = sim.data._data
         self.name, self.place = target, place
         self._main = int(self._env.obj_body_id[target])

@@ -25,7 +25,9 @@ class FullState:
     """
 
     def __init__(self, scene: Any) -> None:
-        self._env, self._arm, self._model = scene.env, scene.arm, scene.model
+        self._env = scene.env
+        self._arm = scene.arm
+        self._model = scene.model
         names = scene.env.sim.model
         self._fingers = [names.get_joint_qvel_addr(name) for name in scene.env.robots[0].gripper.joints]
         self._goals = [tuple(goal) for goal in scene.env.parsed_problem["goal_state"]]

@@ -52,7 +52,9 @@ LOOKS = {
     "texture": ("mat_rgba",),
 }
 """Arrays of MuJoCo's model that an axis changes."""
-CAMERA_M, CAMERA_RAD, JOINT_STD_RAD = 0.05, math.radians(4), 0.1
+CAMERA_M = 0.05
+CAMERA_RAD = math.radians(4)
+JOINT_STD_RAD = 0.1
 COLLISION_GROUP = 0  # of geoms that are not for the eye
 CONTROL_HZ = 20
 SAMPLED_JOINT_STD_RAD = 0.02
@@ -355,7 +357,9 @@ class LiberoSim(Simulator):
         return SimStep(0.0, bool(self.scene.env._check_success()), diverged=diverged)
 
     def _execute(self, action: NDArray[np.float64]) -> None:
-        scene, data, controller = self.scene, self.data._data, self._controller
+        scene = self.scene
+        data = self.data._data
+        controller = self._controller
         scene.activate(self)
         now = controller.set_goal(action, data)
         for substep in range(scene.substeps):

@@ -54,7 +54,9 @@ class Perturbation:
         grounds = [render_body(entity) for name in ("table-workspace", "ground") for entity in self._entities(name)]
         self._grounds = list(_materials(grounds))
         self._goal = actors[GOALS[task]] if axis == "goal" else None
-        self._goal_place, self._goal_way, self._elapsed = np.zeros(3), np.zeros(3), 0
+        self._goal_place = np.zeros(3)
+        self._goal_way = np.zeros(3)
+        self._elapsed = 0
         self._distractors = (
             [_thing(self._scene, kind) for kind in range(NUM_DISTRACTORS)] if axis == "distractors" else []
         )

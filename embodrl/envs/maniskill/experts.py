@@ -89,7 +89,9 @@ class SlideCube(Expert):
         self.direction = direction
 
     def act(self, env: ExpertTask) -> Vector:
-        tcp, cube, goal = position(env.agent.tcp), position(env.obj), position(env.goal_region)
+        tcp = position(env.agent.tcp)
+        cube = position(env.obj)
+        goal = position(env.goal_region)
         start = offset(cube, x=-self.direction * self.behind_m)
         start[2] = self.height_m
         # How far the tool is short of the place behind the cube, along the way of the cube.
@@ -148,7 +150,9 @@ class StackCube(PickCube):
         super().__init__("cubeA")
 
     def act(self, env: ExpertTask) -> Vector:
-        tcp, top, base = position(env.agent.tcp), position(env.cubeA), position(env.cubeB)
+        tcp = position(env.agent.tcp)
+        top = position(env.cubeA)
+        base = position(env.cubeB)
         if np.linalg.norm(top[:2] - base[:2]) < 0.02 and abs(top[2] - base[2] - 0.04) < 0.006:
             return reach(tcp, offset(tcp, z=0.02), OPEN)
         return super().act(env)

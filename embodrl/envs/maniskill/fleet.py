@@ -273,7 +273,9 @@ class Fleet:
             return
         for sim in self._sims.values():
             sim.close()
-        self._sims, self._journals, self._marks = {}, {}, {}
+        self._sims = {}
+        self._journals = {}
+        self._marks = {}
         for scene in state.get("scenes", []):
             row, task = scene["key"]
             if (mark := scene["mark"]) is not None:

@@ -35,7 +35,9 @@ class HoldBar(Expert):
     approach_m = 0.07
 
     def __init__(self, bar: str, along_m: float) -> None:
-        self.bar, self.along_m, self.closing = bar, along_m, 0
+        self.bar = bar
+        self.along_m = along_m
+        self.closing = 0
 
     def act(self, env: ExpertTask) -> Vector:
         bar: Actor = getattr(env, self.bar)
@@ -159,7 +161,9 @@ class PlaceSphere(PickCube):
         super().__init__("obj")
 
     def act(self, env: ExpertTask) -> Vector:
-        tcp, ball, bin_ = position(env.agent.tcp), position(env.obj), position(env.bin)
+        tcp = position(env.agent.tcp)
+        ball = position(env.obj)
+        bin_ = position(env.bin)
         apart = float(np.linalg.norm(ball[:2] - bin_[:2]))
         if apart < 0.01 and ball[2] < bin_[2] + (0.044 if apart < self.centred_m else 0.03):
             return reach(tcp, offset(tcp, z=0.01), OPEN)  # it drops into the bin

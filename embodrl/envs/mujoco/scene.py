@@ -164,7 +164,9 @@ def make_camera(model: MjModel, settings: CameraSettings) -> SceneCamera:
     Raises:
         EnvError: the model has no camera of that name, and no place is given.
     """
-    fov_rad, eye, target = settings.get("fov_rad"), settings.get("eye"), settings.get("target")
+    fov_rad = settings.get("fov_rad")
+    eye = settings.get("eye")
+    target = settings.get("target")
     fov_deg = None if fov_rad is None else math.degrees(fov_rad)
     if eye is None or target is None:
         return named_camera(model, settings["name"], fov_deg)

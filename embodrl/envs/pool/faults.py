@@ -200,6 +200,8 @@ def terminate_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation 
         step.final_observation = last
         return
     final = step.final_observation
-    final.images[rows], final.state[rows], final.task_id[rows] = last.images[rows], last.state[rows], last.task_id[rows]
+    final.images[rows] = last.images[rows]
+    final.state[rows] = last.state[rows]
+    final.task_id[rows] = last.task_id[rows]
     for row in rows.tolist():
         final.instruction[row] = last.instruction[row]

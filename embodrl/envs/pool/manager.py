@@ -113,7 +113,9 @@ class EnvManager:
         debug: bool = False,
         remote: RemoteEnv | None = None,
     ) -> None:
-        self.name, self.env_type, self.python = name, env_type, python
+        self.name = name
+        self.env_type = env_type
+        self.python = python
         # Known here, so that the interpreter of a simulator need not have what specs import (pydantic).
         target = ENVS.entry(env_type).target if env_type in ENVS else env_type
         self.timeouts = timeouts or EnvTimeouts()
@@ -355,7 +357,9 @@ class EnvManager:
         if problem is not None:
             raise EnvError(f"{self}: {problem}", "give each index once, with its seed and task id", code="env-reset")
         request = self._running_ring().request
-        request["seeds"][:count], request["task_ids"][:count], request["indices"][:count] = seeds, task_ids, rows
+        request["seeds"][:count] = seeds
+        request["task_ids"][:count] = task_ids
+        request["indices"][:count] = rows
         self.seeds[rows], self.task_ids[rows] = seeds, task_ids
         self._request(Kind.RESET, count, slot=self._next_slot())
 
@@ -530,7 +534,9 @@ class EnvManager:
             if not isinstance(content, dict):
                 raise MessageError(f"an error of type {type(content).__name__}")
             fields = Fields(cast("dict[str, object]", content), "its error", MessageError)
-            code, message, hint = fields.text("code", None), fields.text("message"), fields.text("hint")
+            code = fields.text("code", None)
+            message = fields.text("message")
+            hint = fields.text("hint")
             traceback = fields.text("user_traceback") or fields.text("traceback")
             kind = fields.text("type")
         except MessageError as error:
@@ -570,7 +576,10 @@ class EnvManager:
         return error_type(message, hint)
 
     def _drop(self) -> None:
-        process, self._process, self._ring, self._pending = self._process, None, None, None
+        process = self._process
+        self._process = None
+        self._ring = None
+        self._pending = None
         if self._memory_fd >= 0:
             os.close(self._memory_fd)
         self._memory_fd = -1

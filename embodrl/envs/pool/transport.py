@@ -45,7 +45,11 @@ _PER_CHUNK = ("success", "episode_return", "episode_length", "episode_seed", "fi
 _FLAGS_PER_ACTION, _FLAGS_PER_CHUNK = ("valid", "terminated", "truncated"), ("success", "final_mask")
 _SHOWN = 8
 
-_MAX_BATCH, _MAX_CAMERAS, _MAX_PIXELS, _MAX_NUMBERS, _MAX_TASKS = 1 << 16, 64, 1 << 14, 1 << 16, 1 << 20
+_MAX_BATCH = 1 << 16
+_MAX_CAMERAS = 64
+_MAX_PIXELS = 1 << 14
+_MAX_NUMBERS = 1 << 16
+_MAX_TASKS = 1 << 20
 _BLOCK_BYTES = 512  # the unit of st_blocks
 
 Shapes = dict[str, tuple[tuple[int, ...], type[np.generic]]]

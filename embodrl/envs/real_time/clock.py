@@ -47,7 +47,9 @@ class Pacer:
 
     def begin(self) -> None:
         """An observation is taken now, and no command came before it: an episode begins, or a pause ends."""
-        self._seen_s, self._sent_s, self._is_waiting = self.clock.now(), None, False
+        self._seen_s = self.clock.now()
+        self._sent_s = None
+        self._is_waiting = False
 
     def command(self) -> None:
         """A command is sent now."""

@@ -9,7 +9,9 @@ from pathlib import Path
 
 STOP, PAUSE = "stop", "pause"
 """Hold while they are there."""
-READY, SUCCESS, FAILURE = "ready", "success", "failure"
+READY = "ready"
+SUCCESS = "success"
+FAILURE = "failure"
 """Count once: they are removed when they are read."""
 
 

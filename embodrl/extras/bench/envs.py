@@ -47,7 +47,9 @@ ROUNDS = 3
 BLOCK_S = 0.5
 TIMEOUT_S = 900.0
 MAX_BLOCK_STEPS = 200
-EVERY_STEP, ONCE_A_CHUNK, FULL_DETAIL = "drawn every step", "drawn once a chunk", "drawn every step, full detail"
+EVERY_STEP = "drawn every step"
+ONCE_A_CHUNK = "drawn once a chunk"
+FULL_DETAIL = "drawn every step, full detail"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "LP_NUM_THREADS": "1", "SAPIEN_DISABLE_RAY_TRACING": "1"}
 
 
@@ -100,7 +102,10 @@ class Side:
     def __init__(
         self, advance: Callable[[int], object], unit: int, num_envs: int, processes: Sequence[psutil.Process]
     ) -> None:
-        self.advance, self.unit, self.num_envs, self.processes = advance, unit, num_envs, processes
+        self.advance = advance
+        self.unit = unit
+        self.num_envs = num_envs
+        self.processes = processes
         self.block = 1
         self.wall_s = self.cpu_s = 0.0
         self.steps = 0

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import Episode, check_numbers
+from embodrl.data.demos import DemoEpisode, check_numbers
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.fields import parse_fields
 from embodrl.specs import ENVS
@@ -90,7 +90,7 @@ def convert(
     return episodes, writer.num_frames
 
 
-def read_file(h5py: ModuleType, path: Path, cameras: tuple[str, ...], keep_idle: bool) -> Iterator[Episode]:
+def read_file(h5py: ModuleType, path: Path, cameras: tuple[str, ...], keep_idle: bool) -> Iterator[DemoEpisode]:
     """Yield the episodes of a file; arguments and errors are those of ``convert``."""
     task = path.stem.removesuffix("_demo")
     try:
@@ -154,10 +154,13 @@ class _Demo:
     """
 
     def __init__(self, h5py: ModuleType, path: Path, name: str, file: Mapping[str, _Dataset]) -> None:
-        self._h5py, self._path, self._name, self._file = h5py, path, name, file
+        self._h5py = h5py
+        self._path = path
+        self._name = name
+        self._file = file
         self._length: int | None = None
 
-    def episode(self, task: str, instruction: str, cameras: tuple[str, ...], keep_idle: bool) -> Episode:
+    def episode(self, task: str, instruction: str, cameras: tuple[str, ...], keep_idle: bool) -> DemoEpisode:
         """Return it without the frames in which nothing is commanded, unless ``keep_idle``."""
         number = _number(self._name)
         actions = self._array("actions", (7,))
@@ -167,7 +170,7 @@ class _Demo:
         state = np.concatenate([self._array(f"obs/{name}", (None,)) for name in STATE], axis=1)
         check_numbers(self._path, f"{self._name}/obs", state, number)
         rewards = self._array("rewards", ()) if f"{self._name}/rewards" in self._file else None
-        return Episode(
+        return DemoEpisode(
             images=np.ascontiguousarray(np.stack([view[kept][:, ::-1, ::-1] for view in pictures], axis=1)),
             state=state[kept],
             actions=actions[kept],

@@ -30,7 +30,9 @@ from embodrl.processes.codec import decode, encode
 from embodrl.processes.frames import Frame, Kind
 from embodrl.types import EnvStep, Observation
 
-PING_S, SILENCE_S, HANDSHAKE_S = 2.0, 8.0, 10.0
+PING_S = 2.0
+SILENCE_S = 8.0
+HANDSHAKE_S = 10.0
 MAX_MESSAGE_BYTES = 512 << 20
 _MAX_HELLO_BYTES = 64 << 10
 _HEADER = struct.Struct("<BQQQQ")  # kind, serial, slot, argument, bytes of the value
@@ -49,7 +51,10 @@ class LinkMessage(NamedTuple):
 
     def encode(self) -> bytes:
         """Return it as it is sent."""
-        kind, number, argument, value = self.frame.kind, self.frame.number, self.frame.argument, self.frame.value
+        kind = self.frame.kind
+        number = self.frame.number
+        argument = self.frame.argument
+        value = self.frame.value
         body = b"" if value is None else encode(value)
         if len(body) > MAX_MESSAGE_BYTES:
             raise MessageError(f"a message has {len(body) >> 20} MiB, at most {MAX_MESSAGE_BYTES >> 20} are read")
@@ -66,7 +71,9 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(SILENCE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock, self._sending, self._closed = sock, threading.Lock(), threading.Event()
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._closed = threading.Event()
         self.max_bytes = _MAX_HELLO_BYTES
 
     def begin_pings(self) -> None:
@@ -164,7 +171,9 @@ def connect(address: str, token: str | None, hello: Mapping[str, object], timeou
 
 def _shake_hands(link: Link, address: str, token: str | None, hello: Mapping[str, object]) -> None:
     challenge = _fields(link.receive(), address)
-    version, nonce, asks = challenge.text("version"), challenge.text("nonce"), challenge.flag("asks_token")
+    version = challenge.text("version")
+    nonce = challenge.text("nonce")
+    asks = challenge.flag("asks_token")
     if version != __version__:
         message = f"the env server {address} runs embodrl {version}, this machine {__version__}"
         raise EnvError(message, _HINT, code="env-remote-version")

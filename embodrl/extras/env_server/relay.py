@@ -56,7 +56,9 @@ class RemoteSimulator:
     """
 
     def __init__(self, remote: Fields, token: str | None) -> None:
-        self._address, self._session, self._token = remote.text("address"), remote.text("session"), token
+        self._address = remote.text("address")
+        self._session = remote.text("session")
+        self._token = token
         self._reconnect_s = remote.number("reconnect_s")
         self._changed = threading.Condition()
         self._link: Link | None = None

@@ -59,7 +59,9 @@ class SimulatorSession:
         self, reconnect_s: float, extensions: Sequence[str], core: tuple[int, int | None], log_dir: Path | None
     ) -> None:
         self.reconnect_s = reconnect_s
-        self._extensions, self.core, self._log_dir = extensions, core, log_dir
+        self._extensions = extensions
+        self.core = core
+        self._log_dir = log_dir
         self.is_ending = False
         self._lock = threading.Lock()
         self._link: Link | None = None
@@ -96,7 +98,9 @@ class SimulatorSession:
             MessageError: it is neither the next nor the last one.
         """
         with self._lock:
-            again, answer, link = message.serial == self._serial, self._answer, self._link
+            again = message.serial == self._serial
+            answer = self._answer
+            link = self._link
             if not again and message.serial != self._serial + 1:
                 raise MessageError(f"request {message.serial} after {self._serial}", "this is a bug of the client")
             if not again:
@@ -272,7 +276,10 @@ class TcpEnvServer:
             raise EnvError(message, "choose another --host or --port", code="env-remote-listen") from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{shown}:{self._listener.getsockname()[1]}"
-        self._token, self._max_processes, self._extensions, self._log_dir = token, max_processes, extensions, log_dir
+        self._token = token
+        self._max_processes = max_processes
+        self._extensions = extensions
+        self._log_dir = log_dir
         self._sessions: dict[str, SimulatorSession] = {}
         self._ending: list[SimulatorSession] = []
         self._lock = threading.Lock()

@@ -19,7 +19,9 @@ from embodrl.runs.sft import is_sft_run
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import base_of
 
-CARD, CONFIG, METRICS = "README.md", "training/config.yaml", "training/metrics.jsonl"
+CARD = "README.md"
+CONFIG = "training/config.yaml"
+METRICS = "training/metrics.jsonl"
 MAX_METRICS_BYTES = 2**26
 MAX_VIDEOS, MAX_VIDEO_BYTES = 12, 2**26
 PUBLIC_HINT = "add --public to publish it, or push to another name"

@@ -36,7 +36,9 @@ from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets
 
-IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+IMAGE_START = "<|vision_start|>"
+IMAGE_TOKEN = "<|image_pad|>"
+IMAGE_END = "<|vision_end|>"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json")
 QWEN = "backbone.model"
 MASK_TOKEN = "action_head.mask_token"
@@ -156,7 +158,9 @@ def build(
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_chat_tokenizer(version.tokenizer)
     model_config = version.config.from_architecture(sizes, tokenizer.vocab_size, config.action_dim)
-    files, aliases, ignore = [], {}, {}
+    files = []
+    aliases = {}
+    ignore = {}
     if directory is not None:
         found = version.config.from_directory(directory, checkpoint.place_of(PROCESSOR_FILE, directory, report))
         if config.model_path is None:

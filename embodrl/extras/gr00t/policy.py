@@ -184,7 +184,9 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         self.model.enable_gradient_checkpointing()
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        parts, config, head = self.parts(), self.model.config, self.model.action_head
+        parts = self.parts()
+        config = self.model.config
+        head = self.model.action_head
         patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
         prefix = merged + self.processor.max_prompt_tokens
         actions = 1 + config.head.num_future_tokens + self.horizon

@@ -24,7 +24,9 @@ from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_
 from embodrl.types import Observation
 
 CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
-IMAGE_START, IMAGE_TOKEN, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
+IMAGE_START = "<img>"
+IMAGE_TOKEN = "<IMG_CONTEXT>"
+IMAGE_END = "</img>"
 SPECIAL_TOKENS = (CHAT_START, CHAT_END, IMAGE_START, IMAGE_TOKEN, IMAGE_END)
 PAD_ID = 0
 """Padding is masked everywhere, so any id does."""

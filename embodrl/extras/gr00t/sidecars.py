@@ -24,7 +24,9 @@ from embodrl.models.common.config_file import fields_of, read_file
 from embodrl.models.common.images import center_crop, pad_to_square, resize_area, resize_bilinear
 from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range, read_values, stats_sets
 
-PROCESSOR_FILE, STATISTICS_FILE, EMBODIMENTS_FILE = "processor_config.json", "statistics.json", "embodiment_id.json"
+PROCESSOR_FILE = "processor_config.json"
+STATISTICS_FILE = "statistics.json"
+EMBODIMENTS_FILE = "embodiment_id.json"
 EMBODIMENT_IDS = {
     **{"simpler_env_google": 0, "simpler_env_widowx": 1, "libero_sim": 2, NEW_EMBODIMENT: 10},
     **{"robocasa_panda_omron": 10, "robocasa_gr1_tabletop": 10, "unitree_g1_sonic": 11},

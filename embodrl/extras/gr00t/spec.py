@@ -120,7 +120,10 @@ class Gr00tN17ModelConfig(FlowModelConfig):
     )
 
 
-RULES, RULES_N1_6, RULES_N1_7, CROPS = RuleSet(), RuleSet(), RuleSet(), RuleSet()
+RULES = RuleSet()
+RULES_N1_6 = RuleSet()
+RULES_N1_7 = RuleSet()
+CROPS = RuleSet()
 
 
 @RULES.rule("model.model_type", "model.model_path", "model.gr00t", "model.num_action_chunks", "model.action_dim")

@@ -79,7 +79,9 @@ def _one(name: str, dim: int | None) -> list[Piece]:
 
 
 def _qkv(prefix: str, attention: ParallelAttention, width: int) -> list[Piece]:
-    groups, heads, size = attention.groups, attention.heads_of_group, attention.head_dim
+    groups = attention.groups
+    heads = attention.heads_of_group
+    size = attention.head_dim
 
     def rows(part: slice) -> Select:
         return lambda holder: holder.view(groups, heads + 2, size, width)[:, part]

@@ -179,7 +179,9 @@ class MetaWorldVectorEnv(SimulatorVectorEnv):
         **rules: Unpack[RuleOptions],
     ) -> None:
         choose_gl()
-        self._cameras, self._detail, self._full_state = cameras, render_detail, full_state
+        self._cameras = cameras
+        self._detail = render_detail
+        self._full_state = full_state
         self._film_size = (video_size[0], video_size[1])
         self._renderers: dict[str, SceneRenderer] = {}
         own = EpisodeRules(**rules)

@@ -105,7 +105,9 @@ def load_fixture(
         )
     config = OpenVLAConfig.from_dict(fields.content, vision, fields.source)
     model = OpenVLAModel(config, causal, film is not None).eval()
-    files, report, ignore = [directory / SINGLE_FILE], LoadReport(str(directory)), {}
+    files = [directory / SINGLE_FILE]
+    report = LoadReport(str(directory))
+    ignore = {}
     if film is not None:
         ignore = {name: "replaced" for name in stored_shapes(files) if name.startswith("vision_backbone.")}
     load_strict(model, files, report, device="cpu", dtype=torch.float32, ignore=ignore, tensors=film)

@@ -39,7 +39,9 @@ from embodrl.models.pi.weights import in_float32, neutral_norm
 from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 BEGIN, END = "Action: ", "|"
-TOKENS, SENTENCE, WRITTEN = "action_tokens", "sentence", "written"
+TOKENS = "action_tokens"
+SENTENCE = "sentence"
+WRITTEN = "written"
 
 
 class FastPolicy(PublicLayout):

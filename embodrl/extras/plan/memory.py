@@ -350,7 +350,9 @@ def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozen
 
 def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
     """Return the bytes of one actor process by component."""
-    training, actor, num_actors = figures.training, config.actor, len(deployment.of("actor"))
+    training = figures.training
+    actor = config.actor
+    num_actors = len(deployment.of("actor"))
     reference = figures.trained if config.algorithm.kl.coef > 0 else 0
     if actor.training_backend == "native":
         return {

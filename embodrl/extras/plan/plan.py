@@ -146,7 +146,9 @@ def _plain(place: ProcessPlace) -> dict[str, object]:
 
 def batches(config: Config, deployment: Deployment) -> BatchSizes:
     """Return the arithmetic of an iteration."""
-    train, actor, chunk = config.env.train, config.actor, config.model.num_action_chunks
+    train = config.env.train
+    actor = config.actor
+    chunk = config.model.num_action_chunks
     rollouts, actors = len(deployment.of("rollout")), len(deployment.of("actor"))
     simulators, chunks = len(deployment.of("env")), chunks_of(config)
     stages = config.rollout.pipeline_stages

@@ -30,7 +30,9 @@ from embodrl.wire import door
 from embodrl.wire.codec import need
 from embodrl.wire.keys import WireMap
 
-BEGIN, MIDDLE, END = 1, 2, 3
+BEGIN = 1
+MIDDLE = 2
+END = 3
 POLL_S = 2.0
 """What a poll waits for an observation before it is answered without actions, as in lerobot."""
 PERIOD_S = 1 / 30

@@ -330,7 +330,9 @@ def _links(name: Name, tree: Node, directory: Path, stages: tuple[Name, ...]) ->
 
     The second list can't be checked before those have ended: the sizes of a checkpoint are read from its files.
     """
-    demos, links, unchecked = directory / "collect", list[str](), list[str]()
+    demos = directory / "collect"
+    links = list[str]()
+    unchecked = list[str]()
     if name == "collect":
         return [assignment("collect.output_dir", demos)], []
     if name == "sft":

@@ -75,7 +75,9 @@ class Keyboard:
         keys: Callable[[], str] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._size, self._controls, self._now = action_dim, controls, now
+        self._size = action_dim
+        self._controls = controls
+        self._now = now
         self._keys = keys
         self._grip = 1.0
         self._held: dict[str, float] = {}
@@ -166,7 +168,9 @@ class SpaceMouse:
 
     def __init__(self, action_dim: int, controls: Controls, device: Any = None) -> None:
         self._size, self._controls = action_dim, controls
-        self._grip, self._pressed, self._has_switched = 1.0, [False, False], False
+        self._grip = 1.0
+        self._pressed = [False, False]
+        self._has_switched = False
         self._lock, self._is_closed = threading.Lock(), threading.Event()
         self._device = open_space_mouse() if device is None else device
         if device is None:

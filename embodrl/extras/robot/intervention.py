@@ -110,7 +110,9 @@ class Gate:
 
     def __init__(self, settings: DaggerConfig, expert: CorrectingExpert, num_envs: int) -> None:
         assert settings.gate_threshold is not None, "a rule of the configuration"
-        self._threshold, self._steps, self._expert = settings.gate_threshold, settings.gate_steps, expert
+        self._threshold = settings.gate_threshold
+        self._steps = settings.gate_steps
+        self._expert = expert
         self._held: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         self._is_lost = False
 

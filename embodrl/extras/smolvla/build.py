@@ -41,7 +41,9 @@ def build_smolvla(
     model_config = SmolVlaConfig.from_architecture(config.smolvla, tokenizer.vocab_size)
     methods = Normalization("mean_std", "mean_std", files.LEROBOT_EPS)
     sets = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
-    weights, aliases, ignore = [], {}, {}
+    weights = []
+    aliases = {}
+    ignore = {}
     if directory is not None:
         tiny = model_config
         settings = checkpoint.place_of(CONFIG_FILE, directory, report)

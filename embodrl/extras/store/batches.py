@@ -28,7 +28,10 @@ class FollowedBatches:
     """
 
     def __init__(self, reader: ShardReader, config: Config, horizon: int, check: Callable[[Any], None]) -> None:
-        self._reader, self._config, self._horizon, self._check = reader, config, horizon, check
+        self._reader = reader
+        self._config = config
+        self._horizon = horizon
+        self._check = check
         self._batches: FrameBatches | None = None
         self._rng = dict[str, Any]()
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, Episode, Outcomes
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, DemoEpisode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
 from embodrl.envs.pool.pool import EnvPool
@@ -96,7 +96,9 @@ class PolicyCollector:
         intervention: Intervention | None = None,
         log: Callable[[dict[str, MetricValue]], object] | None = None,
     ) -> None:
-        self.pool, self.engine, self.shards = pool, engine, shards
+        self.pool = pool
+        self.engine = engine
+        self.shards = shards
         self.name, self._seed = store_settings(config).collector, config.collect.seed
         self._key = zlib.crc32(self.name.encode())
         self.intervention, self._log = intervention, log
@@ -202,7 +204,7 @@ class PolicyCollector:
                 self._log(self._metrics(episodes))
         return self.begin(ended)
 
-    def _metrics(self, episodes: list[Episode]) -> dict[str, MetricValue]:
+    def _metrics(self, episodes: list[DemoEpisode]) -> dict[str, MetricValue]:
         """Return what is known of the episodes that have just ended, and of the time since the last ones."""
         acted_by = [np.asarray(episode.acted[ACTED_BY]) != POLICY for episode in episodes]
         found: dict[str, MetricValue] = {
@@ -233,7 +235,7 @@ class PolicyCollector:
                 found.setdefault(name, []).append(value)
         return found
 
-    def _episode(self, row: int, success: bool, instruction: str) -> Episode:
+    def _episode(self, row: int, success: bool, instruction: str) -> DemoEpisode:
         attempt = self.attempts[row]
         images, states, actions, log_probs, versions, acted_by = zip(*attempt.frames, strict=True)
         rewards, terminated = zip(*attempt.results, strict=True)
@@ -241,7 +243,7 @@ class PolicyCollector:
         known = None if log_probs[0] is None else np.array(log_probs, np.float32)
         outcomes = Outcomes(executed, np.array(rewards, np.float32), np.array(terminated, np.bool_), known)
         tasks = self.pool.spec.tasks
-        return Episode(
+        return DemoEpisode(
             np.stack(images),
             np.stack(states),
             executed,
@@ -265,7 +267,10 @@ class Uploads:
     """
 
     def __init__(self, store: Store, shards: ShardWriter, lease: Lease, interval_s: float) -> None:
-        self._store, self._shards, self._lease, self._interval_s = store, shards, lease, interval_s
+        self._store = store
+        self._shards = shards
+        self._lease = lease
+        self._interval_s = interval_s
         self._retry = Retry(logger.warning)
         self._next = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploads")

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
-from embodrl.data.demos import REWARDS, Episode
+from embodrl.data.demos import REWARDS, DemoEpisode
 from embodrl.data.lerobot_reader import Info, load_lerobot, read_info
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.parquet import Table
@@ -131,7 +131,7 @@ def _rewards(directory: Path) -> Mapping[str, object]:
     return read_fields(directory / layout.OWN_META).fields(REWARDS, {}).content
 
 
-def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str, Episode]]:
+def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str, DemoEpisode]]:
     """Yield the episodes of a shard by id, with every column that it has."""
     demos = load_lerobot(directory)
     known = {layout.ACTION, layout.STATE, *layout.COUNTERS, *info.cameras}
@@ -145,7 +145,8 @@ def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str
             raise StoreError(f"episode {one} tells neither its seed nor its success", code="store-damaged")
         columns_of = {name: values[frames] for name, values in columns.items()}
         seen = (demos.images[frames], demos.state[frames], demos.actions[frames])
-        yield one, Episode(*seen, demos.instructions[number], demos.tasks[number], seed, success, None, columns_of, one)
+        about = (demos.instructions[number], demos.tasks[number])
+        yield one, DemoEpisode(*seen, *about, seed, success, None, columns_of, one)
 
 
 def _columns(directory: Path, info: Info, names: list[str]) -> dict[str, NDArray[np.generic]]:

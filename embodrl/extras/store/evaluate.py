@@ -45,7 +45,9 @@ class VersionEvaluator:
         measure: Callable[[], dict[str, object]],
         pause: Callable[[], None],
     ) -> None:
-        self._store, self._source, self._directory = store, source, directory
+        self._store = store
+        self._source = source
+        self._directory = directory
         self._measure, self._pause = measure, pause
         self._retry = Retry(logger.warning)
         self._newest = -1

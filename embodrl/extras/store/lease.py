@@ -43,7 +43,11 @@ class Lease:
         sleep: Callable[[float], object] = time.sleep,
         stopped: threading.Event | None = None,
     ) -> None:
-        self._store, self._name, self._owner, self._clock, self._sleep = store, name, owner, clock, sleep
+        self._store = store
+        self._name = name
+        self._owner = owner
+        self._clock = clock
+        self._sleep = sleep
         self._place = f"{LEASES}/{name}"
         self._beats = 0
         self._stopped = stopped or threading.Event()

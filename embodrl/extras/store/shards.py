@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from embodrl.data.demos import Demos, Episode
+from embodrl.data.demos import DemoEpisode, Demos
 from embodrl.data.lerobot import OWN_META
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
@@ -70,7 +70,10 @@ class ShardWriter:
         meta: Mapping[str, object] | None = None,
     ) -> None:
         self._meta = dict(meta or {})
-        self._store, self._spool, self._collector, self._make_writer = store, spool, collector, make_writer
+        self._store = store
+        self._spool = spool
+        self._collector = collector
+        self._make_writer = make_writer
         self._capacity, self._longest_s = capacity, longest_s
         self._ids: list[str] = []
         self._uploaded: set[Path] = set()
@@ -100,7 +103,7 @@ class ShardWriter:
             return int(mine[-1][-6:]) + 1
         return 0
 
-    def add(self, episodes: Sequence[Episode], progress: Mapping[str, object]) -> None:
+    def add(self, episodes: Sequence[DemoEpisode], progress: Mapping[str, object]) -> None:
         """Make episodes survive a kill, together with what their collector needs to continue after them.
 
         Raises:
@@ -183,7 +186,10 @@ class ShardReader:
         successes_only: bool,
         corrections_only: bool = False,
     ) -> None:
-        self._store, self._cache, self._cameras, self._size = store, cache, cameras, size
+        self._store = store
+        self._cache = cache
+        self._cameras = cameras
+        self._size = size
         self._window, self._successes_only = window, successes_only
         self._corrections_only = corrections_only
         self.shards: list[str] = []

@@ -94,7 +94,9 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
 
 def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
     """Build everything in order, train, and export the policy."""
-    config, directory, settings = session.config, session.directory, session.config.sft
+    config = session.config
+    directory = session.directory
+    settings = session.config.sft
     configure_torch(config, session.deployment.of("actor")[0])
     with (
         ExitStack() as closing,
@@ -119,7 +121,9 @@ def _bring_up(
     session: RunSession, store: Store, progress: Progress, closing: ExitStack
 ) -> tuple[Trainer, StoreLearner]:
     """Return the trainer, where the try of the run begins, and its learner."""
-    config, directory, checkpoint = session.config, session.directory, session.checkpoint
+    config = session.config
+    directory = session.directory
+    checkpoint = session.checkpoint
     policy = build_policy(config if checkpoint is None else drop_missing_warm_start(config))
     training = engine_config(config, policy.device)
     engine = make_train_engine(training, session.deployment, policy, directory / "logs", None)

@@ -259,7 +259,9 @@ class _Queue:
     """The runs of a sweep on this machine."""
 
     def __init__(self, sweep: Sweep, slots: list[Slot], stop: StopSignal, progress: Progress) -> None:
-        self._sweep, self._stop, self._progress = sweep, stop, progress
+        self._sweep = sweep
+        self._stop = stop
+        self._progress = progress
         self._waiting = sweep.unfinished()
         self._free = list(reversed(slots))
         self._running: dict[subprocess.Popen[bytes], tuple[int, Slot]] = {}

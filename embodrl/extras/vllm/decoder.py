@@ -327,7 +327,9 @@ def _processor_class(step: _Step) -> type:
 
 @contextmanager
 def _side_effects_undone() -> Iterator[None]:
-    random, set_num_threads, num_threads = capture_rng(), torch.set_num_threads, torch.get_num_threads()
+    random = capture_rng()
+    set_num_threads = torch.set_num_threads
+    num_threads = torch.get_num_threads()
     try:
         yield
     finally:

@@ -34,7 +34,9 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
 
     def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
         super().__init__("policy")
-        self.engine, self.compute_values, self.max_batch = engine, compute_values, max_batch
+        self.engine = engine
+        self.compute_values = compute_values
+        self.max_batch = max_batch
         self._seed = tuple(seed)
 
     @property
@@ -86,7 +88,9 @@ class EpisodeEngine:
     """
 
     def __init__(self, shared: BatchedEngine, seed: tuple[int, ...]) -> None:
-        self._shared, self._seed, self._calls = shared, seed, 0
+        self._shared = shared
+        self._seed = seed
+        self._calls = 0
 
     @property
     def version(self) -> int:

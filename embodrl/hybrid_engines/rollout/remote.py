@@ -60,7 +60,9 @@ class RolloutServer:
     """
 
     def __init__(self, url: str, directory: Path, timeout_s: float) -> None:
-        self.url, self._directory, self._timeout_s = url.rstrip("/"), directory, timeout_s
+        self.url = url.rstrip("/")
+        self._directory = directory
+        self._timeout_s = timeout_s
         # No proxies: servers are named by their own addresses.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._token = os.environ.get(TOKEN_VARIABLE)

@@ -73,7 +73,9 @@ class OnPolicyUpdate:
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
         chunks = flatten_chunks(batch.replace(**columns), advantages, trained, chunk_weights(batch, trained, algorithm))
         totals: defaultdict[str, float] = defaultdict(float)
-        num_updates, num_nonfinite, stopped = 0, 0, False
+        num_updates = 0
+        num_nonfinite = 0
+        stopped = False
         first_kl: Tensor | float | None = None
         mismatch: dict[str, float] | None = None
         epochs, size = algorithm.update_epoch, self.engine.config.global_batch_size

@@ -18,7 +18,7 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import NonFiniteError
-from embodrl.hybrid_engines.base import StepResult, TrainEngine
+from embodrl.hybrid_engines.base import OptimizerStep, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
 from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.engine_state import HeldState
@@ -91,7 +91,9 @@ class PolicyTrainEngine(TrainEngine):
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str) -> None:
         self.device = torch.device(device)
-        self.policy, self.options, self.config = policy, options, options.config
+        self.policy = policy
+        self.options = options
+        self.config = options.config
         self.precision: Precision = resolve_precision(self.config.precision, self.device)
         self.version = self.nonfinite_in_row = 0
         groups = policy.trainable_groups()
@@ -225,7 +227,7 @@ class PolicyTrainEngine(TrainEngine):
         for parameter in self.policy_parameters:
             parameter.requires_grad_(train_policy)
 
-    def optimizer_step(self, loss: Tensor) -> StepResult:
+    def optimizer_step(self, loss: Tensor) -> OptimizerStep:
         """Clip the gradients, update the weights unless something is not finite, and clear the gradients.
 
         Args:
@@ -255,7 +257,7 @@ class PolicyTrainEngine(TrainEngine):
                 "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
                 "observations and rewards",
             )
-        return StepResult(applied, grad_norm)
+        return OptimizerStep(applied, grad_norm)
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -21,7 +21,9 @@ class RltEngine(OffPolicyEngine):
 
         ``a_ref`` is the frozen policy's chunk, or in demonstrations what the expert would do. Some rows do not see it.
         """
-        policy, settings, total = self.policy, algorithm.rlt, len(batch)
+        policy = self.policy
+        settings = algorithm.rlt
+        total = len(batch)
         assert isinstance(policy, ReferencePolicy), "the configuration was checked"
         dropped = torch.rand(total, generator=generator) < settings.reference_dropout
         update = self.num_updates - self.settings.critic_warm_up

@@ -173,7 +173,9 @@ def part_of(full: Tensor, spec: Tensor) -> Tensor:
     for dimension in reversed(range(mesh.ndim)):
         placement = spec.placements[dimension]
         if _is_cut(placement):
-            size, rank, dim = mesh.size(dimension), mesh.get_local_rank(dimension), cast(Any, placement).dim
+            size = mesh.size(dimension)
+            rank = mesh.get_local_rank(dimension)
+            dim = cast(Any, placement).dim
             chunks = full.chunk(size, dim=dim)
             full = chunks[rank] if rank < len(chunks) else full.narrow(dim, 0, 0)
     return full

@@ -304,7 +304,9 @@ class StreamReceiver(WeightReceiver):
         begin = self._begin(timeout_s)
         if begin is None:
             return None
-        tensors, messages, failure = dict[str, Tensor](), self._messages(begin), None
+        tensors = dict[str, Tensor]()
+        messages = self._messages(begin)
+        failure = None
         try:
             self._check_version(begin)
             for index, message in enumerate(messages):

@@ -53,7 +53,9 @@ def open_rendezvous(init_method: str, world_size: int, is_sender: bool = True, t
     where = urlsplit(init_method)
     if where.scheme == "file":
         return FileStore(where.path, world_size)
-    host, port, timeout = str(where.hostname), where.port or 0, timedelta(seconds=timeout_s)
+    host = str(where.hostname)
+    port = where.port or 0
+    timeout = timedelta(seconds=timeout_s)
     if not is_sender:
         return TCPStore(host, port, world_size, False, timeout, wait_for_workers=False)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -109,7 +111,9 @@ class SyncGroup:
                 "use a world_size of 2 or more",
                 code="weight-sync-settings",
             )
-        self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)
         self._connection: _Connection | None = None
         connect_s = max(timeout_s, connect_s)
         try:

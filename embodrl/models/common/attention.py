@@ -39,7 +39,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causa
     q = q * q.shape[-1] ** -0.5
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q = q.to(dtype)
+        k = k.to(dtype)
+        v = v.to(dtype)
     bias = None
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -74,7 +76,9 @@ class _BlockwiseAttention(torch.autograd.Function):
         batch, heads, length, width = q.shape
         groups, keep = k.shape[1], any(ctx.needs_input_grad)
         # Heads that share keys are rows of one product, so that the keys need not be repeated.
-        q, k, v = q.reshape(batch * groups, -1, width), k.flatten(0, 1), v.flatten(0, 1)
+        q = q.reshape(batch * groups, -1, width)
+        k = k.flatten(0, 1)
+        v = v.flatten(0, 1)
         out, kept = v.new_empty(len(q), q.shape[1], v.shape[-1]), []
         for samples, rows in _blocks(batch, groups, q.shape[1] * k.shape[1]):
             scores = torch.bmm(q[rows], k[rows].transpose(-1, -2))
@@ -92,7 +96,9 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, *kept = ctx.saved_tensors
         d_out = gradients[0].reshape(*q.shape[:2], -1)
-        d_q, d_k, d_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        d_q = torch.empty_like(q)
+        d_k = torch.empty_like(k)
+        d_v = torch.empty_like(v)
         start = 0
         for weights in kept:
             rows = slice(start, start + len(weights))

@@ -262,7 +262,9 @@ class FlowPolicy(VLAPolicy):
                 ``given`` enter without noise, at tau 0.
             label_smoothing_bins: for token policies.
         """
-        target, noise, times = batch["target"], batch["noise"], batch["tau"]
+        target = batch["target"]
+        noise = batch["noise"]
+        times = batch["tau"]
         if "given" in batch:
             times = times[:, None].masked_fill(batch["given"], 0.0)
         tau = per_token(times[..., None])

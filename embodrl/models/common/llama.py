@@ -91,7 +91,9 @@ class Attention(nn.Module):
 
     def __init__(self, spec: LlamaSpec) -> None:
         super().__init__()
-        width, heads, groups = spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads
+        width = spec.hidden_size
+        heads = spec.num_attention_heads
+        groups = spec.num_key_value_heads
         self.head_dim = spec.head_dim
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, groups * self.head_dim, bias=False)

@@ -48,7 +48,10 @@ class ObservationModel(nn.Module):
         self, kind: str, spec: ObservationSpec, instructions: Sequence[str], facts: Mapping[str, object] | None = None
     ) -> None:
         super().__init__()
-        self.kind, self.spec, self.instructions, self.facts = kind, spec, list(instructions), dict(facts or {})
+        self.kind = kind
+        self.spec = spec
+        self.instructions = list(instructions)
+        self.facts = dict(facts or {})
         self.net = ObservationNet(spec)
         self.register_buffer("state_mean", torch.zeros(spec.state_dim))
         self.register_buffer("state_std", torch.ones(spec.state_dim))

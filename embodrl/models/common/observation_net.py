@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from embodrl.models.common.init import init_matrix
 
-IMAGES, STATE, TASK = "images", "state", "task"
+IMAGES = "images"
+STATE = "state"
+TASK = "task"
 """Inputs of ``ObservationNet``."""
 
 
@@ -69,7 +71,9 @@ class ObservationNet(nn.Module):
         num_features: F.
     """
 
-    channels, vision_dim, task_dim = (16, 32, 64, 64), 128, 16
+    channels = (16, 32, 64, 64)
+    vision_dim = 128
+    task_dim = 16
 
     def __init__(self, spec: ObservationSpec) -> None:
         super().__init__()

@@ -60,7 +60,9 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         Raises:
             EmbodrlError: the state has more numbers than there is room for, or there are other cameras.
         """
-        spec, rows, cameras = self.model.spec, observation.batch_size, observation.images.shape[1]
+        spec = self.model.spec
+        rows = observation.batch_size
+        cameras = observation.images.shape[1]
         state = padded_state(observation, spec.max_state_dim, "model.gaussian")
         if any(signs := signs_of(observation.instruction)):
             dims = observation.state.shape[1]

@@ -115,7 +115,9 @@ def gaussian_policy_has_no_bins(context: Context) -> Iterator[Finding]:
 def num_parameters(config: ModelConfig) -> int:
     """Return about how many parameters a policy without a checkpoint has: matrices only."""
     assert isinstance(config, GaussianModelConfig)
-    shape, total, inputs = config.gaussian, 0, config.gaussian.max_state_dim
+    shape = config.gaussian
+    total = 0
+    inputs = config.gaussian.max_state_dim
     if shape.use_images:
         side, planes = shape.image_size, 3 * shape.num_cameras
         for before, after in pairwise((planes, *shape.channels)):

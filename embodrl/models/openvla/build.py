@@ -135,7 +135,10 @@ def build_parts(
         tokenizer.prompt_end_id,
         {TINY_STATS_KEY: identity_stats(config.action_dim)},
     )
-    model_config, files, tensors, ignore = tiny, [], {}, {}
+    model_config = tiny
+    files = []
+    tensors = {}
+    ignore = {}
     if directory is not None:
         model_config = OpenVLAConfig.from_directory(directory, checkpoint.place_of(STATISTICS_FILE, directory, report))
         tokenizer = PromptTokenizer(directory / "tokenizer.json", model_config.bos_id, model_config.prompt_end_id)

@@ -51,7 +51,9 @@ class ActionDecoder:
         self.model = model
         llama = model.language_model
         spec = llama.spec
-        self.spec, self.eps, self.head_dim = spec, spec.rms_norm_eps, spec.head_dim
+        self.spec = spec
+        self.eps = spec.rms_norm_eps
+        self.head_dim = spec.head_dim
         self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
         embedding = llama.model.embed_tokens.weight
         kind = embedding.device.type
@@ -109,11 +111,15 @@ class ActionDecoder:
             qkv = layer.qkv(self._norm(x, layer.norm1))
             qkv = qkv.view(batch, length, heads + 2 * kv_heads, self.head_dim).transpose(1, 2)
             qk = _rotate(qkv[:, : heads + kv_heads], cos, sin)
-            q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :]
+            q = qk[:, :heads]
+            k = qk[:, heads:]
+            v = qkv[:, heads + kv_heads :]
             layer.keys[:, :, start:end] = k
             layer.values[:, :, start:end] = v
             if first and layer is self.layers[-1]:
-                q, x, mask = q[:, :, first:], x[:, first:], last_rows(mask, length, first, x.device)
+                q = q[:, :, first:]
+                x = x[:, first:]
+                mask = last_rows(mask, length, first, x.device)
             if length == 1:
                 attended = attention(q.to(self.cache_dtype), layer.keys[:, :, :end], layer.values[:, :, :end], mask)
             else:

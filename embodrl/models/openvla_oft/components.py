@@ -16,7 +16,9 @@ from embodrl.errors import PolicyFileError
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 
-PROPRIO, ACTION_HEAD, VISION = "proprio_projector", "action_head", "vision_backbone"
+PROPRIO = "proprio_projector"
+ACTION_HEAD = "action_head"
+VISION = "vision_backbone"
 MAX_DEFAULT_ALPHA = 16
 """finetune.py adapts layers with ``alpha = min(rank, 16)``; the file has the rank only."""
 

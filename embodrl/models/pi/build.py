@@ -59,7 +59,9 @@ def build_pi(
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()
     model_config = PiConfig.from_architecture(config.pi, variant, tokenizer.vocab_size)
-    files, aliases, ignore = [], {}, {}
+    files = []
+    aliases = {}
+    ignore = {}
     if directory is None:
         identity = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
         sets = given_sets(config, "openpi") or identity

@@ -19,7 +19,9 @@ from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, w
 from embodrl.models.pi.tokenizer import PALIGEMMA
 from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
 
-STATE, ACTION, IMAGES = "observation.state", "action", "observation.images."
+STATE = "observation.state"
+ACTION = "action"
+IMAGES = "observation.images."
 _CODE = "lerobot-can-not-express"
 Step = tuple[str, dict[str, object]]
 

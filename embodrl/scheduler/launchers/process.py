@@ -127,7 +127,9 @@ class _ProcessWorker(Running):
             reason = hung or self._child.exit_reason()
         except WorkerTimeout as error:
             reason = error.message
-        name, rank, tail = self._job.name, self._job.rank, self._child.log_tail()
+        name = self._job.name
+        rank = self._job.rank
+        tail = self._child.log_tail()
         with self._lock:
             if self._closing:
                 error = WorkerDied(f"{name} was closed", "", rank)

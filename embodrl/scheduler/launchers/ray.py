@@ -174,7 +174,10 @@ class _RayWorker(Running):
         lost: Callable[[], WorkerDied | None],
         watcher: Any,
     ) -> None:
-        self._ray, self._actor, self._job, self._on_death = ray, actor, job, on_death
+        self._ray = ray
+        self._actor = actor
+        self._job = job
+        self._on_death = on_death
         self._closing = False
         self._settled = threading.Event()  # it is up, or will not be
         self._over = threading.Event()
@@ -326,7 +329,9 @@ class RayLauncher(Launcher):
         limits: Limits | None = None,
         **options: object,
     ) -> None:
-        self._ray, self._children, self._limits = import_ray(), children or {}, limits or Limits()
+        self._ray = import_ray()
+        self._children = children or {}
+        self._limits = limits or Limits()
         self._watchers: dict[int, Any] = {}  # by machine
         self._timeout_s, self._owned = timeout_s, not self._ray.is_initialized()
         if self._owned:

@@ -17,7 +17,7 @@ from embodrl.cli.main import app
 from embodrl.config import load_config
 from embodrl.config.policy_card import SHIPPED_POLICY, policy_directory
 from embodrl.config.schema import ModelConfig
-from embodrl.data.demos import Episode
+from embodrl.data.demos import DemoEpisode
 from embodrl.data.imitation import load_configured_demos
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.errors import CheckpointError
@@ -95,7 +95,7 @@ def test_fine_tuning_on_data_of_the_hub(server: FakeHub, tmp_path: Path) -> None
     writer = LeRobotWriter(tmp_path / "push", ("top",), 20)
     pictures = rng.integers(0, 256, (12, 1, 32, 32, 3), dtype=np.uint8)
     actions = rng.uniform(-1, 1, (12, 7)).astype(np.float32)
-    writer.add(Episode(pictures, np.zeros((12, 0), np.float32), actions, "push", "Push", 0, True))
+    writer.add(DemoEpisode(pictures, np.zeros((12, 0), np.float32), actions, "push", "Push", 0, True))
     writer.close({})
     commit = server.dataset("org/push", files_of(tmp_path / "push"), "v3.0")
     loaded = load_config(["env=dataset", "model=openvla", "sft.data_dir=hf://datasets/org/push@v3.0"], verb="sft")

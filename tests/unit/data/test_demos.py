@@ -5,19 +5,19 @@ import pytest
 from expect import raises_code
 from safetensors.numpy import load_file, save_file
 
-from embodrl.data.demos import Episode
+from embodrl.data.demos import DemoEpisode
 from embodrl.data.facts import read_facts
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
 from embodrl.errors import FileDamagedError, FileFormatError
 
 
-def episode(number: int, length: int, success: bool = True) -> Episode:
+def episode(number: int, length: int, success: bool = True) -> DemoEpisode:
     images = np.full((length, 1, 4, 4, 3), number, np.uint8)
     images[:, 0, 0, 0, 0] = np.arange(length)
     actions = (np.arange(length * 2, dtype=np.float32) + 100 * number).reshape(length, 2)
     state = np.stack([np.arange(length), np.full(length, number), np.ones(length)], axis=1).astype(np.float32)
-    return Episode(images, state, actions, f"do {number}", f"task-{number % 2}", 10 + number, success)
+    return DemoEpisode(images, state, actions, f"do {number}", f"task-{number % 2}", 10 + number, success)
 
 
 def write(directory, lengths=(3, 1, 4), shard_episodes=2):

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from embodrl.data import lerobot, parquet
-from embodrl.data.demos import Episode
+from embodrl.data.demos import DemoEpisode
 from embodrl.data.lerobot_stats import PixelStats, vector_stats
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import camera_names, load_demos
@@ -30,9 +30,9 @@ CAMERAS = ("front", "wrist")
 HEIGHT, WIDTH = 10, 14
 
 
-def episode(number: int, length: int, state_dim: int = 3, action_dim: int = 2) -> Episode:
+def episode(number: int, length: int, state_dim: int = 3, action_dim: int = 2) -> DemoEpisode:
     rng = np.random.default_rng(number)
-    return Episode(
+    return DemoEpisode(
         images=rng.integers(0, 256, (length, len(CAMERAS), HEIGHT, WIDTH, 3), dtype=np.uint8),
         state=rng.normal(size=(length, state_dim)).astype(np.float32),
         actions=rng.normal(size=(length, action_dim)).astype(np.float32),
@@ -46,7 +46,7 @@ def episode(number: int, length: int, state_dim: int = 3, action_dim: int = 2) -
 EPISODES = ((0, 3), (1, 1), (2, 4))
 
 
-def write(directory: Path, crf: int = 0, **options: int) -> list[Episode]:
+def write(directory: Path, crf: int = 0, **options: int) -> list[DemoEpisode]:
     writer = LeRobotWriter(directory, CAMERAS, 20, crf, "panda")
     episodes = [episode(number, length, **options) for number, length in EPISODES]
     for each in episodes:
@@ -69,7 +69,7 @@ def copied(written: Path, tmp_path: Path) -> Path:
     return shutil.copytree(written, tmp_path / "data")
 
 
-def joined(episodes: list[Episode], field: str) -> np.ndarray:
+def joined(episodes: list[DemoEpisode], field: str) -> np.ndarray:
     return np.concatenate([getattr(each, field) for each in episodes])
 
 

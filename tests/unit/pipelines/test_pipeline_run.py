@@ -17,11 +17,11 @@ from expect import raises_code
 from embodrl.algorithms.advantages import Advantages
 from embodrl.data.batch import Batch
 from embodrl.errors import EmbodrlError, NonFiniteError, PipelineError
-from embodrl.pipelines.context import Context
-from embodrl.pipelines.graph import Graph, Node, Pipeline
+from embodrl.pipelines.context import PipelineContext
+from embodrl.pipelines.graph import Graph, GraphNode, Pipeline
 from embodrl.pipelines.outcomes import described
 
-CONTEXT = cast(Context, object())
+CONTEXT = cast(PipelineContext, object())
 
 
 def ends(context: Any, *outputs: Any) -> None:
@@ -258,7 +258,7 @@ def test_nodes_that_exit_are_named() -> None:
         raise GeneratorExit("gone")
 
     for node, call in ((leaves, "sys.exit(7)"), (gone, "os._exit(9)"), (raises, "GeneratorExit")):
-        graph = Graph("exits", (Node("mine", node, f"{__name__}:{node.__name__}", (), "sink", 0),))
+        graph = Graph("exits", (GraphNode("mine", node, f"{__name__}:{node.__name__}", (), "sink", 0),))
         with raises_code("function-exit") as caught:
             graph.run(cast(Any, None))
         assert call in str(caught.value) and f"{__name__}:{node.__name__}" in str(caught.value)
@@ -272,6 +272,8 @@ def test_nodes_that_exit_are_named() -> None:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     found: list[int] = []
-    graph = Graph("forks", (Node("mine", lambda context: found.append(child(context)), "mine:child", (), "sink", 0),))
+    graph = Graph(
+        "forks", (GraphNode("mine", lambda context: found.append(child(context)), "mine:child", (), "sink", 0),)
+    )
     graph.run(cast(Any, None))
     assert found == [5]

@@ -9,7 +9,7 @@ from tiny_families import TINY
 
 from embodrl.config import load_config
 from embodrl.config.schema import Config, EnvConfig, SftConfig
-from embodrl.data.demos import Episode
+from embodrl.data.demos import DemoEpisode
 from embodrl.data.imitation import check_robot, load_configured_demos
 from embodrl.data.raw import RawWriter
 from embodrl.data.statistics import read_statistics
@@ -28,7 +28,7 @@ def write(directory: Path, robot: str | None = "so100", action_dim: int = 6, sca
         for number in range(3):
             actions = (scale * rng.normal(size=(20, action_dim))).astype(np.float32)
             images = rng.integers(0, 256, (20, 1, 12, 16, 3)).astype(np.uint8)
-            writer.add(Episode(images, actions[:, :5], actions, "pick", "pick", number, True))
+            writer.add(DemoEpisode(images, actions[:, :5], actions, "pick", "pick", number, True))
         writer.close({} if robot is None else {"robot_type": robot})
     return directory
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, Episode, Outcomes
+from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, DemoEpisode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.load import load_demos
 from embodrl.data.parquet import Table
@@ -25,7 +25,7 @@ class Killed(BaseException):
     """In place of SIGKILL: nothing handles it."""
 
 
-def episode(number: int) -> Episode:
+def episode(number: int) -> DemoEpisode:
     """An episode of number + 1 frames with pictures of noise."""
     length, rng = number + 1, np.random.default_rng(number)
     actions = rng.normal(size=(length, 3)).astype(np.float32)
@@ -39,7 +39,7 @@ def episode(number: int) -> Episode:
     images = rng.integers(0, 256, (length, 1, SIZE, SIZE, 3), dtype=np.uint8)
     acted = {POLICY_VERSION: np.full(length, 7 * number, np.int64), ACTED_BY: np.full(length, number % 3, np.int64)}
     words = "push" if number % 2 else "pull"
-    return Episode(images, rng.random((length, 2), np.float32), actions, words, "t", number, number != 1, outcomes,
+    return DemoEpisode(images, rng.random((length, 2), np.float32), actions, words, "t", number, number != 1, outcomes,
                    acted, f"a-{number}")  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.config.schema import Config
-from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, Episode, Outcomes
+from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, DemoEpisode, Outcomes
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.errors import StoreError
 from embodrl.extras.store.shards import EPISODES, ShardReader, ShardWriter
@@ -17,10 +17,10 @@ pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
 SIZE = 16
 
 
-def episode(number: int, success: bool = True) -> Episode:
+def episode(number: int, success: bool = True) -> DemoEpisode:
     """An episode of two frames whose actions are its number."""
     actions = np.full((2, 3), number, np.float32)
-    return Episode(
+    return DemoEpisode(
         np.full((2, 1, SIZE, SIZE, 3), number, np.uint8),
         np.zeros((2, 0), np.float32),
         actions,
