@@ -121,6 +121,17 @@ def problems_of(path: str, source: str, larger: dict[str, Shape]) -> Iterator[st
                 yield f"{path}:{node.lineno}: {len(target.elts)} names in a tuple assignment, at most 2"
 
 
+def repeated(places: dict[str, list[str]]) -> Iterator[str]:
+    """Yield the public class names that stand in several modules.
+
+    Args:
+        places: name of a class at the top of a module -> paths.
+    """
+    for name, paths in places.items():
+        if len(paths) > 1 and not name.startswith("_"):
+            yield f"class {name} stands in {', '.join(paths)}: a public name stands once"
+
+
 def stale(shapes: dict[str, Shape], larger: dict[str, Shape]) -> Iterator[str]:
     """Yield the entries of ``LARGER`` that can go, or be lowered."""
     for name, allowed in larger.items():
@@ -137,12 +148,16 @@ def main() -> int:
     """Check every file of the package."""
     problems: list[str] = []
     shapes: dict[str, Shape] = {}
+    places: dict[str, list[str]] = {}
     for path in sorted((ROOT / "embodrl").rglob("*.py")):
         name, source = str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
         problems += problems_of(name, source, LARGER)
         classes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
         shapes |= {f"{name}:{node.name}": shape_of(node) for node in classes}
-    problems += stale(shapes, LARGER)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    problems += [*stale(shapes, LARGER), *repeated(places)]
     print("\n".join(problems) or "no class is too large, and no assignment is packed")
     return 1 if problems else 0
 

@@ -39,6 +39,8 @@ def test_classes_that_want_to_be_two_and_packed_assignments_are_refused() -> Non
     assert list(stale({"a.py:Wide": shape(1, 3, 7)}, {"a.py:Wide": shape(arguments=7)})) == []
     assert len(list(stale({"a.py:Wide": shape(1, 3, 7)}, {"a.py:Wide": shape(arguments=8)}))) == 1
     assert len(list(stale({}, {"a.py:Wide": shape(arguments=8)}))) == 1
+    found = checks["repeated"]({"Kind": ["a.py", "b.py"], "_Kind": ["a.py", "b.py"], "Other": ["a.py"]})
+    assert [line.partition(" stands")[0] for line in found] == ["class Kind"]
 
 
 @pytest.mark.parametrize(
