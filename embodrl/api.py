@@ -208,6 +208,7 @@ def collect(
     if policy is None:
         loaded = _measured(_load(config, overrides, "collect"))
         return run(loaded.config, places_here(loaded.deployment))
+    make: Callable[..., VLAPolicy]
     if isinstance(policy, (str, Path)):
         source = find_policy(Path(policy))
         chosen = source.load_config(list(overrides), trust, "record") if config is None else None
@@ -216,14 +217,16 @@ def collect(
     else:
         given = policy
         chosen, more = None, list[str]()
-
-        def make(_: object) -> VLAPolicy:
-            return given
-
+        make = _always(given)
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
     with _torch_settings():
         acting = acting_policy(loaded, str(policy) if isinstance(policy, (str, Path)) else "a policy", make)
         return run(loaded.config, places_here(loaded.deployment), acting)
+
+
+def _always(policy: VLAPolicy) -> Callable[..., VLAPolicy]:
+    """Return what makes a policy from a configuration, where it is made already."""
+    return lambda *_: policy
 
 
 @_explain_keywords

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def _engine_of_group(config: Config, policy: VLAPolicy, mesh: DeviceMesh) -> Pol
     maker = ENGINES.entry(config.actor.training_backend).training
     assert maker is not None, "the configuration was checked"
     # Imported only here: torch's compiler and megatron-core take longer than a simulator needs to start.
-    make = import_object(maker) if isinstance(maker, str) else maker
+    make: Any = import_object(maker) if isinstance(maker, str) else maker
     return make(policy, config, mesh)
 
 

@@ -201,7 +201,7 @@ class VllmDecoder:
         Raises:
             RolloutEngineError: vLLM failed, and can't be used any more; or it failed before.
         """
-        from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
         rows, step = len(prompts), self._step
         step.sampling, step.noise = sampling, noise
