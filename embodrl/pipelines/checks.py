@@ -38,7 +38,7 @@ RESERVED_NAMES = ("env", "policy", "total", "eval")
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A node as it was given, not yet checked; see ``graph.Node``."""
+    """A node as it was given, not yet checked; see ``graph.GraphNode``."""
 
     name: str
     fn: Callable[..., object] | str

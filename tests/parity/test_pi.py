@@ -184,7 +184,7 @@ def test_adaptive_norms(wrong, monkeypatch):
             return normed - self.dense(condition)[:, None].chunk(3, dim=-1)[1], gate
         if wrong == "final norm plain" and self is not model.expert.norm:
             return normed, gate
-        return gemma.RMSNorm(x.shape[-1])(x)
+        return gemma.GemmaRMSNorm(x.shape[-1])(x)
 
     monkeypatch.setattr(gemma.AdaptiveRMSNorm, "forward", changed)
     assert differs(model, io)

@@ -214,7 +214,7 @@ class ManiSkillSim:
         """Return the physical state by actor and articulation, as ``kind/name -> float32[N,...]``.
 
         PhysX keeps more (contact caches, pair order), so that a restored CPU scene continues closely, not bit-exactly;
-        ``fleet.Journal`` restores it bit-exactly.
+        ``fleet.ActionJournal`` restores it bit-exactly.
         """
         flat: dict[str, NDArray[np.float32]] = {}
         for kind, members in self.env.get_state_dict().items():

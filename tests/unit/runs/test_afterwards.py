@@ -76,7 +76,7 @@ def test_an_evaluation_ends_without_its_page(
 ) -> None:
     monkeypatch.setattr(eval_output, "eval_page", fail)
     config = load_config(["env=toy", "env.video.enabled=false", "model.warm_start=null"]).config
-    lines = eval_output.EvalOutput(config, tmp_path / "out").write(EvalResult(0.5, 4, {}, 1.0, 5.0, 1.0, 1.0))
+    lines = eval_output.EvalDirectory(config, tmp_path / "out").write(EvalResult(0.5, 4, {}, 1.0, 5.0, 1.0, 1.0))
     assert lines[0].startswith("success rate") and not any(line.startswith("report") for line in lines)
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["success_rate"] == 0.5
     assert [CODE in each.getMessage() for each in caplog.records] == [True]
