@@ -105,6 +105,20 @@ def tuned(stopped: tuple[Path, Outcome], config: Path, tmp_path_factory: pytest.
     return directory
 
 
+def test_fine_tuning_keeps_its_best_policy_and_ends_early(
+    stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
+) -> None:
+    """A success rate of 0 is reached by the first evaluation; evaluated between steps, and while it trains."""
+    for name, more in (("turns", "runner.eval_async=false"), ("meanwhile", "runner.eval_async=true")):
+        arguments = ["sft.eval_interval=10", "runner.stop_at_success=0", "sft.max_steps=30", more]
+        outcome = sft(config, stopped[0], tmp_path / name, *arguments)
+        assert outcome.code == 0 and "solved" in outcome.stdout, outcome.stderr
+        rows = [json.loads(row) for row in (tmp_path / name / "sft_metrics.jsonl").read_text().splitlines()]
+        evaluated = [row for row in rows if "eval/success_rate" in row]
+        assert [row["iteration"] for row in evaluated] == [10]
+        assert (tmp_path / name / "policy_best" / "model.safetensors").is_file()
+
+
 def test_fine_tuning_that_was_stopped_resumes_bit_exactly(
     stopped: tuple[Path, Outcome], config: Path, tuned: Path, tmp_path: Path
 ) -> None:

@@ -89,13 +89,14 @@ def sft_is_shorter_than_its_warm_up(context: Context) -> Iterator[Finding]:
         yield Finding("sft.max_steps", f"is {reached}: the learning rate never reaches sft.lr", hint)
 
 
-@note("sft.eval_interval", "env.eval")
+@note("sft.eval_interval", "env.eval", "runner")
 def sft_evaluates(context: Context) -> Iterator[Finding]:
-    """Episodes of evaluation without an evaluation."""
-    if context.verb != "sft" or context.config.sft.eval_interval:
+    """Settings of evaluations without an evaluation."""
+    if context.verb not in ("sft", "store") or context.config.sft.eval_interval:
         return
-    for name in type(context.config.env.eval).model_fields:
-        if context.by_user(key := f"env.eval.{name}"):
+    keys = [f"env.eval.{name}" for name in type(context.config.env.eval).model_fields if context.verb == "sft"]
+    for key in (*keys, *(f"runner.{name}" for name in ("eval_async", "stop_at_success", "max_regression"))):
+        if context.by_user(key):
             yield Finding(key, "has no effect: sft.eval_interval is 0", "set sft.eval_interval, or leave it out")
 
 

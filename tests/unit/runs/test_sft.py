@@ -214,3 +214,10 @@ def test_imitation_has_no_critics_of_an_off_policy_algorithm() -> None:
     loaded = load_config(["env=toy", "model=mlp", "algorithm=sac"], verb="sft")
     algorithm = engine_config(loaded.config, torch.device("cpu")).algorithm
     assert not LOSSES.entry(algorithm.loss_type).off_policy and algorithm.adv_type != "none"
+
+
+def test_settings_of_evaluations_are_noted_where_there_are_none() -> None:
+    keys = {note.key for note in load_config(["env=toy", "runner.eval_async=true"], verb="sft").notes}
+    assert "runner.eval_async" in keys
+    asked = ["env=toy", "runner.eval_async=true", "sft.eval_interval=5"]
+    assert "runner.eval_async" not in {note.key for note in load_config(asked, verb="sft").notes}
