@@ -18,7 +18,7 @@ from embodrl.errors import EmbodrlError
 from embodrl.extras.megatron.layout import publish
 from embodrl.extras.megatron.vocab import action_logits, action_windows
 from embodrl.hybrid_engines.training.sharding import whole
-from embodrl.types import SamplingParams
+from embodrl.types import EvalOutput, SamplingParams
 
 needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test-megatron"
@@ -38,6 +38,10 @@ def toy_loss(output: Any) -> Tensor:
     return (output.logprobs * weights).sum() + 0.1 * (output.entropy * weights).sum() + output.values.square().sum()
 
 
+def tensors_of(output: EvalOutput) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in vars(output).items() if tensor is not None}
+
+
 def look(size: int) -> dict[str, Any]:
     """Return what a process of megatron-core holds and computes."""
     engine, rows = megatron_engine(CONFIG, size), rows_of_rollout()
@@ -49,7 +53,7 @@ def look(size: int) -> dict[str, Any]:
         found["window"] = action_logits(hidden, policy.model.language_model.lm_head, policy.windows)
         found["places"] = policy.windows.places
         outputs = [policy.evaluate_actions(rows.forward_inputs, sampling) for sampling in SAMPLINGS]
-    found["outputs"] = [vars(output) for output in outputs]
+    found["outputs"] = [tensors_of(output) for output in outputs]
 
     def compute(micro: TrajectoryBatch) -> LossOutput:
         return LossOutput(toy_loss(policy.evaluate_actions(micro.forward_inputs, SAMPLINGS[1])), {})
@@ -68,7 +72,9 @@ def look_natively() -> dict[str, Any]:
     found: dict[str, Any] = {"weights": dict(policy.state_dict())}
     with torch.no_grad():
         found["logits"], _ = policy.action_logits(rows.forward_inputs)
-        found["outputs"] = [vars(policy.evaluate_actions(rows.forward_inputs, sampling)) for sampling in SAMPLINGS]
+        found["outputs"] = [
+            tensors_of(policy.evaluate_actions(rows.forward_inputs, sampling)) for sampling in SAMPLINGS
+        ]
 
     def compute(micro: TrajectoryBatch) -> LossOutput:
         return LossOutput(toy_loss(policy.evaluate_actions(micro.forward_inputs, SAMPLINGS[1])), {})
