@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from embodrl.errors import EmbodrlError, UsageError
+from embodrl.errors import UsageError
 from embodrl.names import nearest
 from embodrl.specs import VERBS
 
@@ -59,20 +59,23 @@ class Verbs(Group):
         if name in self.commands or verb not in VERBS:
             return super().get_command(ctx, name)
         try:
-            target = VERBS.get(verb)
-        except (EmbodrlError, ImportError) as error:
-            print(f"the verb '{verb}' can't be imported: {error}", file=sys.stderr)
+            self.commands[name] = _command_of(VERBS.get(verb), name)
+        except Exception as error:  # noqa: BLE001  a package of somebody else may raise anything
+            print(f"the verb '{verb}' can't be used: {type(error).__name__}: {error}", file=sys.stderr)
             return None
-        holder = make_app()
-        if isinstance(target, typer.Typer):
-            callback = target.registered_callback
-            about = callback.callback if callback is not None else None
-            holder.add_typer(target, name=name, short_help=None if about is None else summary(about))
-        else:
-            add(holder, target, name)
-        command = typer.main.get_group(holder).commands[name]
-        self.commands[name] = command
-        return command
+        return self.commands[name]
+
+
+def _command_of(target: Any, name: str) -> Any:
+    """Return the command of a verb: of a function, or of a ``typer.Typer`` of verbs."""
+    holder = make_app()
+    if isinstance(target, typer.Typer):
+        callback = target.registered_callback
+        about = callback.callback if callback is not None else None
+        holder.add_typer(target, name=name, short_help=None if about is None else summary(about))
+    else:
+        add(holder, target, name)
+    return typer.main.get_group(holder).commands[name]
 
 
 class Command(TyperCommand):

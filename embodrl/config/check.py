@@ -21,8 +21,8 @@ from embodrl.config.schema import (
     sections_of,
     with_sections,
 )
-from embodrl.config.schema.section import NameOf
-from embodrl.errors import ConfigProblem
+from embodrl.config.schema.section import NameOf, Section
+from embodrl.errors import ConfigProblem, EmbodrlError
 from embodrl.names import nearest
 from embodrl.specs import DEFAULT_ENV, ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, VERBS
 
@@ -37,7 +37,13 @@ def schema_of(tree: Node) -> type[Config]:
 
 def with_every_section(schema: type[Config]) -> type[Config]:
     """Return the schema with the sections of all verbs, which a configuration has where there are keys of them."""
-    return with_sections(schema, sections_of("", [name for spec in VERBS.all() for name in spec.sections]))
+    found: dict[str, type[Section]] = {}
+    for spec in VERBS.all():
+        try:
+            found |= sections_of("", spec.sections)
+        except EmbodrlError:  # of another package; a use of the verb reports it
+            continue
+    return with_sections(schema, found)
 
 
 def shipped_schemas() -> list[type[Config]]:

@@ -19,6 +19,8 @@ from embodrl.data.lerobot import require
 # A reader that wants one frame decodes from the last key frame on.
 KEY_FRAME_INTERVAL = 10
 CODEC = "h264"
+NOT_ASKED = ("-nostdin",)
+"""Of a reading ffmpeg: else it prints that q stops it, now and then within the lines that the size is read from."""
 
 
 def pixel_format(crf: int) -> str:
@@ -117,7 +119,7 @@ def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDA
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
     # Every stored frame once: by default ffmpeg repeats or drops some to keep the rate.
     stream = imageio_ffmpeg.read_frames(
-        str(path), input_params=["-xerror"] * strict, output_params=["-fps_mode", "passthrough"]
+        str(path), input_params=[*NOT_ASKED, *["-xerror"] * strict], output_params=["-fps_mode", "passthrough"]
     )
     try:
         width, height = next(stream)["size"]
@@ -137,7 +139,7 @@ def frame_rate(path: Path) -> float:
         OSError: it can't be read.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
-    stream = imageio_ffmpeg.read_frames(str(path))
+    stream = imageio_ffmpeg.read_frames(str(path), input_params=[*NOT_ASKED])
     try:
         return float(next(stream)["fps"])
     except (RuntimeError, StopIteration, KeyError) as error:

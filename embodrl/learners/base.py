@@ -39,7 +39,10 @@ class Learner(ABC):
 
     Attributes:
         is_updating: an update has begun and is not complete: what there is can neither be saved nor undone.
+        films: evaluations write videos as ``env.video`` says.
     """
+
+    films = False
 
     def __init__(self, policy: VLAPolicy, engine: TrainEngine) -> None:
         self.policy = policy

@@ -102,9 +102,10 @@ class ImitationLearner(Learner):
         self._pauses = [pause for pause in pauses if pause]
         self._play = play
         self._on_step = on_step
-        self._start = self._last = time.monotonic()
+        self._start = time.monotonic()
 
     def step(self, iteration: int) -> Row:
+        began = time.monotonic()
         if not self.await_batch(iteration):
             raise InterruptedError
         self.is_updating = True  # between two steps, too: the iteration is not complete
@@ -115,8 +116,7 @@ class ImitationLearner(Learner):
             if is_to_stop or self._is_pause(iteration) or not self.await_batch(iteration):
                 break
         now = time.monotonic()
-        times = {"time_s": now - self._start, "time/total_s": now - self._last}
-        self._last = now
+        times = {"time_s": now - self._start, "time/total_s": now - began}
         self.is_updating = False
         return {"iteration": iteration, "step": iteration, **row, **times}
 

@@ -86,6 +86,8 @@ class RolloutLearner(Learner):
         publish_to: directory that every version of the weights is written to; None for none.
     """
 
+    films = True
+
     def __init__(
         self,
         config: Config,

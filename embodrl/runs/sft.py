@@ -24,7 +24,7 @@ from embodrl.reporting.sinks import MetricValue
 from embodrl.specs import ENGINES
 from embodrl.storage.checkpoint import CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums
-from embodrl.trainer.async_evaluation import finished_since
+from embodrl.trainer.async_evaluation import finished_since, unfinished_evaluation
 from embodrl.trainer.evaluations import start_async_evaluator
 from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
@@ -34,14 +34,14 @@ from embodrl.trainer.files import (
     drop_missing_warm_start,
     export_policy,
     removed_if_empty,
-    sent_num_bytes,
+    versions_num_bytes,
 )
 from embodrl.trainer.journal import Journal
 from embodrl.trainer.lock import LOCK_FILE
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.parts import make_launcher
 from embodrl.trainer.provenance import compute_text
-from embodrl.trainer.saving import iteration_of, open_metrics
+from embodrl.trainer.saving import iteration_of, open_metrics, pending_row
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.trainer.settings import load_saved
@@ -113,21 +113,25 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
         trust: its settings may run code though another user started the run.
 
     Raises:
-        CheckpointError: there is no intact checkpoint.
+        CheckpointError: all checkpoints are damaged.
     """
     with run_directory_of(directory) as lock:
         checkpoint, problems = CheckpointManager(directory, 1).latest_good()
         loaded, saved = load_saved(directory, overrides, "sft", checkpoint, True, trust)
         loaded = loaded.with_absolute_paths()
         config = loaded.config
-        if checkpoint is None:
+        if checkpoint is None and problems:
             raise CheckpointError(
-                f"{directory} has no intact checkpoint: {'; '.join(problems) or 'none was written'}",
+                f"{directory} has no intact checkpoint: {'; '.join(problems)}",
                 "start again in another sft.output_dir; sft.save_interval sets how often checkpoints are written",
                 code="sft-no-checkpoint",
             )
+        if checkpoint is None:
+            logger.warning("%s has no checkpoint: it starts over", directory)
+            return run_tries(loaded, directory, lock, work, None, saved.text)
         done = iteration_of(checkpoint)
-        if done >= config.sft.max_steps and _is_exported(directory):
+        is_evaluated = pending_row(checkpoint.state) is None and unfinished_evaluation(checkpoint) is None
+        if done >= config.sft.max_steps and is_evaluated and _is_exported(directory):
             progress = f"{done}/{config.sft.max_steps}"
             logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
             return 0
@@ -201,7 +205,7 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     engine = session.engine = make_train_engine(training, deployment, policy, directory / "logs", launcher)
     closing.callback(engine.close)
     keeps_best = config.runner.keep_best and bool(settings.eval_interval)
-    sent = sent_num_bytes(config, deployment, policy)
+    sent = versions_num_bytes(policy) if config.runner.eval_async and settings.eval_interval else 0
     with _another_directory():
         check_disk_space(directory, config, policy, engine.state_num_bytes(), keep_best=keeps_best, sent=sent)
     session.stop.arm()
@@ -210,7 +214,7 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     journal = Journal(
         open_metrics(session, closing, METRICS_FILE), ImitationView(progress), config.model.warm_start is not None
     )
-    beside = start_async_evaluator(session, policy, closing) if settings.eval_interval else None
+    beside = start_async_evaluator(session, policy, closing, weights_from) if settings.eval_interval else None
 
     def on_step(step: int, row: Mapping[str, float]) -> bool:
         progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))

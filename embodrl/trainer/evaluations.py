@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.learners.base import Learner
 from embodrl.models.base import VLAPolicy
@@ -156,7 +157,7 @@ class Evaluations:
 
     def _video_dir(self, iteration: int, is_last: bool) -> Path | None:
         video = self.session.config.env.video
-        wanted = video.enabled and (is_last or video.every_eval)
+        wanted = self.learner.films and video.enabled and (is_last or video.every_eval)
         return self.session.directory / "videos" / f"iteration_{iteration:04d}" if wanted else None
 
     def _begin_beside(self, iteration: int, is_last: bool) -> None:
@@ -196,16 +197,19 @@ class Evaluations:
         self.learner.rest()
 
 
-def start_async_evaluator(session: RunSession, policy: VLAPolicy, closing: ExitStack) -> AsyncEvaluator | None:
+def start_async_evaluator(
+    session: RunSession, policy: VLAPolicy, closing: ExitStack, built_from: Config | None = None
+) -> AsyncEvaluator | None:
     """Return what evaluates while the run trains on; None where it does not.
 
     Args:
         session: the try of the run.
         policy: of this process, for the names of its weights.
         closing: ends the process.
+        built_from: configuration that the policy was built from, where it is another than the run's.
     """
     if not session.config.runner.eval_async:
         return None
-    beside = AsyncEvaluator(session.config, session.deployment, session.directory, policy)
+    beside = AsyncEvaluator(built_from or session.config, session.deployment, session.directory, policy)
     closing.callback(beside.close)
     return beside

@@ -107,11 +107,14 @@ def has_results(run_dir: Path) -> bool:
 def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) -> int:
     """Return how many bytes of weights a run has on disk for other processes: a whole version, and trained weights."""
     by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"
+    return (by_disk + config.rollout.publish_weights + config.runner.eval_async) * versions_num_bytes(policy)
+
+
+def versions_num_bytes(policy: VLAPolicy) -> int:
+    """Return how many bytes a directory of published weights takes: a whole version, and trained weights."""
     weights = policy.state_dict()
     trained = sum(num_bytes(weights[name]) for name in trained_names(policy))
-    return (by_disk + config.rollout.publish_weights + config.runner.eval_async) * (
-        sum(map(num_bytes, weights.values())) + (VERSIONS_KEPT + 1) * trained
-    )
+    return sum(map(num_bytes, weights.values())) + (VERSIONS_KEPT + 1) * trained
 
 
 def exported_num_bytes(policy: VLAPolicy) -> int:

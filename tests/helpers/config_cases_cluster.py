@@ -183,6 +183,15 @@ CLUSTER = [
         ("model.model_type=pi0", *MEGATRON),
     ),
     Wrong(
+        "imitation by megatron",
+        "actor.training_backend",
+        "backend-imitates",
+        (
+            *("algorithm.loss_type=dagger", "algorithm=dagger", "model.num_action_chunks=1"),
+            *("actor.optim.critic_warmup_iterations=0", *MEGATRON),
+        ),
+    ),
+    Wrong(
         "adapters by megatron",
         "actor.training_backend",
         "backend-trains-adapters",

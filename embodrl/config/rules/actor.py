@@ -86,6 +86,17 @@ def backend_trains_adapters(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.trainable",))
 
 
+@rule(BACKEND, "algorithm.loss_type")
+def backend_imitates(context: Context) -> Iterator[Finding]:
+    """DAgger and offline learning take steps of imitation, which some training backends have not."""
+    loss = context.loss
+    if (loss.imitates or loss.offline) and not context.training_engine.imitates:
+        message = f"'{context.config.actor.training_backend}' takes no steps of imitation, which"
+        message += f" algorithm.loss_type={context.config.algorithm.loss_type} consists of"
+        hint = "set actor=native or actor=fsdp"
+        yield Finding(BACKEND, message, hint, "native, fsdp", others=("algorithm.loss_type",))
+
+
 @rule("actor.fsdp.cpu_offload", "cluster")
 def offload_needs_a_gpu(context: Context) -> Iterator[Finding]:
     """On a CPU there is nothing to offload from."""

@@ -39,7 +39,14 @@ def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
 
 
 def _class_of(name: str, section: object) -> type[Section]:
-    found: object = import_object(section) if isinstance(section, str) else section
+    try:
+        found: object = import_object(section) if isinstance(section, str) else section
+    except Exception as error:  # a package of somebody else may raise anything when it is imported
+        raise EmbodrlError(
+            f"the settings of '{name}' can't be imported from {section}: {type(error).__name__}: {error}",
+            "fix or uninstall the package that declares them",
+            code="entry-point-broken",
+        ) from error
     if not isinstance(found, type) or not issubclass(found, Section):
         raise EmbodrlError(
             f"the settings of '{name}' are {found!r}, which is not derived from Section",

@@ -24,13 +24,14 @@ def megatron_can_train(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.model_type",))
 
 
-@RULES.rule(BACKEND, "model.model_type", "model.trainable", here=True)
+@RULES.rule(BACKEND, "model.model_type", "model.trainable", "algorithm.loss_type", here=True)
 def megatron_is_installed(context: Context) -> Iterator[Finding]:
     """The package of the backend megatron is an extra."""
     if has_megatron():
         return
-    of_use = context.family is not None and context.family.tensor_parallel and context.config.model.trainable != "lora"
-    if of_use:
+    has_layers = context.family is not None and context.family.tensor_parallel
+    imitates = context.loss.imitates or context.loss.offline
+    if has_layers and context.config.model.trainable != "lora" and not imitates:  # else it is of no use
         message = "'megatron' needs the package megatron-core, which is not installed"
         hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
         yield Finding(BACKEND, message, hint, "native, fsdp")

@@ -40,15 +40,18 @@ from embodrl.trainer.files import (
     check_disk_space,
     drop_missing_warm_start,
     export_policy,
+    versions_num_bytes,
 )
 from embodrl.trainer.journal import Journal
+from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer, make_trainer
 from embodrl.trainer.saving import open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.trainer.settings import last_settings, load_saved
 from embodrl.workers.actor import make_train_engine
-from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.env import check_simulator
+from embodrl.workers.policy import build_policy, check_policy_decoding, configure_torch
 
 METRICS_FILE = "store_metrics.jsonl"
 
@@ -59,24 +62,31 @@ def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     Raises:
         EmbodrlError: the settings or what the store holds do not fit, or the disk is full.
     """
+    directory = Path(loaded.config.sft.output_dir)
+    preflight(directory, LEAST_FREE_BYTES)
+    with run_directory_of(directory) as lock:
+        return _follow(loaded, directory, lock, say)
+
+
+def _follow(loaded: LoadedConfig, directory: Path, lock: RunLock, say: Callable[[str], None]) -> int:
+    """Train in a directory that is locked."""
     loaded = loaded.with_absolute_paths()
     config = loaded.config
     if config.actor.training_backend != "native" or loaded.deployment.trains_in_processes:
         message = "`embodrl store train` trains in its own process, with actor=native"
         raise UsageError(message, "set actor=native, and leave out actor.own_process", code="store-backend")
     store = open_store(config)
-    directory = Path(config.sft.output_dir)
-    preflight(directory, LEAST_FREE_BYTES)
-    with run_directory_of(directory) as lock:
-        checkpoint, problems = CheckpointManager(directory, 1).latest_good()
-        if checkpoint is None and (problems or newest_version(store) is not None):
-            hint = "start the trainer in the output directory of that run, or with another store"
-            raise StoreError(
-                f"{store} has weights of a run whose checkpoints are not in {directory}", hint, code="store-has-weights"
-            )
-        return run_tries(
-            loaded, directory, lock, lambda session: work(session, store, say), checkpoint, last_settings(directory)
+    checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+    if checkpoint is None and (problems or newest_version(store) is not None):
+        hint = "start the trainer in the output directory of that run, or with another store"
+        raise StoreError(
+            f"{store} has weights of a run whose checkpoints are not in {directory}", hint, code="store-has-weights"
         )
+
+    def attempt(session: RunSession) -> int:
+        return work(session, store, say)
+
+    return run_tries(loaded, directory, lock, attempt, checkpoint, last_settings(directory))
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
@@ -87,9 +97,10 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
         overrides: of the command line.
         trust: its settings may run code though another user started the run.
     """
-    checkpoint, _ = CheckpointManager(directory, 1).latest_good()
-    loaded, _ = load_saved(directory, overrides, "store", checkpoint, True, trust)
-    return train(loaded)
+    with run_directory_of(directory) as lock:
+        checkpoint, _ = CheckpointManager(directory, 1).latest_good()
+        loaded, _ = load_saved(directory, overrides, "store", checkpoint, True, trust)
+        return _follow(loaded, directory, lock, print)
 
 
 def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
@@ -98,6 +109,8 @@ def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
     directory = session.directory
     settings = session.config.sft
     configure_torch(config, session.deployment.of("actor")[0])
+    if settings.eval_interval:
+        check_simulator(config)
     with (
         ExitStack() as closing,
         Progress("train", settings.max_steps, "steps", config.runner.logger.console) as progress,
@@ -129,7 +142,11 @@ def _bring_up(
     engine = make_train_engine(training, session.deployment, policy, directory / "logs", None)
     session.engine = engine
     closing.callback(engine.close)
-    check_disk_space(directory, config, policy, engine.state_num_bytes(), keep_best=bool(config.sft.eval_interval))
+    check_policy_decoding(config, policy, config.env.eval.decoding)
+    is_evaluated = config.sft.eval_interval > 0
+    sent = (1 + (config.runner.eval_async and is_evaluated)) * versions_num_bytes(policy)
+    keeps_best = config.runner.keep_best and is_evaluated
+    check_disk_space(directory, config, policy, engine.state_num_bytes(), keep_best=keeps_best, sent=sent)
     session.stop.arm()
     reader = _reader(config, store, directory)
     batches = FollowedBatches(reader, config, policy.action_horizon, lambda demos: _check(demos, policy, config))
@@ -155,7 +172,7 @@ def _bring_up(
     publish_interval = store_settings(config).publish_interval
     # Without a checkpoint, a trainer that is killed could not follow its own weights.
     schedule = Schedule(config.sft.max_steps, config.sft.eval_interval, publish_interval, saves_first=True)
-    beside = start_async_evaluator(session, policy, closing) if config.sft.eval_interval else None
+    beside = start_async_evaluator(session, policy, closing) if is_evaluated else None
     trainer = make_trainer(session, learner, schedule, journal, beside)
     if checkpoint is not None:
         trainer.restore(checkpoint, late)

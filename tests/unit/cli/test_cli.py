@@ -253,3 +253,21 @@ def test_validate_finds_packages_that_are_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("embodrl.preflight.simulators.missing_packages", lambda *_: ["absent"])
     result = run("config", "validate", "env=toy", "model.warm_start=null")
     assert result.exit_code == 2 and "code:     missing-dependency" in result.stderr and "absent" in result.stderr
+
+
+def test_a_broken_verb_of_another_package_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "somebody-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[embodrl.verbs]\nbroken_verb = broken_verbs:SPEC\n")
+    (tmp_path / "broken_verbs.py").write_text(
+        "from embodrl.specs import VerbSpec\n"
+        "SECTIONS = {'broken': 'broken_target:Section'}\n"
+        "SPEC = VerbSpec(name='broken_verb', target='broken_target:run', sections=SECTIONS)\n"
+    )
+    (tmp_path / "broken_target.py").write_text("raise RuntimeError('half installed')\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for arguments, code in ((["--help"], 0), (["config", "validate", "env=toy", "runner.sed=1"], 2)):
+        command = [sys.executable, "-m", "embodrl", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
