@@ -379,8 +379,9 @@ class EngineSpec(Entry):
     """A training backend, a rollout backend, or both under one name.
 
     Attributes:
-        training: ``module:function`` from the policy, the configuration, ``EngineOptions`` and the device mesh of the
-            training processes to a ``PolicyTrainEngine``; None if it does not train.
+        training: ``module:function`` from the policy, the configuration and the device mesh of the training processes
+            to a ``PolicyTrainEngine``, called in each of them (``native`` trains in the driver as well, and without a
+            mesh); None if it does not train.
         rollout: ``module:function`` from ``RolloutParts`` to a ``RolloutEngine``; None if it does not act.
         training_settings: the class of the section ``actor.NAME``, derived from ``Section``, or ``module:Class``.
         rollout_settings: the class of the section ``rollout.NAME``; likewise.

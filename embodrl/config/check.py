@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
@@ -36,14 +37,22 @@ def schema_of(tree: Node) -> type[Config]:
 
 
 def with_every_section(schema: type[Config]) -> type[Config]:
-    """Return the schema with the sections of all verbs, which a configuration has where there are keys of them."""
-    found: dict[str, type[Section]] = {}
-    for spec in VERBS.all():
-        try:
-            found |= sections_of("", spec.sections)
-        except EmbodrlError:  # of another package; a use of the verb reports it
-            continue
+    """Return the schema with the sections of all verbs, engines and protocols, which a configuration may have."""
+    found = _sections_that_load("", (name for spec in VERBS.all() for name in spec.sections))
+    for path, registry in (("actor", ENGINES), ("rollout", ENGINES), ("serve", SERVE_PROTOCOLS)):
+        section = cast(type[Section], section_model(path, schema))
+        further = (name for name in registry if name not in section.model_fields)
+        found[path] = with_sections(section, _sections_that_load(path, further))
     return with_sections(schema, found)
+
+
+def _sections_that_load(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
+    """Return further sections by name, without those of packages that are broken: their use reports it."""
+    found: dict[str, type[Section]] = {}
+    for name in names:
+        with contextlib.suppress(EmbodrlError):
+            found |= sections_of(path, (name,))
+    return found
 
 
 def shipped_schemas() -> list[type[Config]]:
