@@ -162,14 +162,16 @@ def evaluate(
         source = find_policy(Path(policy))
         make = source.make_policy
         if config is None:
-            config, overrides = source.load_config(list(overrides), trust), ()
+            config = source.load_config(list(overrides), trust)
+            overrides = ()
         else:
             chosen = _load(config, overrides, "eval")
             if source.policy_dir is not None:
                 section = {"warm_start": str(source.policy_dir), "model_path": None, "lora_path": None}
                 model = chosen.config.model.model_copy(update=section)
                 chosen = chosen.with_config(chosen.config.model_copy(update={"model": model}))
-            config, overrides = chosen, ()
+            config = chosen
+            overrides = ()
     elif policy is not None:
         given = policy
         make = lambda _: given  # noqa: E731
@@ -216,7 +218,8 @@ def collect(
         more = source.arguments([])
     else:
         given = policy
-        chosen, more = None, list[str]()
+        chosen = None
+        more = list[str]()
         make = _always(given)
     loaded = _measured(chosen or _load(config, [*more, *overrides], "record"))
     with _torch_settings():
@@ -364,7 +367,8 @@ def _torch_settings() -> Iterator[None]:
     """Give torch's process-wide settings back: a notebook keeps its own."""
     import torch
 
-    threads, mode = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    threads = torch.get_num_threads()
+    mode = torch.get_deterministic_debug_mode()
     deterministic = cast(Any, torch.utils.deterministic)
     fill = deterministic.fill_uninitialized_memory
     try:

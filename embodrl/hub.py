@@ -303,7 +303,8 @@ def explained(name: HubName) -> Iterator[None]:
         raise HubError(f"{name}: {type(error).__name__}", "check the name", code="hub-missing") from error
     except (errors.RevisionResolutionError, errors.OfflineModeIsEnabled, _transport_error()) as error:
         if constants.HF_HUB_OFFLINE:
-            problem, hint = f"{name} is not, or not as a whole, in the hub's cache, and HF_HUB_OFFLINE is set", _OFFLINE
+            problem = f"{name} is not, or not as a whole, in the hub's cache, and HF_HUB_OFFLINE is set"
+            hint = _OFFLINE
             raise HubError(problem, hint, code="hub-offline") from error
         cause = type(error.__cause__ or error).__name__
         raise HubError(f"the hub could not be reached for {name}: {cause}", _LATER, code="hub-unreachable") from error

@@ -130,7 +130,8 @@ def exits_named(what: str) -> Generator[None, None, None]:
     Raises:
         EmbodrlError: it called ``sys.exit`` or ``os._exit``, or raised another BaseException.
     """
-    caller, leave = (os.getpid(), threading.get_ident()), os._exit
+    caller = (os.getpid(), threading.get_ident())
+    leave = os._exit
 
     def refused(call: str) -> EmbodrlError:
         hint = "return from the function, or raise an exception that says what is wrong"

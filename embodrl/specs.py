@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from embodrl.config.schema.section import Section
     from embodrl.interface import Interface
 
-DEFAULT_ENV, DEFAULT_MODEL = "maniskill", "openvla"
+DEFAULT_ENV = "maniskill"
+DEFAULT_MODEL = "openvla"
 
 REWARD_MODES = ("dense_delta", "potential", "dense", "sparse")
 """Values of ``env.reward_mode``."""

@@ -210,7 +210,8 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
     batch.prox_logprobs = logprobs
     if values is None:
         return
-    old, ends = batch["values"], batch.values[-1:]
+    old = batch["values"]
+    ends = batch.values[-1:]
     # The value of a chunk's last action is the nearest to what comes after it.
     last = (batch.valid.sum(-1, keepdim=True) - 1).clamp(0, old.shape[-1] - 1)
     shift = (values - old).gather(-1, last)
@@ -270,7 +271,8 @@ def proximal_terms(
         counts: of the whole minibatch.
     """
     decoupled = algorithm.decoupled
-    old, valid = micro.logprobs, micro.drawn
+    old = micro.logprobs
+    valid = micro.drawn
     prox = micro.prox_logprobs
     per_token = decoupled.level == "token"
     cap = decoupled.cap

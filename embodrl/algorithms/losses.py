@@ -109,9 +109,11 @@ def _surrogate(
     """Return the clipped surrogate, and where a ratio is outside its range; all broadcast to ``log_ratio``."""
     ratio = bounded_exp(log_ratio)
     if kind == "ratio":
-        value, clipped = ratio, ratio.clamp(1.0 - low, 1.0 + high)
+        value = ratio
+        clipped = ratio.clamp(1.0 - low, 1.0 + high)
     else:
-        value, clipped = log_ratio, log_ratio.clamp(math.log(1.0 - low), math.log(1.0 + high))
+        value = log_ratio
+        clipped = log_ratio.clamp(math.log(1.0 - low), math.log(1.0 + high))
     surrogate = torch.minimum(weight * value, weight * clipped)
     if dual is not None:
         floor = weight * (dual if kind == "ratio" else math.log(dual))
@@ -267,7 +269,8 @@ def _ratio_metrics(
         if behavior_weights is not None:
             # Both are means under the proximal policy, of tokens that another one drew: those that it would hardly
             # draw have ratios without bound.
-            kl, ratio = behavior_weights * kl, behavior_weights * ratio
+            kl = behavior_weights * kl
+            ratio = behavior_weights * ratio
         return {
             "approx_kl": kl.sum() / counts.tokens,
             "clip_fraction": (outside & mask).sum() / counts.policy,
@@ -283,7 +286,8 @@ def _reference_kl(logprobs: Tensor, ref_logprobs: Tensor | None, valid: Tensor, 
         )
     mask = valid.unsqueeze(-1)
     # Selections before and after: neither a NaN nor its gradient may come out of a masked place.
-    present, reference = torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
+    present = torch.where(mask, logprobs, 0.0)
+    reference = torch.where(mask, ref_logprobs, 0.0)
     return kl_per_token(present, reference, estimator)
 
 

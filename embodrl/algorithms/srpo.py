@@ -67,7 +67,8 @@ class VJepa2Encoder:
         EmbodrlError: there is no such model in the directory.
     """
 
-    MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    MEAN = (0.485, 0.456, 0.406)
+    STD = (0.229, 0.224, 0.225)
 
     def __init__(self, path: str) -> None:
         try:
@@ -115,7 +116,8 @@ def make_encoder(config: SrpoConfig) -> Encoder:
         raise EmbodrlError(
             "the encoder vjepa2 needs weights", "set algorithm.srpo.encoder_path=DIRECTORY", code="srpo-encoder"
         )
-    path, loaded = config.encoder_path, list[VJepa2Encoder]()
+    path = config.encoder_path
+    loaded = list[VJepa2Encoder]()
 
     def encode(frames: Tensor) -> Tensor:
         if not loaded:

@@ -90,7 +90,8 @@ class Command(TyperCommand):
 
             option = getattr(error, "option_name", "")
             name = option.lstrip("-").replace("-", "_")
-            key, known = MEANT.get(name), key_advice(name, lambda _: False)
+            key = MEANT.get(name)
+            known = key_advice(name, lambda _: False)
             hint = known[1] if known is not None else f"write {key}=VALUE" if key is not None else ""
             if hint and type(error).__name__ == "NoSuchOption":
                 ctx.fail(f"{option} is not an option of this command\n  hint: {hint}\n  code: argument-option")

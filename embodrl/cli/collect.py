@@ -48,7 +48,8 @@ def collect(
         if paths:
             loaded, acting = _policy(paths[-1], rest, config, trust)
         else:
-            loaded, acting = load_measured(rest, config, verb="collect", trust=trust), None
+            loaded = load_measured(rest, config, verb="collect", trust=trust)
+            acting = None
         from embodrl.runs import collect as worker
         from embodrl.trainer.files import removed_if_empty
         from embodrl.workers.env import places_here

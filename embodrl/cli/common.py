@@ -204,7 +204,8 @@ def describe_os_error(error: OSError) -> EmbodrlError:
     hints[errno.ENOMEM] = "out of memory: close other programs, or use fewer environments"
     where = f"{error.filename}: " if error.filename else ""
     if error.errno == errno.ENOENT and not _has_working_directory():
-        where, hints[errno.ENOENT] = f"{where}the working directory was removed: ", "start the command in another one"
+        where = f"{where}the working directory was removed: "
+        hints[errno.ENOENT] = "start the command in another one"
     hint = hints.get(error.errno or 0, "check the paths in the command; rerun with --debug for the traceback")
     return EmbodrlError(f"{where}{error.strerror or error or type(error).__name__}", hint, code="system-error")
 

@@ -39,7 +39,8 @@ def say_what_ran(config: Config) -> None:
     paths = (config.pipeline.fn, config.reward.fn, config.rollout.workflow)
     imported = [*config.extensions, *(path for path in paths if path is not None)]
     if imported:
-        message, hint = f"imported to check the settings: {', '.join(imported)}", "its code at module level has run"
+        message = f"imported to check the settings: {', '.join(imported)}"
+        hint = "its code at module level has run"
         show_notes([ConfigProblem("extensions", message, hint=hint, code="code-imported")])
 
 
@@ -48,7 +49,8 @@ def missing_here(loaded: LoadedConfig) -> list[ConfigProblem]:
     from embodrl.config.isolated import interpreter_of
     from embodrl.preflight.simulators import require_packages
 
-    env, python = loaded.config.env, interpreter_of(loaded.config)
+    env = loaded.config.env
+    python = interpreter_of(loaded.config)
     checks: dict[str, Callable[[], object]] = {
         "env.env_type": lambda: require_packages(env.env_type, python, env),
         "cluster.device": lambda: loaded.deployment,

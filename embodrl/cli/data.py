@@ -82,14 +82,16 @@ def show(report: DataReport, suggest_replay: bool) -> None:
 
     from embodrl.reporting.terminal import safe_console
 
-    console, facts = safe_console(), report.facts
+    console = safe_console()
+    facts = report.facts
     cameras = ", ".join(f"{name} {height} x {width}" for name, (height, width) in facts.cameras.items())
     rate = "" if facts.fps is None else f", {facts.fps:g} frames per second"
     console.print(f"{report.directory}: {report.num_episodes} episodes, {report.num_frames} frames{rate}")
     console.print(f"robot {facts.robot_type or 'not stated'}, {facts.action_dim} action dimensions,", end=" ")
     console.print(f"{facts.state_dim} of the state, cameras: {cameras or 'none'}")
     if report.replay is not None:
-        again, before = report.replay.success, report.replay.recorded_success
+        again = report.replay.success
+        before = report.replay.recorded_success
         console.print(f"replayed {report.replay.episodes} episodes: success {again:.0%}, recorded {before:.0%}")
     if report.policy is not None:
         table = Table("dimension", "mean error", "of the mean action", "out of range", title="policy on the data")

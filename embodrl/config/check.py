@@ -306,7 +306,8 @@ def unknown_key(key: str, origin: str, schema: type[Config]) -> ConfigProblem:
 
 def _unknown_here(key: str, origin: str, schema: type[Config], tree: Node) -> ConfigProblem:
     """Return the problem of an unknown key, with what other systems and the chosen simulator may mean by it."""
-    problem, known = unknown_key(key, origin, schema), key_advice(key, lambda full: lookup(tree, full) is not None)
+    problem = unknown_key(key, origin, schema)
+    known = key_advice(key, lambda full: lookup(tree, full) is not None)
     if known is not None:
         return replace(problem, nearest=known[0], hint=known[1])
     chosen = lookup(tree, "env.env_type")
@@ -351,7 +352,8 @@ def allowed_values(key: str, schema: type[BaseModel]) -> tuple[str, list[str]]:
     while parts and parts[-1].isdigit():
         parts.pop()
         indices += 1
-    section, name = ".".join(parts[:-1]), parts[-1] if parts else ""
+    section = ".".join(parts[:-1])
+    name = parts[-1] if parts else ""
     model = section_model(section, schema)
     if model is None or name not in model.model_fields:
         return "", []

@@ -173,7 +173,8 @@ def _form_problem(text: str, before: str, after: str) -> list[ConfigProblem]:
         return []  # named with its key
     separate = _is_key(text) and after and "=" not in after and not _is_key(after)
     hint = f"write {text}={after}" if separate else "write section.key=VALUE; a YAML file is given with --config FILE"
-    key, origin = text.partition("=")[0] or "(argument)", f"command line: {text}"
+    key = text.partition("=")[0] or "(argument)"
+    origin = f"command line: {text}"
     return [ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint, code="argument-form")]
 
 
@@ -392,14 +393,16 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     arguments, problems = parse_arguments(overrides)
     user = Node({}, Origin("file", "mapping"))
     untrusted: tuple[str, ...] = ()
-    base, of_run = Path(), False
+    base = Path()
+    of_run = False
     if isinstance(config_file, Path):
         of_run = (config_file / "config.yaml").is_file()
         if of_run:
             config_file = config_file / "config.yaml"
         user, wrong = read_yaml(config_file, str(config_file))
         trusted = not user.children or is_trusted(config_file, user, of_run=of_run)
-        untrusted, base = (() if trusted else (str(config_file),)), config_file.absolute().parent
+        untrusted = () if trusted else (str(config_file),)
+        base = config_file.absolute().parent
         problems += wrong
     elif config_file is not None:
         user, wrong = read_mapping(config_file)

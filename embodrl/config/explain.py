@@ -95,7 +95,8 @@ def summary(config: Config) -> str:
     chunks = train.total_num_envs * chunks_an_env
     steps = chunks * config.model.num_action_chunks
     updates = -(-chunks // actor.global_batch_size) * algorithm.update_epoch
-    stages, processes = config.rollout.pipeline_stages, config.env.num_processes
+    stages = config.rollout.pipeline_stages
+    processes = config.env.num_processes
     return "\n".join(
         [
             f"environments: {train.total_num_envs} in {processes} processes, {stages} pipeline stage(s)",

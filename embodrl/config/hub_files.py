@@ -10,7 +10,8 @@ from embodrl.config.rules.verbs import Verb
 from embodrl.errors import ConfigProblem, HubError
 from embodrl.hub import DATASET_FACTS, MODEL_FACTS, fetch, parse, parse_dataset
 
-MODEL_KEYS, DATA_KEY = ("model.model_path", "model.lora_path"), "sft.data_dir"
+MODEL_KEYS = ("model.model_path", "model.lora_path")
+DATA_KEY = "sft.data_dir"
 
 
 def fetch_facts(tree: Node, verb: Verb | None) -> tuple[list[ConfigProblem], list[ConfigProblem]]:

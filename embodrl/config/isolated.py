@@ -59,7 +59,8 @@ def read_marker(prefix: Path) -> dict[str, object] | None:
 def installed_python(name: str) -> Path | None:
     """Return the interpreter of a simulator's environment, or None where there is no whole one."""
     prefix = default_prefix(name)
-    python, marker = python_of(prefix), read_marker(prefix)
+    python = python_of(prefix)
+    marker = read_marker(prefix)
     whole = marker is not None and marker.get("name") == name and os.access(python, os.X_OK)
     return python if whole else None
 

@@ -157,7 +157,8 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
     """
     key = "actor.optim.schedule_iterations"
     planned, now = (lookup(tree, "runner.max_iterations") for tree in (before, composition.tree))
-    optim, length = lookup(composition.tree, "actor.optim"), lookup(composition.tree, key)
+    optim = lookup(composition.tree, "actor.optim")
+    length = lookup(composition.tree, key)
     if planned is None or now is None or optim is None or planned.value == now.value:
         return
     if length is None or (length.value is None and length.origin.kind == "run"):
@@ -241,7 +242,8 @@ def leaf_keys(value: object, key: str = "") -> list[str]:
 
 def fill_derived(tree: Node) -> None:
     """Add settings that follow from others, where they are not given."""
-    env, env_type = lookup(tree, "env"), lookup(tree, "env.env_type")
+    env = lookup(tree, "env")
+    env_type = lookup(tree, "env.env_type")
     name = env_type.value if env_type is not None else None
     spec = ENVS.entry(name) if isinstance(name, str) and name in ENVS else None
     if env is None or spec is None:
@@ -274,7 +276,8 @@ def fill_freeze_vision(tree: Node) -> None:
         node = lookup(tree, key)
         return None if node is None else node.plain()
 
-    family, loss = value("model.model_type"), value("algorithm.loss_type")
+    family = value("model.model_type")
+    loss = value("algorithm.loss_type")
     keeps = isinstance(family, str) and family in MODELS and MODELS.entry(family).keeps_vision_features
     by_reward = isinstance(loss, str) and loss in LOSSES and not LOSSES.entry(loss).learns_from_records
     is_small = value("model.model_path") is None and value("model.architecture") is None
@@ -446,7 +449,8 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
     if name.partition(".")[0] in sys.stdlib_module_names:
         message = f"'{name}' belongs to Python's standard library and registers nothing"
         return problem(message, "name the module that calls embodrl.register_env, register_model, ...")
-    is_first, known = name not in sys.modules, _registered()
+    is_first = name not in sys.modules
+    known = _registered()
     try:
         with exits_named(f"importing '{name}'"):
             importlib.import_module(name)

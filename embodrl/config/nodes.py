@@ -265,7 +265,8 @@ class _Reader:
     """Turns yaml's nodes into ours and notes what is wrong."""
 
     def __init__(self, name: str, kind: str) -> None:
-        self.name, self.kind = name, kind
+        self.name = name
+        self.kind = kind
         self.problems: list[ConfigProblem] = []
         self.count = 0
         self.tagged: set[str] = set()  # keys whose value means nothing without its tag
@@ -388,7 +389,8 @@ def read_yaml(path: Path, name: str, kind: str = "file") -> tuple[Node, list[Con
         text = content.decode()
     except (OSError, ValueError) as error:  # a zero byte in the path, or no UTF-8
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        message, hint = f"can't read '{name}': {reason}", "give the path of a readable YAML file"
+        message = f"can't read '{name}': {reason}"
+        hint = "give the path of a readable YAML file"
         return empty, [ConfigProblem("(file)", message, name, hint=hint, code="config-file-unreadable")]
     return parse_yaml(text, name, kind)
 

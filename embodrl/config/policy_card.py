@@ -29,7 +29,8 @@ def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
         config: the run.
         facts: further ones, e.g. ``iteration`` and versions.
     """
-    env, settings = config.env, config.env.model_dump(mode="json")
+    env = config.env
+    settings = config.env.model_dump(mode="json")
     return {
         "env_type": env.env_type,
         "env_id": settings.get("id"),

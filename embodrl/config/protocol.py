@@ -59,7 +59,8 @@ def protocol_of(config: Config) -> ProtocolReport | None:
     """Return the protocol of a valid configuration, and how far it holds; None if it has none."""
     if config.protocol is None:
         return None
-    spec, env = PROTOCOLS.entry(config.protocol), config.env
+    spec = PROTOCOLS.entry(config.protocol)
+    env = config.env
     settings = protocol_settings(
         spec, config.model.model_type, getattr(env, "suite", None), len(env.tasks), len(env.cameras)
     )

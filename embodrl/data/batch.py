@@ -291,7 +291,8 @@ class Batch:
 
     def _take(self, index: Tensor) -> Self:
         """Return the rows of those indices ``int64[M]``, copied."""
-        dim, rows = self.row_dim, index.numpy()
+        dim = self.row_dim
+        rows = index.numpy()
         tensors = mapped(lambda x: x.index_select(dim, index.to(x.device)), self.tensors)
         objects = {name: x.take(rows, axis=dim) for name, x in self.objects.items()}
         return self._with(tensors, objects, (*self.batch_size[:-1], len(index)))
@@ -315,7 +316,8 @@ def _check_layout(first: Batch, other: Batch, number: int) -> None:
     left_columns, right_columns = (
         {"/".join(path): tensor for path, tensor in batch.leaves()} | batch.objects for batch in (first, other)
     )
-    left_names, right_names = {*left_columns, *first.names()}, {*right_columns, *other.names()}
+    left_names = {*left_columns, *first.names()}
+    right_names = {*right_columns, *other.names()}
     if left_names != right_names:
         raise BatchKeyError(
             f"batch 0 has the columns {listed(left_names)}, and batch {number} {listed(right_names)}",

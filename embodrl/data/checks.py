@@ -155,7 +155,8 @@ def _gripper(data: Checked) -> Iterator[DataFinding]:
 
 def _lag(data: Checked) -> Iterator[DataFinding]:
     """Compare actions, or their changes where they are positions, with changes of the state, shifted."""
-    actions, state = data.demos.actions.astype(np.float64), data.demos.state.astype(np.float64)
+    actions = data.demos.actions.astype(np.float64)
+    state = data.demos.state.astype(np.float64)
     if not state.shape[1] or not data.moving:
         return
     size = min(actions.shape[1], state.shape[1])
@@ -204,7 +205,8 @@ def _best_lag(
         pairs: list[NDArray[np.float64]] = []
         for episode in episodes:
             if (length := episode.stop - episode.start - abs(k)) > 2:
-                first, second = episode.start + max(-k, 0), episode.start + max(k, 0)
+                first = episode.start + max(-k, 0)
+                second = episode.start + max(k, 0)
                 both = (column[first : first + length, None], change[second : second + length])
                 pairs.append(np.concatenate(both, axis=1))
         table = np.concatenate(pairs)[:LAG_FRAMES] if pairs else np.zeros((0, 1))
@@ -217,7 +219,8 @@ def _best_lag(
         if k in (0, 1):
             at_rest = max(at_rest, found)
         if found > best:
-            best, lag = found, k
+            best = found
+            lag = k
     return best, lag, at_rest
 
 
@@ -270,7 +273,8 @@ def _cameras(data: Checked) -> Iterator[DataFinding]:
 
 def _episodes(data: Checked) -> Iterator[DataFinding]:
     lengths = np.array([episode.stop - episode.start for episode in data.episodes])
-    median, fps = float(np.median(lengths)), data.facts.fps
+    median = float(np.median(lengths))
+    fps = data.facts.fps
     if len(short := np.flatnonzero((lengths < 3) & (lengths < median / 3))):
         message = f"episodes {shown(short)} have fewer than 3 frames; the median is {median:g}"
         yield DataFinding("warning", "episode-short", message, "remove them")

@@ -55,9 +55,11 @@ def data_directory(data_dir: str) -> Path:
 def missing(directory: Path) -> EmbodrlError:
     """Return the error of a directory without demonstrations."""
     if directory.is_dir():
-        problem, hint = f"{directory} holds no demonstrations", "give the directory that holds meta/ or index.json"
+        problem = f"{directory} holds no demonstrations"
+        hint = "give the directory that holds meta/ or index.json"
     else:
-        problem, hint = f"{directory} does not exist", "correct the path"
+        problem = f"{directory} does not exist"
+        hint = "correct the path"
     collect = f"`embodrl collect env=NAME collect.output_dir={directory}` makes demonstrations"
     return EmbodrlError(problem, f"{hint}; {collect}", code="dataset-missing")
 

@@ -42,7 +42,8 @@ def load_configured_demos(config: Config) -> Demos:
     Raises:
         EmbodrlError: there are none, they are damaged, or the cameras are ambiguous.
     """
-    settings, cameras = config.sft, config.env.cameras
+    settings = config.sft
+    cameras = config.env.cameras
     on_hub = parse_dataset(settings.data_dir)
     directory = Path(settings.data_dir).expanduser() if on_hub is None else fetch(on_hub, DATASET_FILES)
     present = camera_names(directory)
@@ -76,7 +77,8 @@ def check_robot(config: Config) -> None:
     Raises:
         EmbodrlError: they do, and ``sft.check_robot`` is true.
     """
-    env, spec = config.env, ENVS.entry(config.env.env_type)
+    env = config.env
+    spec = ENVS.entry(config.env.env_type)
     if not config.sft.check_robot or spec.robots is None:
         return
     facts = read_facts(data_directory(config.sft.data_dir))
@@ -103,7 +105,8 @@ def check_demos(demos: Demos, config: Config) -> None:
         EmbodrlError: other action dimensions or cameras, or the robot's state is required and was not recorded.
     """
     source = config.sft.data_dir
-    action_dim, cameras = demos.actions.shape[1], demos.images.shape[1]
+    action_dim = demos.actions.shape[1]
+    cameras = demos.images.shape[1]
     if action_dim != config.model.action_dim:
         raise EmbodrlError(
             f"actions in {source} have {action_dim} dimensions, model.action_dim is {config.model.action_dim}",
@@ -169,10 +172,12 @@ class FrameBatches:
 
     def next(self) -> tuple[Observation, Tensor, Tensor]:
         """Return observations, actions ``float32[N,H,A]`` and the mask ``bool[N,H]`` of those inside the episode."""
-        size, demos = self.settings.batch_size, self.demos
+        size = self.settings.batch_size
+        demos = self.demos
         while len(self._order) < size:
             self._order = np.concatenate([self._order, self.frames[self._rng.permutation(len(self.frames))]])
-        frames, self._order = self._order[:size], self._order[size:]
+        frames = self._order[:size]
+        self._order = self._order[size:]
         actions, inside = demos.action_chunks(frames, self.horizon)
         observation = Observation(
             images=shift_images(demos.images[frames], self.settings.random_shift_px, self._rng),

@@ -142,7 +142,8 @@ def read_info(directory: Path) -> Info:
 
 
 def _feature(fields: Fields) -> Feature:
-    dtype, shape = fields.text("dtype"), fields.numbers("shape")
+    dtype = fields.text("dtype")
+    shape = fields.numbers("shape")
     picture = dtype in ("video", "image")
     low, high = (1, MAX_PIXELS) if picture else (0, MAX_DIMENSIONS)
     if not all(low <= size <= high and size.is_integer() for size in shape) or (picture and len(shape) != 3):
@@ -322,7 +323,8 @@ class _Loading:
                 "choose cameras of one size, or give a size",
                 code="dataset-camera-sizes",
             )
-        wanted, free = frames * len(keys) * self.size[0] * self.size[1] * 3, psutil.virtual_memory().available
+        wanted = frames * len(keys) * self.size[0] * self.size[1] * 3
+        free = psutil.virtual_memory().available
         if wanted > MEMORY_FRACTION * free:
             raise EmbodrlError(
                 f"the pictures of {frames} frames in {directory} take {wanted / 2**30:.1f} GB of memory at"

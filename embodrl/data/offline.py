@@ -67,7 +67,8 @@ class OfflineData:
 
     def observation(self, frames: Tensor, instructions: Sequence[str] | None = None) -> Observation:
         """Return what was seen; ``instructions``, if given, are said in place of the dataset's."""
-        index, demos = frames.numpy(), self.demos
+        index = frames.numpy()
+        demos = self.demos
         words = list(instructions or (demos.instructions[number] for number in demos.episode[index]))
         return Observation(demos.images[index], demos.state[index], words, np.zeros(len(index), np.int32))
 

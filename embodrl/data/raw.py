@@ -67,7 +67,8 @@ class RawWriter(DatasetWriter):
 
     def _flush(self) -> dict[str, object]:
         if self._pending:
-            name, start = f"shard_{self._num_shards:04d}.safetensors", 0
+            name = f"shard_{self._num_shards:04d}.safetensors"
+            start = 0
             tensors = {
                 column: torch.from_numpy(np.concatenate([getattr(episode, column) for episode in self._pending]))
                 for column in COLUMNS
@@ -129,7 +130,8 @@ def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
     shards = {name: _load_shard(directory / name) for name in names}
     parts: dict[str, list[Array]] = {column: [] for column in set.intersection(*map(set, shards.values()))}
     for number, entry in enumerate(entries):
-        shard, file = shards[entry.shard], directory / entry.shard
+        shard = shards[entry.shard]
+        file = directory / entry.shard
         if entry.start + entry.length > len(shard["actions"]):
             raise damaged(file, f"it lacks frames of episode {number}")
         for column in parts:

@@ -28,7 +28,8 @@ EXPERT = 1
 HUMAN = 2
 """Who chose an action: values of the column ``source``."""
 INPUT = "inputs."
-HEAD, STORED = "head", "stored"
+HEAD = "head"
+STORED = "stored"
 DEMOS = "demos"
 
 
@@ -59,7 +60,8 @@ class ReplayBuffer:
     """
 
     def __init__(self, capacity: int, max_bytes: int) -> None:
-        self._most, self._max_bytes = capacity, max_bytes
+        self._most = capacity
+        self._max_bytes = max_bytes
         self._columns: dict[str, Tensor] = {}
         self._size = self._head = self.stored = 0
         self._acted = torch.zeros(0, dtype=torch.int64)
@@ -152,7 +154,8 @@ class ReplayBuffer:
             CheckpointError: it does not fit into the buffer, which is smaller now.
         """
         columns = {name: column for name, column in state.items() if name not in (HEAD, STORED)}
-        self._columns, self._size = {}, 0
+        self._columns = {}
+        self._size = 0
         if columns:
             self._allocate(columns)
             self._size = len(columns["acted"])
@@ -289,7 +292,8 @@ def decode_words(words: NDArray[np.uint8]) -> list[str]:
 def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
     """Return the frames of a rollout, episode by episode, as ``ReplayBuffer.add_frames`` takes them."""
     steps, rows = batch.valid.shape[:2]
-    acted, terminated = batch.valid.any(-1), batch.terminated.any(-1)
+    acted = batch.valid.any(-1)
+    terminated = batch.terminated.any(-1)
     ended = terminated | batch.truncated.any(-1)
     times: list[int] = []  # of the column inputs, and beyond T of final_inputs
     envs: list[int] = []
@@ -306,8 +310,10 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
                 times.append(time)
                 open_episode = False
             envs.extend([env] * (len(times) - len(envs)))
-    time, env = torch.tensor(times, dtype=torch.int64), torch.tensor(envs, dtype=torch.int64)
-    inner, is_final = time % steps, time >= steps
+    time = torch.tensor(times, dtype=torch.int64)
+    env = torch.tensor(envs, dtype=torch.int64)
+    inner = time % steps
+    is_final = time >= steps
     flags = acted[inner, env] & ~is_final
     frames = {
         "actions": batch["actions"][inner, env],

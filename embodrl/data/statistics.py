@@ -65,7 +65,8 @@ def dimension_stats(values: NDArray[np.floating]) -> tuple[Vector, list[int]]:
     del stats["count"]
     low, high, least, most = (np.array(stats[name]) for name in ("q01", "q99", "min", "max"))
     narrow = (most > least) & (high - low < NARROW * (most - least))
-    stats["q01"], stats["q99"] = np.where(narrow, least, low).tolist(), np.where(narrow, most, high).tolist()
+    stats["q01"] = np.where(narrow, least, low).tolist()
+    stats["q99"] = np.where(narrow, most, high).tolist()
     return stats, np.flatnonzero(narrow).tolist()
 
 

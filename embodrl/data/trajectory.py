@@ -177,7 +177,8 @@ class TrajectoryBatch(Batch):
             )
         end = torch.zeros_like(values[:-1])
         end[-1] = values[-1]
-        self["values"], self["end_values"] = values[:-1], end
+        self["values"] = values[:-1]
+        self["end_values"] = end
 
 
 def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:

@@ -62,7 +62,8 @@ def choose(config: Config, gpus_per_node: int) -> Choice:
         )
         where = _ranks(count, count + acts)
     else:
-        count, acts = actors[-1], rollouts[-1]
+        count = actors[-1]
+        acts = rollouts[-1]
         turns = "are too few to be divided" if ahead else "rollouts and training take turns (runner.max_staleness=0)"
         reason = f"{have}; {turns}: both use as many as they can"
         where = _ranks(0, acts) if size % acts or acts == 1 else _spread(size, acts)
@@ -87,7 +88,8 @@ def _actors(config: Config, size: int) -> tuple[list[int], str]:
     actor = config.actor
     if actor.training_backend == "native":
         return [1], "actor.training_backend=native is one process (actor=fsdp trains on several)"
-    cut, micro = actor.tensor_parallel_size, actor.micro_batch_size
+    cut = actor.tensor_parallel_size
+    micro = actor.micro_batch_size
     found = [n for n in range(1, size + 1) if n % cut == 0 and _splits(actor.global_batch_size, n // cut, micro)]
     limit = f"as many as share actor.global_batch_size={actor.global_batch_size} in micro-batches of {micro}"
     return found or [cut], limit + (f", {cut} to each copy of the model" if cut > 1 else "")
@@ -106,7 +108,8 @@ def _rollouts(config: Config, size: int) -> tuple[list[int], str]:
         return [1], "rollout.backend=remote acts for the main process"
     if config.rollout.own_process is False:
         return [1], "rollout.own_process=false"
-    simulators, stages = config.env.num_processes, config.rollout.pipeline_stages
+    simulators = config.env.num_processes
+    stages = config.rollout.pipeline_stages
     found = [n for n in range(1, size + 1) if n == 1 or simulators % (n * stages) == 0]
     limit = f"as many as share env.num_processes={simulators}" + (f" in {stages} stages" if stages > 1 else "")
     return found, limit if found[-1] == size else f"{limit} (a multiple of {size * stages} could use all)"

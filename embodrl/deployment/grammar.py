@@ -36,7 +36,8 @@ class PlacementError(ValueError):
         allowed: str = "all, or ranks such as 0, 0-3, 0-1:0-3 or 0,2",
     ) -> None:
         super().__init__(message)
-        self.hint, self.allowed = hint, allowed
+        self.hint = hint
+        self.allowed = allowed
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def parse_range(text: str) -> list[int]:
     match = RANKS.fullmatch(text.strip())
     if match is None:
         raise PlacementError(f"'{text.strip()}' is not a rank or a range of ranks")
-    first, last = int(match[1]), int(match[2] or match[1])
+    first = int(match[1])
+    last = int(match[2] or match[1])
     if last < first:
         raise PlacementError(f"the range '{text.strip()}' ends before it starts")
     if last - first > 100_000:

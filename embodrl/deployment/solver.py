@@ -261,7 +261,8 @@ def _deploy(
     if config.runner.eval_async:
         processes += _beside(config, processes, machines[0], machine, gpus_per_node)
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
-    ray, native = config.cluster.launcher == "ray", config.actor.training_backend == "native"
+    ray = config.cluster.launcher == "ray"
+    native = config.actor.training_backend == "native"
     trains = ray or actor != rollout if config.actor.own_process is None else config.actor.own_process
     return Deployment(
         tuple(processes),

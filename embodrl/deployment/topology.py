@@ -191,7 +191,8 @@ def assign_cpus(
         for rank in sorted(range(num_processes), key=lambda rank: near[rank] is None):
             chosen[rank] = _next_node(machine, counts, near[rank])
             counts[chosen[rank]] += 1
-    several, used = len(machine.nodes) > 1, dict.fromkeys(machine.nodes, 0)
+    several = len(machine.nodes) > 1
+    used = dict.fromkeys(machine.nodes, 0)
     slots: list[CpuSlot] = []
     for node in chosen:
         cpus = machine.nodes[node]
@@ -245,7 +246,8 @@ def _read_gpus(sysfs: Path, proc: Path | None) -> tuple[Gpu, ...]:
     for device in sorted((sysfs / "bus/pci/devices").glob("*")):
         if not (device / "class").exists() or not (device / "vendor").exists():
             continue
-        kind, vendor = (device / "class").read_text().strip(), (device / "vendor").read_text().strip()
+        kind = (device / "class").read_text().strip()
+        vendor = (device / "vendor").read_text().strip()
         if kind[:6] not in _GPU_CLASSES or vendor not in _GPU_VENDORS:
             continue
         if vendor == _NVIDIA and served is not None and device.name not in served:
@@ -253,7 +255,8 @@ def _read_gpus(sysfs: Path, proc: Path | None) -> tuple[Gpu, ...]:
         node_file = device / "numa_node"
         node = int(node_file.read_text()) if node_file.exists() else -1
         facts = _information(served[device.name]) if served and vendor == _NVIDIA else {}
-        name, uuid = facts.get("Model", ""), facts.get("GPU UUID", "")
+        name = facts.get("Model", "")
+        uuid = facts.get("GPU UUID", "")
         gpus.append(Gpu(device.name, node if node >= 0 else None, name, uuid=uuid))
     return tuple(gpus)
 

@@ -74,7 +74,8 @@ class ToolResult:
         rows = np.array([row])
         ended = step.final_observation is not None and bool(step.final_mask[row])
         seen = step.final_observation if ended and step.final_observation is not None else step.observation
-        valid, truncated = step.valid[row].copy(), step.truncated[row].copy()
+        valid = step.valid[row].copy()
+        truncated = step.truncated[row].copy()
         return ToolResult(
             observation=seen.select(rows),
             reward=step.reward[row].copy(),

@@ -89,7 +89,8 @@ def _read(path: Path) -> Arrays | None:
     except OSError as error:
         logger.warning("the mesh cache can't be read, the mesh is recomputed: %s", error)
         return None
-    checksum, payload = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    checksum = content[:_CHECKSUM_BYTES]
+    payload = content[_CHECKSUM_BYTES:]
     if hashlib.sha256(payload).digest() != checksum:
         logger.warning("%s is damaged; the mesh is recomputed", path)
         return None

@@ -53,7 +53,8 @@ class SupportedEnv(RegisteredName):
             EmbodrlError: the name is taken, or a fact is unknown or invalid.
         """
         if isinstance(settings, (list, tuple)):
-            facts, settings = {"reads": settings, **facts}, None
+            facts = {"reads": settings, **facts}
+            settings = None
         return cls.of(
             SimulatorSpec.make(
                 name, vector_env, description, {"tasks": tasks, "action_dim": action_dim, "settings": settings, **facts}

@@ -144,9 +144,12 @@ class Replayed(Simulator):
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
-        self.action_low, self.action_high = simulator.action_low, simulator.action_high
-        self.state_dim, self.instruction = simulator.state_dim, simulator.instruction
-        self.control_hz, self.is_seeded = simulator.control_hz, simulator.is_seeded
+        self.action_low = simulator.action_low
+        self.action_high = simulator.action_high
+        self.state_dim = simulator.state_dim
+        self.instruction = simulator.instruction
+        self.control_hz = simulator.control_hz
+        self.is_seeded = simulator.is_seeded
         self._seed: int | None = None
         self._actions: list[NDArray[np.float32]] = []
         self._checksum = 0
@@ -220,8 +223,10 @@ class Replayed(Simulator):
         return {"seed": self._seed, "actions": actions, "checksum": self._checksum}
 
     def set_state(self, state: _Replay) -> None:
-        self._seed, self._actions = state["seed"], list(state["actions"])
-        self._checksum, self._behind = state["checksum"], state["seed"] is not None
+        self._seed = state["seed"]
+        self._actions = list(state["actions"])
+        self._checksum = state["checksum"]
+        self._behind = state["seed"] is not None
 
     def close(self) -> None:
         self.simulator.close()
@@ -255,7 +260,8 @@ class SimulatorVectorEnv(SteppingEnv):
         video_fps: float | None = None,
         include_images: bool = True,
     ) -> None:
-        self._tasks, self._include_images = tuple(tasks), include_images
+        self._tasks = tuple(tasks)
+        self._include_images = include_images
         self._idle: list[list[Simulator]] = [[] for _ in tasks]
         self._sims: list[Simulator | None] = [None] * num_envs
         self._sim_tasks = np.zeros(num_envs, np.int32)
@@ -287,7 +293,8 @@ class SimulatorVectorEnv(SteppingEnv):
         if sim is None:
             task = int(self._sim_tasks[row])
             sim = self._idle[task].pop() if self._idle[task] else self._new_simulator(task)
-            self._sims[row], self._instructions[task] = sim, sim.instruction
+            self._sims[row] = sim
+            self._instructions[task] = sim.instruction
         return sim
 
     def _new_simulator(self, task: int) -> Simulator:
@@ -310,7 +317,8 @@ class SimulatorVectorEnv(SteppingEnv):
             sim = self._sims[row]
             if sim is not None:
                 self._idle[self._sim_tasks[row]].append(sim)
-            self._sims[row], self._sim_tasks[row] = None, task
+            self._sims[row] = None
+            self._sim_tasks[row] = task
         for row, _ in changed:
             self._sim(row)
 
@@ -330,14 +338,16 @@ class SimulatorVectorEnv(SteppingEnv):
                     "return SimStep(reward=..., success=...)",
                     code="simulator-step",
                 )
-            reward[row], success[row] = step.reward, step.success
+            reward[row] = step.reward
+            success[row] = step.success
             terminated[row] = step.terminated
             truncated[row] = step.truncated
             diverged[row] = step.diverged
         return StepResult(reward, success, terminated, truncated, diverged)
 
     def _checked_images(self, row: int) -> NDArray[np.uint8]:
-        found, cameras = self._sim(row).images(), self.spec.cameras
+        found = self._sim(row).images()
+        cameras = self.spec.cameras
         shape = (len(cameras), cameras[0].height, cameras[0].width, 3)
         if found.dtype != np.uint8 or found.shape != shape:
             raise EnvError(

@@ -125,7 +125,8 @@ class SteppingEnv(VectorEnv):
     def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: float | None = None) -> None:
         self.spec = spec
         self.rules = rules
-        batch, camera = spec.num_envs, spec.cameras[0]
+        batch = spec.num_envs
+        camera = spec.cameras[0]
         self._images = np.zeros((batch, len(spec.cameras), camera.height, camera.width, 3), np.uint8)
         self._state = np.zeros((batch, spec.state_dim), np.float32)
         self.task_id = np.zeros(batch, np.int32)
@@ -187,7 +188,8 @@ class SteppingEnv(VectorEnv):
 
     def film(self, row: int) -> NDArray[np.uint8]:
         """Return a frame for people, ``uint8[H,W,3]``; by default what the first camera sees."""
-        images, state = np.empty_like(self._images), np.empty_like(self._state)
+        images = np.empty_like(self._images)
+        state = np.empty_like(self._state)
         self.draw(np.array([row]), images, state)
         return images[row, 0]
 
@@ -277,8 +279,10 @@ class SteppingEnv(VectorEnv):
         final_mask = np.asarray(truncated.any(axis=1))
         done = final_mask | np.asarray(terminated.any(axis=1))
         # Of the episode that ends here, before an auto-reset clears it.
-        success, episode_return = self._solved.copy(), self._returned.copy()
-        episode_length, episode_seed = self._elapsed.copy(), self.episode_seed.copy()
+        success = self._solved.copy()
+        episode_return = self._returned.copy()
+        episode_length = self._elapsed.copy()
+        episode_seed = self.episode_seed.copy()
         final_observation = None
         if final_mask.any():
             self._draw(np.flatnonzero(final_mask))
@@ -331,7 +335,8 @@ class SteppingEnv(VectorEnv):
         return Observation(self._images.copy(), self._state.copy(), instructions, self.task_id.copy())
 
     def _instruction(self, row: int) -> str:
-        text, seed = self.instruction(int(self.task_id[row])), int(self.episode_seed[row])
+        text = self.instruction(int(self.task_id[row]))
+        seed = int(self.episode_seed[row])
         if seed < 0:  # no episode yet
             return text
         return {"instruction": reworded, "colours": recoloured}.get(self.axis or "", lambda same, _: same)(text, seed)
@@ -344,7 +349,8 @@ class SteppingEnv(VectorEnv):
     def set_state(self, state: bytes) -> None:
         content = decode(state)
         for name in filter(content.__contains__, _EPISODE_STATE):
-            saved, present = content[name], getattr(self, name)
+            saved = content[name]
+            present = getattr(self, name)
             if saved.shape != present.shape:
                 raise EnvError(
                     f"the state is one of other environments: {name.strip('_')} {list(saved.shape)}, here"

@@ -59,7 +59,8 @@ def join_mesh(
     Returns:
         a mesh with the dimensions DP and TP, of consecutive ranks.
     """
-    backend, timeout = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, rendezvous, timeout, world_size, rank)
     shape = (world_size // tensor_parallel, tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=(DP, TP))

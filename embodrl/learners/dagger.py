@@ -40,12 +40,14 @@ class DaggerLearner(RecordLearner):
 
     def __init__(self, config: Config, policy: VLAPolicy, engine: TrainEngine, store: ReplayBuffer) -> None:
         self.config = config
-        self.policy, self.engine = policy, engine
+        self.policy = policy
+        self.engine = engine
         self.store = store
         self.num_updates = 0
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
-        config, engine = self.config, self.engine
+        config = self.config
+        engine = self.engine
         settings = config.algorithm.off_policy
         rate = learning_rates(config.actor.optim, engine.version, config.runner.max_iterations, 0).policy
         due = int(settings.utd * max(0, self.store.stored - settings.warm_up)) - self.num_updates
@@ -61,7 +63,8 @@ class DaggerLearner(RecordLearner):
 
     def _draw(self, generator: torch.Generator) -> Batch:
         places = self.store.draw(self.config.actor.global_batch_size, generator)
-        seen, labels = self.store.inputs(places), self.store.column("labels", places)
+        seen = self.store.inputs(places)
+        labels = self.store.column("labels", places)
         observation = Observation(
             seen["images"].numpy(),
             seen["state"].numpy(),

@@ -49,7 +49,8 @@ def policy_with_statistics(
     Raises:
         CheckpointError: see the family's builder.
     """
-    model, choice = config.model, config.sft.stats
+    model = config.model
+    choice = config.sft.stats
     path.unlink(missing_ok=True)  # of an earlier start that failed
     if choice == "auto" and model.stats_path is not None:
         choice = model.stats_path
@@ -101,7 +102,8 @@ def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:
     shares = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
     wrong = [f"{share:.0%} of dimension {index}" for index, share in enumerate(shares) if share > settings.max_clipped]
     if wrong:
-        low, high = demos.actions.min(), demos.actions.max()
+        low = demos.actions.min()
+        high = demos.actions.max()
         raise EmbodrlError(
             f"actions in {settings.data_dir} ({low:g} to {high:g}) are out of the policy's range: {', '.join(wrong)}",
             "sft.stats=data normalises them by statistics of the demonstrations; sft.max_clipped=1 trains anyway",

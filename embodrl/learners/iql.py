@@ -66,8 +66,10 @@ class IqlCritics:
         device: torch.device,
         seed: int,
     ) -> None:
-        self.settings, self.device = settings, device
-        self.q, self.v = Critic(spec, settings.num_q, chunk_dim, settings), Critic(spec, 1, 0, settings)
+        self.settings = settings
+        self.device = device
+        self.q = Critic(spec, settings.num_q, chunk_dim, settings)
+        self.v = Critic(spec, 1, 0, settings)
         generator = torch.Generator().manual_seed(seed)
         for part in (self.q, self.v):
             part.init_weights(generator)
@@ -89,14 +91,16 @@ class IqlCritics:
         """
         led = data.led
         assert led is not None, "the run was built for critics"
-        seen, after = self._inputs(data, frames), self._inputs(data, led.next[frames])
+        seen = self._inputs(data, frames)
+        after = self._inputs(data, led.next[frames])
         actions = data.actions(frames, data.chunk)[0].to(self.device)
         nothing = actions.new_zeros(len(frames), 0)
         with torch.no_grad():
             target_q = self.target(seen, actions).min(0).values
             bootstrap = led.discount[frames].to(self.device) * self.v(after, nothing)[0]
             target = led.returns[frames].to(self.device) + bootstrap
-        values, q = self.v(seen, nothing)[0], self.q(seen, actions)
+        values = self.v(seen, nothing)[0]
+        q = self.q(seen, actions)
         value_loss = expectile_loss(target_q - values, algorithm.offline.expectile).mean()
         q_loss = critic_loss(q, target).mean()
         loss = value_loss + q_loss
@@ -137,7 +141,8 @@ class IqlCritics:
         Raises:
             CheckpointError: it is of other critics.
         """
-        named, left = self.named(), dict(saved)
+        named = self.named()
+        left = dict(saved)
         own = {name: p.data for name, p in named.items()}
         own |= {f"target.{name}": p for name, p in self.target.named_parameters()}
         for name, tensor in own.items():

@@ -35,10 +35,12 @@ class MemoryPhases:
     """
 
     def __init__(self, config: Config, rollouts: RolloutBackend, engine: TrainEngine) -> None:
-        self._actor, self._env = config.actor.enable_offload, config.env.enable_offload
+        self._actor = config.actor.enable_offload
+        self._env = config.env.enable_offload
         self._rollout = config.rollout.enable_offload
         self._ends_processes = config.env.offload_level == "process"
-        self._rollouts, self._engine = rollouts, engine
+        self._rollouts = rollouts
+        self._engine = engine
         self._figures: dict[str, float] = {}
         self._acts = True
 
@@ -67,7 +69,8 @@ class MemoryPhases:
 
     def take_metrics(self) -> dict[str, float]:
         """Return the figures since the last time: ``memory/..._mib`` before and after, and seconds spent."""
-        figures, self._figures = self._figures, {}
+        figures = self._figures
+        self._figures = {}
         return figures
 
     @contextmanager

@@ -41,11 +41,14 @@ class OfflineLearner(RecordLearner):
         self, config: Config, policy: VLAPolicy, engine: TrainEngine, data: OfflineData, critics: IqlCritics | None
     ) -> None:
         self.config = config
-        self.policy, self.engine = policy, engine
-        self.data, self.critics = data, critics
+        self.policy = policy
+        self.engine = engine
+        self.data = data
+        self.critics = critics
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
-        config, engine = self.config, self.engine
+        config = self.config
+        engine = self.engine
         settings = config.algorithm.offline
         rates = learning_rates(config.actor.optim, engine.version, config.runner.max_iterations, 0)
         totals: dict[str, float] = defaultdict(float)
@@ -58,10 +61,12 @@ class OfflineLearner(RecordLearner):
         return result | counts | ({} if self.critics is None else {"train/value_lr": rates.value})
 
     def _step(self, rates: LearningRates, generator: torch.Generator) -> dict[str, float]:
-        data, settings = self.data, self.config.algorithm.offline
+        data = self.data
+        settings = self.config.algorithm.offline
         clip_grad = self.config.actor.optim.clip_grad
         frames = data.draw(self.config.actor.global_batch_size, generator)
-        weights, metrics = torch.ones(len(frames)), dict[str, float]()
+        weights = torch.ones(len(frames))
+        metrics = dict[str, float]()
         if self.critics is not None:
             found = self.critics.update(data, frames, self.config.algorithm, rates.value, clip_grad)
             weights = advantage_weights(found[0], settings.temperature, settings.max_weight).cpu()
@@ -102,7 +107,8 @@ class OfflineLearner(RecordLearner):
 
 def told_advantages(data: OfflineData, frames: Tensor, dropout: float, generator: torch.Generator) -> list[str]:
     """Return the instructions of frames, which say whether the advantage is positive but for a share of them."""
-    index, dropped = frames.numpy(), (torch.rand(len(frames), generator=generator) < dropout).tolist()
+    index = frames.numpy()
+    dropped = (torch.rand(len(frames), generator=generator) < dropout).tolist()
     assert data.positive is not None, "the data are labelled"
     signs: list[Condition] = ["positive" if flag else "negative" for flag in data.positive[index]]
     texts = (data.demos.instructions[number] for number in data.demos.episode[index])

@@ -46,7 +46,8 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     assert source is not None, "the configuration was checked"
     config = config.model_copy(update={"sft": SftConfig(data_dir=source)})
     check_robot(config)
-    directory, conditions = Path(source).expanduser(), config.algorithm.loss_type == RECAP
+    directory = Path(source).expanduser()
+    conditions = config.algorithm.loss_type == RECAP
     if not conditions and config.reward.model is None:
         check_rewards(directory, config)
     demos = load_configured_demos(config)
@@ -58,7 +59,8 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     known = [success for success in demos.success if success is not None]
     rate = f", {sum(known)} of {len(known)} successful" if known else ""
     logger.info("%d episodes, %d frames%s from %s", len(demos.tasks), len(demos.actions), rate, source)
-    chunk, executed = policy.num_action_chunks, replace(observed(demos, config), actions=demos.outcomes.executed)
+    chunk = policy.num_action_chunks
+    executed = replace(observed(demos, config), actions=demos.outcomes.executed)
     if conditions:
         positive = read_indicator(directory, config.algorithm.offline.tag, demos)
         return OfflineData(executed, chunk, {}, positive=positive), None
@@ -103,7 +105,8 @@ def what_chunks_led_to(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: 
         chunk: C.
         algorithm: discount, level of rewards, and n (``off_policy.n_step``).
     """
-    frames, last = np.arange(len(demos.last)), demos.last
+    frames = np.arange(len(demos.last))
+    last = demos.last
     starts = frames[:, None] + chunk * np.arange(algorithm.off_policy.n_step)  # [N,n]
     ends = np.minimum(starts + chunk - 1, last[:, None])
     terminated = (starts <= last[:, None]) & outcomes.terminated[ends]

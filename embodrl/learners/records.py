@@ -52,7 +52,8 @@ class SmallActorLearner(RecordLearner):
     """
 
     def __init__(self, engine: OffPolicyEngine, stores: ReplayStores, algorithm: AlgorithmConfig) -> None:
-        self.engine, self.stores = engine, stores
+        self.engine = engine
+        self.stores = stores
         self.algorithm = algorithm
 
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:

@@ -33,7 +33,8 @@ ROWS_AT_ONCE = 256
 
 def reward_settings(config: Config) -> dict[str, object]:
     """Return what the rewards of an environment follow from."""
-    env, algorithm = config.env, config.algorithm
+    env = config.env
+    algorithm = config.algorithm
     settings: dict[str, object] = {"reward_mode": env.reward_mode, "success_bonus": env.success_bonus}
     if env.reward_mode == "potential":
         settings |= {"gamma": algorithm.gamma, "reward_type": algorithm.reward_type}
@@ -61,7 +62,8 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
         check_rewards(Path(settings.demos).expanduser(), config)
     demos = load_configured_demos(config)
     check_demos(demos, config)
-    known, wanted = demos.state.shape[1], pool.spec.state_dim
+    known = demos.state.shape[1]
+    wanted = pool.spec.state_dim
     if config.env.include_state and known != wanted:
         raise EmbodrlError(
             f"states in {settings.demos} have {known} numbers, those of the environment {wanted}",
@@ -73,7 +75,8 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     demos = paid(demos, config)
     assert demos.outcomes is not None
     frames = demo_frames(observed(demos, config), demos.outcomes, policy)
-    count, more = len(frames["acted"]), settings.interventions
+    count = len(frames["acted"])
+    more = settings.interventions
     size = sum(column.nbytes for column in frames.values())
     kept = ReplayBuffer(count + settings.capacity * more, size + int(settings.memory_gb * GB) * more)
     kept.add_frames(frames)
@@ -88,7 +91,8 @@ def check_rewards(directory: Path, config: Config) -> None:
         raise no_rewards(str(directory))
     made = read_fields(path, FileDamagedError, "re-collect the demonstrations")
     made = made if is_lerobot(directory) else made.fields("meta", {})
-    found, wanted = made.fields(REWARDS, {}).content, reward_settings(config)
+    found = made.fields(REWARDS, {}).content
+    wanted = reward_settings(config)
     if not found:
         raise no_rewards(str(directory))
     if found != wanted:

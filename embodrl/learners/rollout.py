@@ -121,7 +121,8 @@ class RolloutLearner(Learner):
     def step(self, iteration: int) -> Row:
         start = time.perf_counter()
         self.phases.enter("act")
-        rewards, rollouts = self.parts.rewards, self.parts.rollouts
+        rewards = self.parts.rewards
+        rollouts = self.parts.rollouts
         self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
         acting = (rollouts.collector, rewards)
@@ -176,7 +177,8 @@ class RolloutLearner(Learner):
         self.phases.take_metrics()  # they belong to no iteration
 
     def state(self) -> LearnerState:
-        rollouts, stores = self.parts.rollouts.collector.state(), self.parts.stores
+        rollouts = self.parts.rollouts.collector.state()
+        stores = self.parts.stores
         kept = {"rewards": self.parts.rewards.state(), REPLAY: stores.state() if stores else {}}
         content: dict[str, object] = {
             "env_steps": self.env_steps,
@@ -230,7 +232,8 @@ class RolloutLearner(Learner):
 
     def _show_phase(self, name: str, role: str) -> None:
         """Show how many chunks a phase has, where this process is the one that steps through them."""
-        config, chunks = self.config, 0
+        config = self.config
+        chunks = 0
         local = not self._deployment.rolls_out_in_processes and config.rollout.workflow is None
         if role == "rollout" and local and config.runner.max_staleness == 0:
             chunks = config.algorithm.rollout_epoch * config.rollout_chunks

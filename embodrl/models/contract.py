@@ -58,7 +58,8 @@ def stir(policy: VLAPolicy, std: float = 0.02) -> None:
 
 def shape_problems(subject: Subject) -> Iterator[str]:
     """Actions are ``float32[B,C,A]`` and finite; log-probs and values are finite float32, batch first."""
-    output, policy = subject.act(), subject.policy
+    output = subject.act()
+    policy = subject.policy
     wanted = (subject.observation.batch_size, policy.num_action_chunks, policy.action_dim)
     if output.actions.shape != wanted or output.actions.dtype != np.float32:
         yield f"actions are {output.actions.dtype}{list(output.actions.shape)}, not float32{list(wanted)}"
@@ -81,7 +82,8 @@ def ratio_problems(subject: Subject) -> Iterator[str]:
 
 def row_problems(subject: Subject) -> Iterator[str]:
     """A row does not depend on the other rows of its batch, in training and in acting."""
-    output, greedy = subject.act(), subject.act(mode="eval").actions
+    output = subject.act()
+    greedy = subject.act(mode="eval").actions
     for row in range(subject.observation.batch_size):
         part = {name: value[row : row + 1] for name, value in output.forward_inputs.items()}
         alone = subject.policy.evaluate_actions(part, subject.sampling)
@@ -90,7 +92,8 @@ def row_problems(subject: Subject) -> Iterator[str]:
             yield from _difference(f"values of row {row} alone", output.values[row : row + 1], alone.values, subject)
         seen = subject.observation.select(np.array([row]))
         acted = subject.policy.predict_action_batch(seen, "eval", subject.sampling).actions
-        found, wanted = torch.from_numpy(acted), torch.from_numpy(greedy[row : row + 1])
+        found = torch.from_numpy(acted)
+        wanted = torch.from_numpy(greedy[row : row + 1])
         yield from _difference(f"greedy actions of row {row} alone", wanted, found, subject)
 
 
@@ -152,7 +155,8 @@ def file_problems(subject: Subject) -> Iterator[str]:
         directory = Path(folder) / "policy"
         subject.policy.save_pretrained(directory)
         again = subject.load(directory).eval()
-    before, after = subject.policy.state_dict(), again.state_dict()
+    before = subject.policy.state_dict()
+    after = again.state_dict()
     for name in sorted(before.keys() ^ after.keys()):
         yield f"{name} is {'not saved' if name in before else 'new'} after save_pretrained and loading"
     for name in sorted(before.keys() & after.keys()):
@@ -166,13 +170,15 @@ def file_problems(subject: Subject) -> Iterator[str]:
 
 def imitation_problems(subject: Subject) -> Iterator[str]:
     """The imitation loss is finite, reaches only what trains, and falls on one batch; it changes the weights."""
-    policy, rows = subject.policy, subject.observation.batch_size
+    policy = subject.policy
+    rows = subject.observation.batch_size
     generator = torch.Generator().manual_seed(0)
     actions = torch.rand(rows, policy.action_horizon, policy.action_dim, generator=generator) * 1.8 - 0.9
     mask = torch.ones(rows, policy.action_horizon, dtype=torch.bool, device=policy.device)
     batch = policy.sft_inputs(subject.observation, actions) | {"action_mask": mask}
     trained = [parameter for group in policy.trainable_groups().values() for parameter in group]
-    optimizer, losses = torch.optim.AdamW(trained, lr=subject.sft_lr, weight_decay=0.0), list[float]()
+    optimizer = torch.optim.AdamW(trained, lr=subject.sft_lr, weight_decay=0.0)
+    losses = list[float]()
     for step in range(SFT_STEPS + 1):
         loss, scalars = policy.sft_loss(batch)
         if loss.ndim or not bool(loss.isfinite()) or any(value.ndim for value in scalars.values()):

@@ -74,7 +74,8 @@ def sorted_names(specs: list[NodeSpec]) -> list[str]:
     What is in a cycle, or depends on one, is left out; dependencies that are missing do not count.
     """
     known = {spec.name for spec in specs}
-    left, done = list(specs), list[str]()
+    left = list(specs)
+    done = list[str]()
     while ready := next((s for s in left if all(d in done or d not in known for d in s.deps)), None):
         left.remove(ready)
         done.append(ready.name)
@@ -261,7 +262,8 @@ def _disconnected(specs: list[NodeSpec]) -> Iterator[PipelineProblem]:
 
 def upstream(name: str, deps: dict[str, tuple[str, ...]]) -> set[str]:
     """Return a node and all that it depends on, there or not."""
-    found, todo = set[str](), [name]
+    found = set[str]()
+    todo = [name]
     while todo:
         one = todo.pop()
         if one not in found:

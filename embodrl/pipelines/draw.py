@@ -55,11 +55,13 @@ def to_svg(graph: Graph) -> str:
     """Return a drawing in layers: data flows from the top down."""
     layers = _layers(graph)
     rows_width = [sum(box.width for box in layer) + GAP_X * (len(layer) - 1) for layer in layers]
-    width, boxes = max(rows_width) + 2 * MARGIN, dict[str, _Box]()
+    width = max(rows_width) + 2 * MARGIN
+    boxes = dict[str, _Box]()
     for depth, (layer, used) in enumerate(zip(layers, rows_width, strict=True)):
         x = (width - used) / 2
         for box in layer:
-            box.x, box.y = x + box.width / 2, MARGIN + depth * (NODE_HEIGHT + GAP_Y)
+            box.x = x + box.width / 2
+            box.y = MARGIN + depth * (NODE_HEIGHT + GAP_Y)
             x += box.width + GAP_X
             boxes[box.key] = box
     height = 2 * MARGIN + len(layers) * NODE_HEIGHT + (len(layers) - 1) * GAP_Y
@@ -135,11 +137,13 @@ def _ways(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
 
 def _curve(way: list[_Box]) -> str:
     """Return an edge: down through each layer that it passes, bending in between."""
-    x, y = way[0].x, way[0].y + NODE_HEIGHT
+    x = way[0].x
+    y = way[0].y + NODE_HEIGHT
     path = f"M{x:.1f} {y:.1f}"
     for box in way[1:]:
         path += f" C{x:.1f} {y + GAP_Y / 2:.1f} {box.x:.1f} {box.y - GAP_Y / 2:.1f} {box.x:.1f} {box.y:.1f}"
-        x, y = box.x, box.y
+        x = box.x
+        y = box.y
         if box is not way[-1]:
             y += NODE_HEIGHT
             path += f" L{x:.1f} {y:.1f}"
@@ -147,7 +151,8 @@ def _curve(way: list[_Box]) -> str:
 
 
 def _rectangle(box: _Box, node: GraphNode) -> str:
-    left, fill = box.x - box.width / 2, COLOURS.get(node.role, GREY)
+    left = box.x - box.width / 2
+    fill = COLOURS.get(node.role, GREY)
     return (
         f'<rect x="{left:.1f}" y="{box.y:.1f}" width="{box.width:.1f}" height="{NODE_HEIGHT}" rx="6" '
         f'fill="{fill}" stroke="{LINE}"/>\n'

@@ -158,7 +158,8 @@ class Graph:
         waiting = Counter(name for node in self.nodes for name in set(node.deps))
         outputs: dict[str, object] = {}
         metrics: Metrics = {}
-        may_stop, retries = True, 0
+        may_stop = True
+        retries = 0
         for node in self.nodes:
             if on_node is not None:
                 on_node(node)

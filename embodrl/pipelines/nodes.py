@@ -80,7 +80,8 @@ def store_labels(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None
     """Add what the experts labelled in a rollout to the replay buffer."""
     from embodrl.data.replay import EXPERT, labelled_frames
 
-    online, frames = context.stores.online, labelled_frames(batch)
+    online = context.stores.online
+    frames = labelled_frames(batch)
     online.add_frames(frames)
     acts = batch["expert"]["source"] == EXPERT
     valid = batch.valid.any(-1)

@@ -129,7 +129,8 @@ def unmet_needs(pipeline: Pipeline, config: Config) -> list[PipelineProblem]:
     """Return what is wrong between the nodes of a pipeline and the other settings."""
     problems: list[PipelineProblem] = []
     for need in NEEDS:
-        present, wanted = need.role in pipeline.roles.values(), need.wanted(config)
+        present = need.role in pipeline.roles.values()
+        wanted = need.wanted(config)
         if wanted and not present:
             message = f"{need.setting} needs a node of the role '{need.role}', and there is none"
             hint = f"add one, e.g. embodrl.pipelines.nodes:{need.role}; leave pipeline.name out; or set {need.switch}"

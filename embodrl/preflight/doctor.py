@@ -50,7 +50,8 @@ def check_python(found: tuple[int, int] = sys.version_info[:2]) -> MachineFindin
 
 def check_cpu() -> MachineFinding:
     """Cores that this process may use."""
-    usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0))
+    present = os.cpu_count() or 1
     text = f"{usable} of {present} cores usable"
     if usable < 2:
         return MachineFinding("CPU", "warning", text, "simulation and training share one core; two or more are faster")
@@ -71,7 +72,8 @@ def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 def check_memory() -> MachineFinding:
     """Memory for two simulators, the policy and its optimizer."""
-    limit, available = memory_limit_bytes() / GIB, psutil.virtual_memory().available / GIB
+    limit = memory_limit_bytes() / GIB
+    available = psutil.virtual_memory().available / GIB
     text = f"{limit:.1f} GiB, {min(limit, available):.1f} GiB available"
     if limit < MIN_MEMORY_GIB:
         return MachineFinding("memory", "warning", text, "lower env.num_processes and env.train.total_num_envs")

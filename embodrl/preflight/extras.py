@@ -53,7 +53,8 @@ def check_extras(extras: tuple[Extra, ...] = EXTRAS, timeout_s: float = IMPORT_T
 
 def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> MachineFinding:
     """Look at one extra; its absence is not a problem, as extras are optional."""
-    name, hint = f"extra {extra.name}", f"pip install 'embodrl[{extra.name}]'"
+    name = f"extra {extra.name}"
+    hint = f"pip install 'embodrl[{extra.name}]'"
     absent = [module for module in extra.modules if not _is_there(module)]
     if len(absent) == len(extra.modules):
         return MachineFinding(name, "ok", f"not installed; for {extra.purpose} only", hint)

@@ -55,7 +55,8 @@ def lacks(config: Config, machine: CheckedMachine) -> str:
         on_gpu = bool(machine.gpu_bytes) and config.cluster.device != "cpu"
         room = max(machine.gpu_bytes) if on_gpu else machine.memory_bytes
         if needed > room:
-            place, precision = "GPU memory" if on_gpu else "memory", config.actor.param_dtype
+            place = "GPU memory" if on_gpu else "memory"
+            precision = config.actor.param_dtype
             missing.append(
                 f"training in {precision} needs about {needed / GIB:.0f} GiB of {place}, {room / GIB:.0f} GiB are there"
             )

@@ -108,10 +108,12 @@ def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: boo
         extensions: modules that register environments.
         can_draw: try to draw the frame.
     """
-    spec, python = ENVS.entry(env_type), _own_python(env_type)
+    spec = ENVS.entry(env_type)
+    python = _own_python(env_type)
     missing = missing_packages(env_type, python)
     if missing:
-        detail, required = f"not installed: {', '.join(missing)}", env_type == REQUIRED
+        detail = f"not installed: {', '.join(missing)}"
+        required = env_type == REQUIRED
         detail += "" if required else f"; for env={env_type} only"
         return MachineFinding(env_type, "error" if required else "ok", detail, _install_hint(spec, missing))
     found = probe(env_type, None, python)
@@ -249,7 +251,8 @@ def missing_gl() -> str:
 
 def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> MachineFinding:
     """One frame of MuJoCo, in a process of its own: a faulty driver may crash or hang."""
-    name, hint = "MuJoCo rendering", GL_HINT
+    name = "MuJoCo rendering"
+    hint = GL_HINT
     if missing_gl():
         return MachineFinding(name, "warning", missing_gl(), hint)
     try:
@@ -357,7 +360,8 @@ def require_packages(env_type: str, python: str | None = None, settings: EnvConf
     Raises:
         MissingDependencyError: a package is missing.
     """
-    spec, missing = ENVS.entry(env_type), missing_packages(env_type, python)
+    spec = ENVS.entry(env_type)
+    missing = missing_packages(env_type, python)
     if missing:
         raise MissingDependencyError(
             f"env.env_type {env_type} needs {', '.join(missing)}, not installed in {python or 'this environment'}",

@@ -27,8 +27,10 @@ NO_LOADER = 3
 NO_DEVICE = 4
 NO_FEATURE = 5
 
-_PROPERTIES2, _DRIVER_PROPERTIES = 1000059001, 1000196000
-_FEATURES2, _DESCRIPTOR_INDEXING = 1000059000, 1000161001
+_PROPERTIES2 = 1000059001
+_DRIVER_PROPERTIES = 1000196000
+_FEATURES2 = 1000059000
+_DESCRIPTOR_INDEXING = 1000161001
 _PARTIALLY_BOUND = 17  # position among the 20 booleans
 _API_VERSION_1_2 = (1 << 22) | (2 << 12)
 _INCOMPATIBLE_DRIVER = -9
@@ -147,7 +149,8 @@ def _describe(vulkan: Any, handle: ctypes.c_void_p) -> VulkanDevice:
     indexing = _DescriptorIndexing(type=_DESCRIPTOR_INDEXING)
     features = _Features2(type=_FEATURES2, next=ctypes.addressof(indexing))
     vulkan.vkGetPhysicalDeviceFeatures2(handle, ctypes.byref(features))
-    version, device_type = int(properties.api_version), int(properties.device_type)
+    version = int(properties.api_version)
+    device_type = int(properties.device_type)
     return VulkanDevice(
         name=properties.device_name.decode(errors="replace"),
         kind=DEVICE_KINDS[device_type] if device_type < len(DEVICE_KINDS) else "other",

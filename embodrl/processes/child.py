@@ -34,7 +34,8 @@ LOG_BYTES = 8 << 20
 _LOG_KEPT_BYTES = 1 << 20
 _LOOK_S = 1.0
 _NUMBERS = itertools.count()
-_STACK_DUMP_S, _HURRIED_DUMP_S = 2.0, 0.3
+_STACK_DUMP_S = 2.0
+_HURRIED_DUMP_S = 0.3
 _STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long as this ends it
 _REAP_S = 10.0
 
@@ -96,7 +97,8 @@ class ChildProcess:
         self._family = f"{family()}/{name.replace('/', '_')}.{next(_NUMBERS)}"
         self._looked = time.monotonic()
         self._dropped_bytes = 0
-        self.log_path, self._stuck_error = log_path, stuck_error
+        self.log_path = log_path
+        self._stuck_error = stuck_error
         self._reaping = threading.Lock()
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,7 +233,8 @@ class ChildProcess:
         deadline = time.monotonic() + (_HURRIED_DUMP_S if hurry.is_set() else _STACK_DUMP_S)
         while time.monotonic() < deadline:
             time.sleep(_STACK_DUMP_PAUSE_S)
-            last, size = size, os.fstat(self._log.fileno()).st_size
+            last = size
+            size = os.fstat(self._log.fileno()).st_size
             if before < size == last:
                 return
 
@@ -263,11 +266,13 @@ class ChildProcess:
             try:
                 code = self._popen.wait(_REAP_S)
                 if self._family:  # what has left the process group is still of the family
-                    gone, self._family = self._family, ""
+                    gone = self._family
+                    self._family = ""
                     end_family(gone)
                 return code
             except subprocess.TimeoutExpired as error:
-                gone, self._family = self._family, ""
+                gone = self._family
+                self._family = ""
                 threading.Thread(target=self._reap_late, args=(gone,), name="reap", daemon=True).start()
                 raise self._stuck_error(
                     f"process {self._popen.pid} was killed and still exists {_REAP_S:.0f} s later",

@@ -43,7 +43,8 @@ class Blobs(list[NDArray[np.uint8]]):
 
     def add(self, memory: NDArray[np.uint8]) -> int:
         """Add contiguous memory; return where it starts in the body that follows the description."""
-        start, self.end = self.end, self.end + aligned(memory.nbytes)
+        start = self.end
+        self.end = self.end + aligned(memory.nbytes)
         self.append(memory)
         return start
 
@@ -240,4 +241,5 @@ def placed(blobs: Iterable[NDArray[np.uint8]]) -> Iterator[tuple[int, NDArray[np
 
 
 PLAIN = Codec()
-encode, decode = PLAIN.encode, PLAIN.decode
+encode = PLAIN.encode
+decode = PLAIN.decode

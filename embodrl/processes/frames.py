@@ -131,7 +131,8 @@ class Sender:
                 f" {_MAX_DESCRIPTION_BYTES >> 20} are read",
                 "send arrays instead of lists",
             )
-        memory, num_bytes = -1, 0
+        memory = -1
+        num_bytes = 0
         if blobs or len(description) > _INLINE_BYTES:
             memory, num_bytes = _memory_file(description, blobs)
         header = _HEADER.pack(frame.kind, frame.number, frame.argument, len(description), num_bytes)
@@ -252,7 +253,8 @@ def _map(memory: int, length: int, num_bytes: int) -> memoryview:
     is a bus error, which would end this process.
     """
     try:
-        seals, found = fcntl.fcntl(memory, fcntl.F_GET_SEALS), os.fstat(memory)
+        seals = fcntl.fcntl(memory, fcntl.F_GET_SEALS)
+        found = os.fstat(memory)
     except OSError as error:
         raise _invalid(f"its descriptor is not a memory file ({error.strerror})") from error
     if not seals & fcntl.F_SEAL_SHRINK:
@@ -337,4 +339,5 @@ def _write(memory: int, rest: memoryview, offset: int) -> None:
     """Write bytes, of which the system takes up to 2 GiB at once."""
     while rest:
         written = os.pwrite(memory, rest, offset)
-        rest, offset = rest[written:], offset + written
+        rest = rest[written:]
+        offset = offset + written

@@ -44,7 +44,8 @@ class _Root:
 
 def adopt() -> None:
     """Belong to the family of the process that has started this one; without it, ``family`` founds one."""
-    _Root.pid, _Root.family = os.getpid(), os.environ[VARIABLE]
+    _Root.pid = os.getpid()
+    _Root.family = os.environ[VARIABLE]
 
 
 def family() -> str:
@@ -52,7 +53,8 @@ def family() -> str:
     if _Root.pid != os.getpid():
         above = os.environ.get(VARIABLE, "")
         own = f"{os.getpid()}-{secrets.token_hex(4)}"
-        _Root.pid, _Root.family = os.getpid(), f"{above}/run.{own}" if above else own
+        _Root.pid = os.getpid()
+        _Root.family = f"{above}/run.{own}" if above else own
         # Our end closes with this process, however it ends.
         theirs, _Root.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _Root.channel.setblocking(False)
@@ -193,7 +195,8 @@ class _Watch:
         if descriptors or seconds < 0:
             for descriptor in self._descriptors:
                 os.close(descriptor)
-            self._descriptors, self._limit_s = descriptors, seconds
+            self._descriptors = descriptors
+            self._limit_s = seconds
         counts = not descriptors and 0 <= seconds < math.inf
         self._deadline = time.monotonic() + seconds if counts else math.inf
         self._listens = bool(self._descriptors) and seconds >= 0
@@ -207,7 +210,8 @@ def main() -> None:
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
     for name in names:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
-    watch, driver = _Watch(socket.socket(fileno=int(sys.argv[1]))), -1
+    watch = _Watch(socket.socket(fileno=int(sys.argv[1])))
+    driver = -1
     with contextlib.suppress(OSError):  # it has ended
         driver = os.pidfd_open(int(sys.argv[3]))
     number = watch.wait()

@@ -26,7 +26,8 @@ _MIN_CPU = 0.03  # of one core; threads that wait for the interpreter lock use a
 _MIN_IO_BYTES_PER_S = 65536
 _HURRIED_S = 3.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_STOPPED, _WAITS_FOR_DISK_OR_CORE = "Tt", "DR"
+_STOPPED = "Tt"
+_WAITS_FOR_DISK_OR_CORE = "DR"
 
 hurry = threading.Event()
 """Set once this process is to end soon: from then on, a silence of ``_HURRIED_S`` counts as hung."""
@@ -141,7 +142,8 @@ class Activity:
 
     def progressed(self) -> bool:
         """Return whether one did since the last call, or has begun."""
-        before, (looked, self._looked) = self._uses, (self._looked, time.monotonic())
+        before = self._uses
+        (looked, self._looked) = (self._looked, time.monotonic())
         pids = (self._pid, *descendants(self._pid))
         self._uses = {pid: use for pid in pids if (use := _Use.of(pid)) is not None}
         seconds = self._looked - looked
@@ -179,8 +181,10 @@ class Liveness:
             busy: it owes an answer.
         """
         now = time.monotonic()
-        elapsed, self._looked = min(now - self._looked, _MAX_STEP_S), now
-        beat, before = os.pread(self._fd, _BEAT.size, 0), self._use
+        elapsed = min(now - self._looked, _MAX_STEP_S)
+        self._looked = now
+        beat = os.pread(self._fd, _BEAT.size, 0)
+        before = self._use
         self._use = use = _Use.of(self.pid)
         if use is None or before is None or elapsed <= 0:
             return ""  # it has ended, which its pidfd reports

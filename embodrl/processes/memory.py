@@ -76,7 +76,8 @@ class MemoryWatch:
     """
 
     def __init__(self, measure: Callable[[], Available | None] = available, look_s: float = _LOOK_S) -> None:
-        self._measure, self._look_s = measure, look_s
+        self._measure = measure
+        self._look_s = look_s
         self._first: dict[int, int] = {}
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory", daemon=True)

@@ -18,7 +18,8 @@ class RestartBudget:
     """
 
     def __init__(self, limit: int, window_s: float = WINDOW_S) -> None:
-        self.limit, self.window_s = limit, window_s
+        self.limit = limit
+        self.window_s = window_s
         self._times: deque[float] = deque()
         self._lock = threading.Lock()
 

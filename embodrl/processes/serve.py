@@ -126,7 +126,8 @@ def report_exits() -> None:
     What the process prints last is part of the parent's message. In processes that are forked from this one it is a
     normal way to end, and reports nothing.
     """
-    end, own = os._exit, os.getpid()
+    end = os._exit
+    own = os.getpid()
 
     def reported_exit(status: int) -> NoReturn:
         caller = sys._getframe(1)

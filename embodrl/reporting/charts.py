@@ -17,8 +17,10 @@ LEFT = 46
 RIGHT = 12
 TOP = 8
 BOTTOM = 36
-NARROW, WIDE = (360, 200), (960, 300)
-MAX_POINTS, LEAST_POINTS = 1000, 50
+NARROW = (360, 200)
+WIDE = (960, 300)
+MAX_POINTS = 1000
+LEAST_POINTS = 50
 """Of a chart, and at least of each of its lines: more are thinned to the extremes of neighbouring ones."""
 MAX_BARS = 150
 FLAT = 1e-9
@@ -125,7 +127,8 @@ def _draw_lines(
     ys += [float(y) for each in series for pair in each.intervals if pair is not None for y in pair]
     ys += y_range or ()
     y_ticks = nice_ticks(min(ys), max(ys), 5)
-    x_low, x_half = min(xs), max(max(xs) / 2 - min(xs) / 2, FLAT * abs(min(xs)), 0.5)
+    x_low = min(xs)
+    x_half = max(max(xs) / 2 - min(xs) / 2, FLAT * abs(min(xs)), 0.5)
 
     def x_at(x: float) -> float:
         return LEFT + (x / 2 - x_low / 2) / x_half * (width - LEFT - RIGHT)
@@ -204,11 +207,13 @@ def stacked_chart(
         return ""
     width, height = NARROW
     y_ticks = nice_ticks(0.0, max(sum(sizes) for *_, sizes in bars) or 1.0, 5)
-    low, high = bars[0][0], bars[-1][1]
+    low = bars[0][0]
+    high = bars[-1][1]
     slot = (width - LEFT - RIGHT) / (high - low + 1)
     parts = _y_axis(y_ticks, NARROW)
     for first, last, sizes in bars:
-        x, top = LEFT + (first - low + 0.1) * slot, 0.0
+        x = LEFT + (first - low + 0.1) * slot
+        top = 0.0
         bar_px = min(0.8 * slot * (last - first + 1), 60)
         when = f"iteration {first}" if first == last else f"mean of iterations {first} to {last}"
         for label, colour, size in zip(labels, colours, sizes, strict=True):
@@ -256,7 +261,8 @@ def histogram(title: str, groups: Sequence[tuple[str, str, Sequence[float]]], x_
     y_ticks = nice_ticks(0.0, float(max(sum(each[i] for each in counts) for i in range(count))), 4, whole=True)
     slot = (width - LEFT - RIGHT) / count
     scale = (height - TOP - BOTTOM) * y_ticks.part(1.0)
-    parts, texts = _y_axis(y_ticks, NARROW), edges.texts()
+    parts = _y_axis(y_ticks, NARROW)
+    texts = edges.texts()
     for i in range(count):
         y = float(height - BOTTOM)
         for (label, colour, _), group in zip(groups, counts, strict=True):
@@ -353,7 +359,8 @@ def nice_ticks(low: float, high: float, most: int, whole: bool = False) -> Ticks
     magnitude = magnitude if magnitude > SMALLEST else 1.0
     if high / 2 - low / 2 < FLAT * magnitude / 2:
         most_finite = sys.float_info.max
-        low, high = max(low - magnitude / 2, -most_finite), min(high + magnitude / 2, most_finite)
+        low = max(low - magnitude / 2, -most_finite)
+        high = min(high + magnitude / 2, most_finite)
     factor, exponent = _nice_step(max(_share(low, high, most), 1.0 if whole else 0.0))
     step = Ticks(factor, exponent, 0, 1).step
     return Ticks(factor, exponent, math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9))

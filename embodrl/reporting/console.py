@@ -182,7 +182,8 @@ class Console:
     def _absorb(self, row: Mapping[str, MetricValue]) -> None:
         self._row = dict(row)
         self._note_success(row)
-        seconds, steps = self._number("time/total_s"), self._number("env_steps")
+        seconds = self._number("time/total_s")
+        steps = self._number("env_steps")
         if seconds and steps > self._last_steps:
             self._speed.append(seconds)
         self._last_steps = max(self._last_steps, steps)

@@ -85,7 +85,8 @@ def _draw(
     frame = clip[min(at, len(clip) - 1)]
     tile = np.empty((size[0] + 2 * BORDER_PX, size[1] + 2 * BORDER_PX, 3), np.uint8)
     tile[:] = colour
-    top, left = BORDER_PX + (size[0] - frame.shape[0]) // 2, BORDER_PX + (size[1] - frame.shape[1]) // 2
+    top = BORDER_PX + (size[0] - frame.shape[0]) // 2
+    left = BORDER_PX + (size[1] - frame.shape[1]) // 2
     tile[top : top + frame.shape[0], left : left + frame.shape[1]] = frame
     # A mark of its own shape beside the colour: not everyone tells red from green.
     if ended:
@@ -111,7 +112,8 @@ def _caption(tile: Tile, width: int) -> NDArray[np.uint8]:
     from PIL import Image, ImageDraw, ImageFont
 
     picture = Image.new("RGB", (width, CAPTION_PX), (24, 24, 24))
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(12)
+    draw = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(12)
     letters = max(int((width - 12) / max(draw.textlength("n", font=font), 1)), 4)
     lines = textwrap.wrap(tile.caption, letters, max_lines=2, placeholder=" ...") or [""]
     for number, line in enumerate(lines):

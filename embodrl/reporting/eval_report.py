@@ -14,7 +14,8 @@ from embodrl.reporting.page import Embedder, Html, figures, page, relative, tabl
 from embodrl.reporting.paired import PairedFigures, change_text
 from embodrl.types import Decoding
 
-ROW_PX, BAR_PX = 44, 330
+ROW_PX = 44
+BAR_PX = 330
 MAX_FAILURES = 200
 UNPERTURBED = "unperturbed"
 
@@ -243,7 +244,8 @@ def _table(rows: Sequence[tuple[str, TaskFigures]]) -> str:
     lines: list[tuple[object, ...]] = []
     for name, row in rows:
         low, high = row["interval"]
-        rate, interval = f"{100 * row['success_rate']:.1f} %", f"{100 * low:.1f} to {100 * high:.1f} %"
+        rate = f"{100 * row['success_rate']:.1f} %"
+        interval = f"{100 * low:.1f} to {100 * high:.1f} %"
         lines.append((name, row["instruction"], row["successes"], row["episodes"], rate, interval))
     return table(head, lines)
 

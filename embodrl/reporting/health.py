@@ -11,7 +11,8 @@ from embodrl.reporting.rows import is_number
 
 MAX_KL = 0.2
 MAX_FIRST_KL = 0.005
-MAX_CLIP_FRACTION, CLIPPED_ITERATIONS = 0.3, 3
+MAX_CLIP_FRACTION = 0.3
+CLIPPED_ITERATIONS = 3
 MIN_ENTROPY_FRACTION = 0.1
 COLLAPSED_ITERATIONS = 2
 SOLVED_RATE = 0.9
@@ -20,7 +21,8 @@ BAD_CRITIC_ITERATIONS = 5
 IDLE_ITERATIONS = 3
 BLIND_EPISODES = 16
 MISPAID_ITERATIONS = 3
-MAX_Q_RATIO, DIVERGED_ITERATIONS = 20.0, 3
+MAX_Q_RATIO = 20.0
+DIVERGED_ITERATIONS = 3
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class HealthMonitor:
 
     def __init__(self, rows: Iterable[Mapping[str, object]] = (), warm_started: bool = False) -> None:
         self._warm_started = warm_started
-        self._largest_return, self._last_q = 1.0, math.nan
+        self._largest_return = 1.0
+        self._last_q = math.nan
         self._given: set[str] = set()
         self._streaks: dict[str, int] = {}
         self._first_entropy = math.nan
@@ -110,13 +113,15 @@ class HealthMonitor:
         hint = "start from a policy that solves the task sometimes (embodrl collect and sft), or use a dense reward"
         yield _Sign("no-success", success, success == 0, UNSUCCESSFUL_ITERATIONS, message, hint)
 
-        first, episodes = _number(row, "eval/success_rate"), _number(row, "eval/episodes")
+        first = _number(row, "eval/success_rate")
+        episodes = _number(row, "eval/episodes")
         is_first = self._warm_started and row["iteration"] == 0 and episodes >= BLIND_EPISODES
         message = f"the warm start solves none of {episodes:.0f} episodes: it does not know this task"
         hint = "begin with a policy that was trained in this task, with these cameras and this instruction"
         yield _Sign("warm-start-without-task", first if is_first else math.nan, first == 0, 1, message, hint)
 
-        solved, failed = _number(row, "rollout/return_solved"), _number(row, "rollout/return_failed")
+        solved = _number(row, "rollout/return_solved")
+        failed = _number(row, "rollout/return_failed")
         message = f"failed episodes earn {failed:.3g} on average, solved ones {solved:.3g}: the reward pays for failing"
         hint = (
             "raise env.success_bonus, or choose env.reward_mode=potential or sparse, or fix reward.fn or reward.model"
@@ -126,7 +131,8 @@ class HealthMonitor:
 
     def _off_policy_signs(self, row: Mapping[str, object]) -> Iterator[_Sign]:
         """Critics that have diverged; the entropy of a density, ratios and clipping say nothing here."""
-        returned, q = abs(_number(row, "rollout/return")), abs(_number(row, "train/q_mean"))
+        returned = abs(_number(row, "rollout/return"))
+        q = abs(_number(row, "train/q_mean"))
         self._largest_return = max(self._largest_return, 0.0 if math.isnan(returned) else returned)
         message = (
             f"the critics' mean Q is {q:.3g} and grows; no episode has returned more than {self._largest_return:.3g}"
@@ -146,12 +152,14 @@ class HealthMonitor:
         message = f"the update moved the policy by a KL of {kl:.3g} (expected: below {MAX_KL})"
         yield _Sign("kl-too-large", kl, kl > MAX_KL, 1, message, _SMALLER_UPDATES)
 
-        clipped, times = _number(row, "train/clip_fraction"), CLIPPED_ITERATIONS
+        clipped = _number(row, "train/clip_fraction")
+        times = CLIPPED_ITERATIONS
         message = f"{clipped:.0%} of the probability ratios are clipped, in {times} iterations in a row"
         is_bad = clipped > MAX_CLIP_FRACTION
         yield _Sign("clip-fraction-too-large", clipped, is_bad, times, message, _SMALLER_UPDATES)
 
-        entropy, success = _number(row, "train/entropy"), _number(row, "rollout/success_rate")
+        entropy = _number(row, "train/entropy")
+        success = _number(row, "rollout/success_rate")
         if math.isnan(self._first_entropy):
             self._first_entropy = entropy
         message = f"the entropy fell from {self._first_entropy:.3g} to {entropy:.2g}: the policy has stopped exploring"

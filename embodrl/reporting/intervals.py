@@ -21,7 +21,8 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
     if not trials:
         return 0.0, 1.0
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    rate, square = successes / trials, z * z / trials
+    rate = successes / trials
+    square = z * z / trials
     centre = (rate + square / 2) / (1 + square)
     half = z * math.sqrt(rate * (1 - rate) / trials + square / 4 / trials) / (1 + square)
     low = 0.0 if successes == 0 else centre - half
@@ -31,7 +32,8 @@ def wilson_interval(successes: int, trials: int, confidence: float = CONFIDENCE)
 
 def eval_interval(row: Mapping[str, object]) -> tuple[float, float] | None:
     """Return the interval of the evaluation in a row of metrics.jsonl; None if it has none, or no valid one."""
-    rate, episodes = row.get("eval/success_rate"), row.get("eval/episodes")
+    rate = row.get("eval/success_rate")
+    episodes = row.get("eval/episodes")
     if not is_number(rate) or not is_number(episodes) or not 0 <= rate <= 1 or episodes < 1:
         return None
     trials = int(episodes)

@@ -19,9 +19,11 @@ from embodrl.errors import without_controls
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-MAX_BYTES, OLDER_FILES = 16 << 20, 2
+MAX_BYTES = 16 << 20
+OLDER_FILES = 2
 """Size of a log file, and how many full ones are kept beside it (``embodrl.log.1``, ``.2``)."""
-PER_WINDOW, WINDOW_S = 200, 60.0
+PER_WINDOW = 200
+WINDOW_S = 60.0
 """Records that one place in the code may log within a time."""
 
 
@@ -60,10 +62,12 @@ class _FloodFilter(logging.Filter):
         now = time.monotonic()  # the clock of the records may be set back
         place = self.places.setdefault(key, _Place(now))
         if now - place.start >= WINDOW_S:
-            self.places[key], old = _Place(now), place
+            self.places[key] = _Place(now)
+            old = place
             place = self.places[key]
             if old.dropped:
-                record.msg, record.args = f"{record.getMessage()} [{old.dropped} like it were left out]", None
+                record.msg = f"{record.getMessage()} [{old.dropped} like it were left out]"
+                record.args = None
         place.count += 1
         return place.count <= PER_WINDOW
 

@@ -35,8 +35,10 @@ def compare_pairs(first: Mapping[Key, bool], second: Mapping[Key, bool]) -> Pair
     that one alone has solved, with probability 1/2.
     """
     shared = [(first[key], second[key]) for key in first if key in second]
-    both, neither = shared.count((True, True)), shared.count((False, False))
-    only_first, only_second = shared.count((True, False)), shared.count((False, True))
+    both = shared.count((True, True))
+    neither = shared.count((False, False))
+    only_first = shared.count((True, False))
+    only_second = shared.count((False, True))
     discordant = only_first + only_second
     return PairedFigures(
         pairs=len(shared),
@@ -74,19 +76,23 @@ def paired_interval(both: int, only_a: int, only_b: int, neither: int) -> tuple[
     cases = both + only_a + only_b + neither
     if not cases:
         return -1.0, 1.0
-    solved_a, solved_b = both + only_a, both + only_b
+    solved_a = both + only_a
+    solved_b = both + only_b
     product = solved_a * solved_b * (cases - solved_a) * (cases - solved_b)
     excess = float(both * neither - only_a * only_b)
     if excess > 0:
         excess = max(excess - cases / 2, 0.0)
     phi = excess / math.sqrt(product) if product else 0.0
-    rate_a, rate_b = solved_a / cases, solved_b / cases
-    (low_a, high_a), (low_b, high_b) = wilson_interval(solved_a, cases), wilson_interval(solved_b, cases)
+    rate_a = solved_a / cases
+    rate_b = solved_b / cases
+    (low_a, high_a) = wilson_interval(solved_a, cases)
+    (low_b, high_b) = wilson_interval(solved_b, cases)
 
     def joined(x: float, y: float) -> float:
         return math.sqrt(max(x * x - 2 * phi * x * y + y * y, 0.0))
 
-    below, above = joined(rate_a - low_a, high_b - rate_b), joined(rate_b - low_b, high_a - rate_a)
+    below = joined(rate_a - low_a, high_b - rate_b)
+    above = joined(rate_b - low_b, high_a - rate_a)
     return rate_a - rate_b - below, rate_a - rate_b + above
 
 

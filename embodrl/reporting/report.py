@@ -109,7 +109,8 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
     evaluated = [row for row in rows if is_number(row.get("eval/success_rate"))]
     found: list[tuple[str, str]] = []
     if evaluated:
-        first, last = evaluated[0], evaluated[-1]
+        first = evaluated[0]
+        last = evaluated[-1]
         start = f"{100 * first['eval/success_rate']:.1f} → " if first is not last else ""
         interval = eval_interval(last)
         how = f", {CONFIDENCE_TEXT} interval {100 * interval[0]:.0f} to {100 * interval[1]:.0f} %" if interval else ""
@@ -121,7 +122,8 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
             )
         for name, rate in other_rates(last).items():
             found.append((f"{100 * rate:.1f} %", f"evaluation success, {name} actions"))
-    seconds, steps = elapsed_s(rows)[-1], int(number(rows[-1], "env_steps"))
+    seconds = elapsed_s(rows)[-1]
+    steps = int(number(rows[-1], "env_steps"))
     found += [(f"{seconds / 60:.1f} min", "wall time"), (f"{rows[-1]['iteration']}", "iterations")]
     found.append((f"{steps:,}", "environment steps"))
     return [*found, (f"{steps / seconds:.0f}", "environment steps per second, all included")] if seconds else found
@@ -199,7 +201,8 @@ def _videos(run_dir: Path) -> str:
     folders = sorted({path.parent for path in videos}, reverse=True)
     if not folders and not others:
         return ""
-    embedder, parts = Embedder(run_dir), ["<h2>Videos</h2>"]
+    embedder = Embedder(run_dir)
+    parts = ["<h2>Videos</h2>"]
     if others:
         names = html.escape(", ".join(path.relative_to(run_dir).as_posix() for path in others[:MAX_LOGS]))
         parts.append(f'<p class="sub">Left out, as they are no regular files of the run: {names}</p>')

@@ -103,7 +103,8 @@ class WandbTracker:
         except ImportError as error:
             raise MissingDependencyError("wandb is not installed", "pip install 'embodrl[wandb]'") from error
 
-        self._directory, self._step = run_dir, -1
+        self._directory = run_dir
+        self._step = -1
         id_file = run_dir / "wandb_id.txt"
         run_id = id_file.read_text().strip() if id_file.is_file() else os.urandom(4).hex()
         id_file.write_text(f"{run_id}\n")

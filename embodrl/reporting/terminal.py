@@ -29,7 +29,8 @@ class SafeStream(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO | None, name: str) -> None:
-        self._stream, self._name = stream, name
+        self._stream = stream
+        self._name = name
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -72,7 +73,8 @@ class SafeStream(io.TextIOBase):
         return self._stream.fileno()
 
     def _lose(self, error: Exception) -> None:
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         # What the stream still holds is flushed when the interpreter exits, which must not fail either.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
             assert stream is not None

@@ -35,7 +35,8 @@ def regression(rows: Sequence[Row], allowed: float | None) -> EmbodrlError | Non
     rates = [(float(row[SUCCESS]), int(row["iteration"])) for row in rows if is_number(row.get(SUCCESS))]
     if allowed is None or len(rates) < 2 or not is_number(rows[-1].get(SUCCESS)):
         return None
-    (last, iteration), (best, at) = rates[-1], max(rates[:-1], key=lambda each: each[0])
+    (last, iteration) = rates[-1]
+    (best, at) = max(rates[:-1], key=lambda each: each[0])
     if best - last <= allowed:
         return None
     where = f"the best checkpoint, with runner.keep_best, and policy_best/ are those of iteration {at}"

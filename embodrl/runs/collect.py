@@ -49,7 +49,8 @@ class StepwiseActor:
     """
 
     def __init__(self, engine: RolloutEngine, num_envs: int, sample: bool) -> None:
-        self.engine, self.sample = engine, sample
+        self.engine = engine
+        self.sample = sample
         self.versions = [0] * num_envs
         self._left: list[list[tuple[NDArray[np.float32], np.float32 | None]]] = [[] for _ in range(num_envs)]
 
@@ -104,7 +105,8 @@ class DemoCollector:
         should_stop: Callable[[], bool] = lambda: False,
         policy: RecordedPolicy | None = None,
     ) -> None:
-        self.settings, self.rewards = config.collect, reward_settings(config)
+        self.settings = config.collect
+        self.rewards = reward_settings(config)
         # A collection continues with the number of episodes changed only.
         settings = self.settings.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
         self._settings = {"env": config.env.env_type, "tasks": list(pool.spec.tasks), **settings}
@@ -172,7 +174,8 @@ class DemoCollector:
             self.noise_std[row] = self.settings.noise_std if noisy else 0.0
             if self.settings.min_speed < 1:
                 self.speed[row] = self.rng.uniform(self.settings.min_speed, self.settings.max_speed)
-            self.frames[row], self.outcomes[row] = [], []
+            self.frames[row] = []
+            self.outcomes[row] = []
         restarts = self.pool.faults.restarts
         observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
         if self.pool.faults.restarts != restarts:
@@ -214,7 +217,8 @@ class DemoCollector:
             step = self.pool.step(executed[:, None])
             for row, kept in enumerate(self.outcomes):
                 kept.append((executed[row], step.reward[row, 0], step.terminated[row, 0], log_probs[row]))
-            observation, ended = step.observation, np.flatnonzero(step.done)
+            observation = step.observation
+            ended = np.flatnonzero(step.done)
             whole = step.valid[ended].any(axis=1)  # the others were lost to a fault
             for row in ended[whole]:
                 self._keep(int(row), bool(step.success[row]), observation.instruction[row])
@@ -378,7 +382,8 @@ def collect(
     settings = config.collect
     env = config.env
     console = config.runner.logger.console
-    directory, start_s = Path(settings.output_dir), time.monotonic()
+    directory = Path(settings.output_dir)
+    start_s = time.monotonic()
     lerobot: LeRobotWriter | None = None
     writer: DatasetWriter
     if settings.format == "raw":

@@ -23,7 +23,8 @@ from embodrl.types import Observation, SamplingParams
 
 SIDE = 64
 """Pixels that pictures are reduced to where no policy looks at them."""
-BATCH, FRAMES = 32, 256
+BATCH = 32
+FRAMES = 256
 
 
 @dataclass(frozen=True)
@@ -264,7 +265,8 @@ def policy_errors(policy: VLAPolicy, demos: Demos, include_state: bool) -> Polic
             said.append(policy.predict_action_batch(seen, "eval", SamplingParams(), compute_values=False).actions)
     chunks = np.concatenate(said)
     wanted, inside = demos.action_chunks(frames, chunks.shape[1])
-    error, plain = np.abs(chunks - wanted)[inside], np.abs(mean - wanted)[inside]
+    error = np.abs(chunks - wanted)[inside]
+    plain = np.abs(mean - wanted)[inside]
     outside = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
     return PolicyErrors(len(frames), error.mean(axis=0).tolist(), plain.mean(axis=0).tolist(), outside.tolist())
 
@@ -274,7 +276,8 @@ def _policy_findings(errors: PolicyErrors, policy: VLAPolicy, demos: Demos, conf
     if len(outside):
         message = f"action dimensions {shown(outside)} are out of the policy's range"
         yield DataFinding("error", "policy-range", message, "sft.stats=data computes statistics of the data")
-    mae, plain = np.array(errors.mean_abs_error), np.array(errors.of_the_mean)
+    mae = np.array(errors.mean_abs_error)
+    plain = np.array(errors.of_the_mean)
     span = np.ptp(demos.actions, axis=0)
     checked = Checked(demos, DatasetFacts({}, len(mae), 0, None, None))
     if inverted := [i for i in checked.binary if mae[i] > 0.75 * span[i]]:

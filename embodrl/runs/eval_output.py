@@ -142,7 +142,8 @@ class EvalDirectory:
 
     def harness_content(self, result: EvalResult) -> dict[str, object]:
         """Return the same for vla-evaluation-harness."""
-        env, content = self.config.env, self.content(result)
+        env = self.config.env
+        content = self.content(result)
         benchmark = str(getattr(env, "suite", None) or env.env_type)
         kept: dict[str, object] = {name: content[name] for name in ("settings", "protocol", "versions", "simulator")}
         kept |= {"params": {"seed": env.eval.seed}}
@@ -216,7 +217,8 @@ class EvalDirectory:
 
     def _write_page(self, content: EvalContent, result: EvalResult, videos: list[Path]) -> list[str]:
         """Write the grid of videos and the page, as far as they can be; return the line that names the page."""
-        again, grid = str(content["settings"]["command"]), None
+        again = str(content["settings"]["command"])
+        grid = None
         again += " --output NEW_DIRECTORY" * again.startswith("embodrl ")
         with afterwards(GRID_FILE, again):
             grid = self._grid(result, videos)

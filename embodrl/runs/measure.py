@@ -54,13 +54,15 @@ def steps_per_second(config: Config, num_processes: int) -> float:
     Always with auto-reset: without it nearly all chunks would be those of episodes that have ended long ago.
     """
     env = config.env.model_copy(update={"num_processes": num_processes})
-    total, chunk = env.train.total_num_envs, config.model.num_action_chunks
+    total = env.train.total_num_envs
+    chunk = config.model.num_action_chunks
     with make_pool(config.model_copy(update={"env": env}), total, auto_reset=True) as pool:
         rows = np.arange(total)
         pool.reset(rows.astype(np.int64), (rows % len(pool.spec.tasks)).astype(np.int32))
         actions = np.zeros((total, chunk, pool.spec.action_dim), np.float32)
         pool.step(actions)
-        steps, start = 0, time.perf_counter()
+        steps = 0
+        start = time.perf_counter()
         while True:
             steps += int(pool.step(actions).valid.sum())
             elapsed = time.perf_counter() - start

@@ -75,7 +75,8 @@ def observe(config: Config) -> Observation:
     """Return what ``ROWS`` environments show after some random actions, so that rows differ."""
     check_simulator(config)
     env = config.env.model_copy(update={"num_processes": 1})
-    chunk, random = config.model.num_action_chunks, np.random.default_rng(0)
+    chunk = config.model.num_action_chunks
+    random = np.random.default_rng(0)
     with make_pool(config.model_copy(update={"env": env}), ROWS) as pool:
         tasks = np.arange(ROWS, dtype=np.int32) % len(pool.spec.tasks)
         pool.reset(np.arange(ROWS) + env.eval.seed, tasks)

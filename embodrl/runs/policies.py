@@ -132,7 +132,8 @@ def _weights_of(config: Config, policy_dir: Path, has_statistics: bool = False) 
     Adapters that are apart go over their base again, if that is still there and the run has no statistics of its own,
     which the base lacks; else the policy has them merged.
     """
-    model, apart = config.model, policy_dir / ADAPTERS_DIR
+    model = config.model
+    apart = policy_dir / ADAPTERS_DIR
     key = "warm_start" if model.model_path is None else "model_path"
     base = base_of(config)
     own_statistics = has_statistics or model.stats_path is not None

@@ -115,7 +115,8 @@ def random_policy(family: str, size: str, dtype: torch.dtype, tokenizer: Path | 
     if size == "public":
         with torch.device("meta"):
             network = policy.enlarge(own_tokenizer=tokenizer is not None)
-        report, device = LoadReport("random weights"), torch.device("meta")
+        report = LoadReport("random weights")
+        device = torch.device("meta")
         checkpoint.fill(network, [], report, lambda: None, device=device, dtype=dtype, in_float32=policy.in_float32)
     if tokenizer is not None:
         num_tokens, num_rows = policy.take_tokenizer(tokenizer)
@@ -170,12 +171,15 @@ class _Weights:
         elif tensor.dim() < 2 or not tensor.is_floating_point():
             yield raw_bytes(torch.full(tensor.shape, self._constant(name, tensor), dtype=tensor.dtype))
         else:
-            block, width = self._blocks[tensor.dtype], tensor.element_size()
-            left, place = tensor.numel() * width, crc32(f"{self._seed} {name}".encode()) % BLOCK * width
+            block = self._blocks[tensor.dtype]
+            width = tensor.element_size()
+            left = tensor.numel() * width
+            place = crc32(f"{self._seed} {name}".encode()) % BLOCK * width
             while left:
                 piece = block[place : place + left]
                 yield piece
-                left, place = left - len(piece), 0
+                left = left - len(piece)
+                place = 0
 
     def _constant(self, name: str, tensor: Tensor) -> int:
         """Biases are 0, and norms leave their input unscaled."""

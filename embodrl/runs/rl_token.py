@@ -147,7 +147,8 @@ def prefix_states(policy: VLAPolicy, demos: Demos, settings: TokenTraining) -> t
         hidden, mask = kept[-1]
         there = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else (mask != 0).cpu()
         parts.append((hidden.float().cpu(), there))
-        taken, room = taken + len(rows), room + parts[-1][0].nbytes
+        taken = taken + len(rows)
+        room = room + parts[-1][0].nbytes
     if taken < len(order):
         logger.warning("%d of %d frames fit into --memory-gb %g", taken, len(order), settings.memory_gb)
     longest = max(there.shape[1] for _, there in parts)
@@ -195,9 +196,11 @@ def fit_token(hidden: Tensor, mask: Tensor, frames: Tensor, settings: TokenTrain
 def judge(token: RLToken, hidden: Tensor, mask: Tensor, frames: Tensor, settings: TokenTraining) -> tuple[float, float]:
     """Return the mean reconstruction error of frames ``int64[m]``, with their own tokens and those of other frames."""
     generator = torch.Generator().manual_seed(settings.seed)
-    totals, count = [0.0, 0.0], 0
+    totals = [0.0, 0.0]
+    count = 0
     for rows in frames.split(256):
-        part, there = hidden[rows], mask[rows]
+        part = hidden[rows]
+        there = mask[rows]
         kept = torch.rand(there.shape, generator=generator) >= settings.context_dropout
         z = token.encode(part, there)
         for index, of in enumerate((z, z.roll(1, 0))):

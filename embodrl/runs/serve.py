@@ -19,7 +19,8 @@ from embodrl.workers.policy import build_policy, check_memory, check_policy_deco
 
 def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
     """Yield what is served, for people."""
-    model, env = config.model, config.env
+    model = config.model
+    env = config.env
     if source is not None and source.checkpoint is not None:
         origin = f"of {source.checkpoint.path}"
     elif model.model_path is not None:

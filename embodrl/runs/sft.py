@@ -188,7 +188,8 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     config = session.config
     deployment = session.deployment
     directory = session.directory
-    checkpoint, settings = session.checkpoint, session.config.sft
+    checkpoint = session.checkpoint
+    settings = session.config.sft
     weights_from = config if checkpoint is None else drop_missing_warm_start(config)
     statistics = directory / STATISTICS_FILE
     if checkpoint is not None and statistics.is_file():  # as the run began

@@ -107,7 +107,8 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
     state = checkpoint.state
     generators = num_generators(config, loaded.deployment)
     refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators)
-    done, pending = iteration_of(checkpoint), pending_row(checkpoint.state)
+    done = iteration_of(checkpoint)
+    pending = pending_row(checkpoint.state)
     if done > config.runner.max_iterations:
         message = f"is {config.runner.max_iterations}, and the run has done {done}"
         raise ConfigError(

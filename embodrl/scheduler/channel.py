@@ -34,7 +34,8 @@ class Channel(ABC):
             raise ChannelError(
                 f"channel '{name}' of capacity {capacity}", f"give 1 to {MAX_CAPACITY}; put several values into one"
             )
-        self.name, self.capacity = name, capacity
+        self.name = name
+        self.capacity = capacity
 
     @abstractmethod
     def put(self, value: object, timeout_s: float | None = None) -> None:
@@ -83,7 +84,8 @@ class SharedChannel(Channel):
         else:
             self._free, self._end = descriptors[:2]
             inlet, outlet = (socket.socket(fileno=number) for number in descriptors[2:])
-        self._inlet, self._outlet = inlet, outlet
+        self._inlet = inlet
+        self._outlet = outlet
         self._sender = Sender(inlet, CODEC)
 
     @property

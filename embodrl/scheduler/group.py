@@ -38,8 +38,10 @@ class Handle:
     def __init__(
         self, method: str, futures: dict[int, Future[CallOutcome]], collect: Collect, explain: Callable[[int], str]
     ) -> None:
-        self.method, self.futures = method, futures
-        self._collect, self._explain = collect, explain
+        self.method = method
+        self.futures = futures
+        self._collect = collect
+        self._explain = explain
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Wait, and return the result.
@@ -170,7 +172,8 @@ class WorkerGroup:
         self._owns_launcher = isinstance(launcher, str)
         self._launcher = LAUNCHERS.get(launcher)() if isinstance(launcher, str) else launcher
         assert self._launcher is not None
-        self._failed, self._pending = None, []
+        self._failed = None
+        self._pending = []
         rendezvous = self._launcher.rendezvous(f"{self.name}-{secrets.token_hex(4)}")
         self._jobs = [
             Job(
@@ -211,7 +214,8 @@ class WorkerGroup:
         self._workers[rank].kill()
         self._failed = None
         self._workers[rank] = self._launcher.start(self._jobs[rank], self._on_death)
-        started, deadline = self._workers[rank].started(), time.monotonic() + timeout_s
+        started = self._workers[rank].started()
+        deadline = time.monotonic() + timeout_s
         while wait([started], _LOOK_S).not_done and time.monotonic() < deadline:
             if should_stop():
                 self._workers[rank].kill()

@@ -69,7 +69,8 @@ class ApiListener(HttpListener):
                 status = 200
             except Exception as error:  # noqa: BLE001 - told to the client
                 self.core.metrics.count("errors_total", self.name)
-                content, status = {"error": explain(error)}, status_of(error)
+                content = {"error": explain(error)}
+                status = status_of(error)
             headers = {VERSION_HEADER: str(content.get("policy_version", self.core.version))}
             if is_msgpack:
                 packed = pack(content, openpi_default)

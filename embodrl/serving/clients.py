@@ -25,7 +25,8 @@ from embodrl.wire.keys import WireMap
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 << 20
-PROBE_S, PROBE_TIMEOUT_S = 5.0, 15.0
+PROBE_S = 5.0
+PROBE_TIMEOUT_S = 15.0
 """An answer that takes longer makes a client ask whether the server lives, and how long that may take."""
 RETRY_S = 0.5
 _T = TypeVar("_T")
@@ -112,7 +113,8 @@ class Client(ABC):
 
     def __init__(self, config: ClientSettings) -> None:
         assert config.url is not None
-        self.url, self.config = config.url, config
+        self.url = config.url
+        self.config = config
         self.token = os.environ.get(TOKEN_VARIABLE)
         self.keys = WireMap((), (), "")
         self._told: Any = None
@@ -148,7 +150,8 @@ class Client(ABC):
         Raises:
             RemotePolicyError: the server is not back within ``model.reconnect_timeout_s``, or answers an error.
         """
-        loop, limit_s = asyncio.get_running_loop(), self.config.reconnect_timeout_s
+        loop = asyncio.get_running_loop()
+        limit_s = self.config.reconnect_timeout_s
         lost: float | None = None
         while True:
             try:

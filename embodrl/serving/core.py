@@ -72,7 +72,8 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
 
     def __init__(self, engine: RolloutEngine, settings: ServeConfig) -> None:
         super().__init__("policy")
-        self.engine, self.settings = engine, settings
+        self.engine = engine
+        self.settings = settings
         self.metrics = Metrics()
         self._active: OrderedDict[object, float] = OrderedDict()
         self._arrival = asyncio.Event()

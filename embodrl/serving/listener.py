@@ -101,7 +101,8 @@ class Service:
         content = message.get("rtc") if isinstance(message, Mapping) else None
         if content is None:
             return None
-        model, decoding = self.config.model, self.config.serve.decoding
+        model = self.config.model
+        decoding = self.config.serve.decoding
         if decoding != "greedy":
             message = f"chunks are continued greedily, and serve.decoding={decoding}"
             raise WireError(message, "leave 'rtc' out, or serve with serve.decoding=greedy", code="wire-rtc")
@@ -119,7 +120,8 @@ class Service:
     def example(self) -> Observation:
         """Return a black observation ``[1]`` of the configured cameras, without state."""
         cameras = self.config.env.cameras
-        height, width = cameras[0].height, cameras[0].width
+        height = cameras[0].height
+        width = cameras[0].width
         images = np.zeros((1, len(cameras), height, width, 3), np.uint8)
         return Observation(images, np.zeros((1, 0), np.float32), ["do the task"], np.zeros(1, np.int32))
 
@@ -153,7 +155,8 @@ class Listener(ABC):
     keys: WireMap
 
     def __init__(self, service: Service) -> None:
-        self.service, self.core = service, service.core
+        self.service = service
+        self.core = service.core
 
     @abstractmethod
     async def start(self, host: str, port: int) -> int:

@@ -44,7 +44,8 @@ class PolicyServer:
     def __init__(
         self, engine: RolloutEngine, config: Config, weights_dir: Path | None, say: Callable[[str], None]
     ) -> None:
-        self.config, self.say = config, say
+        self.config = config
+        self.say = say
         self.core = ModelCore(engine, config.serve)
         self.service = Service(self.core, config, token_of(config.serve))
         self.listeners: list[Listener] = [SERVE_PROTOCOLS.get(name)(self.service) for name in config.serve.protocols]
@@ -111,7 +112,8 @@ class PolicyServer:
         self.stop()
 
     async def _listen(self) -> dict[str, str]:
-        serve, urls = self.config.serve, dict[str, str]()
+        serve = self.config.serve
+        urls = dict[str, str]()
         for number, listener in enumerate(self.listeners):
             port = serve.port + number if serve.port else 0
             try:
@@ -147,7 +149,8 @@ def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    loop, pipe = asyncio.get_running_loop(), os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    loop = asyncio.get_running_loop()
+    pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     wakeup = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
 

@@ -37,5 +37,6 @@ class Session:
         """Return ``float32[A]``, and the version of the weights that chose it; raises as ``ModelCore.act``."""
         if not self._left:
             chunk = await self._core.act(observation, self._client, self._protocol)
-            self._left, self._version = list(chunk.actions[: self._horizon]), chunk.version
+            self._left = list(chunk.actions[: self._horizon])
+            self._version = chunk.version
         return self._left.pop(0), self._version

@@ -34,7 +34,8 @@ class BatchWatch:
         self._looked = time.monotonic()
         self._used = 0.0
         self._seen = 0
-        self.found, self.idle_s = "", 0.0
+        self.found = ""
+        self.idle_s = 0.0
 
     def __enter__(self) -> None:
         self._batch += 1
@@ -53,11 +54,13 @@ class BatchWatch:
         now = time.monotonic()
         thread = self._thread
         batch = self._batch
-        elapsed, self._looked = min(now - self._looked, MAX_STEP_S), now
+        elapsed = min(now - self._looked, MAX_STEP_S)
+        self._looked = now
         used = 0.0 if thread is None else time.clock_gettime(time.pthread_getcpuclockid(thread))
         is_same = thread is not None and batch == self._seen
         self.idle_s = self.idle_s + elapsed if is_same and used - self._used < MIN_CPU * elapsed else 0.0
-        self._used, self._seen = used, batch
+        self._used = used
+        self._seen = batch
         hangs = self.idle_s >= self._limit_s
         text = f"the model hangs: a batch has used no processor time for {self.idle_s:.0f} s"
         self.found = (self.found or text) if hangs else ""

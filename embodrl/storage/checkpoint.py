@@ -115,7 +115,8 @@ class CheckpointManager:
     def _link_best(self) -> None:
         if self._best is None:
             return
-        link, partial = self.root / BEST, self.root / f".{BEST}.partial"
+        link = self.root / BEST
+        partial = self.root / f".{BEST}.partial"
         try:
             if (self.root / self._best).is_dir():
                 partial.unlink(missing_ok=True)
@@ -351,7 +352,8 @@ def _listed_files(path: Path) -> Fields:
     content = {name: value for name, value in manifest.content.items() if name != "checksum"}
     if manifest.text("checksum") != _content_hash(content):
         raise CheckpointError(f"{MANIFEST} is damaged", code="checkpoint-damaged")
-    made, step = manifest.integer("format"), manifest.integer("step")
+    made = manifest.integer("format")
+    step = manifest.integer("step")
     if made != FORMAT or f"step_{step}" != path.name:
         raise CheckpointError(f"{MANIFEST} is of format {made} and step {step}", code="checkpoint-damaged")
     return manifest.fields("files")
@@ -366,7 +368,8 @@ def _check_file(path: Path, name: str, facts: Fields) -> None:
     """
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{name!r} in {MANIFEST} leaves the directory", code="checkpoint-damaged")
-    size, written = (path / name).stat().st_size, facts.integer("num_bytes")
+    size = (path / name).stat().st_size
+    written = facts.integer("num_bytes")
     if size != written:
         raise CheckpointError(f"{name} has {size} bytes instead of {written}", code="checkpoint-damaged")
     if sha256_of(path / name) != facts.text("sha256"):

@@ -66,10 +66,13 @@ class EvaluationProcess(Worker):
         rollouts = deployment.of("rollout")
         threads = deployment.threads_of(rollouts[0])
         configure_torch(config, threads=threads)
-        self._run_dir, self._share = Path(run_dir), Share(0, len(rollouts))
-        self._whole, self._config = config, share_config(config, self._share)
+        self._run_dir = Path(run_dir)
+        self._share = Share(0, len(rollouts))
+        self._whole = config
+        self._config = share_config(config, self._share)
         mine = self._config
-        played, logs = mine.evaluated, self._run_dir / "logs" / "evaluation"
+        played = mine.evaluated
+        logs = self._run_dir / "logs" / "evaluation"
         self._pool = make_pool(played, mine.env.train.total_num_envs, logs, places=deployment.of("eval_env"))
         self._pool.start_async()
         try:
@@ -165,7 +168,8 @@ class AsyncEvaluator:
     def __init__(self, config: Config, deployment: Deployment, run_dir: Path, policy: VLAPolicy) -> None:
         self.under_way: PendingEvaluation | None = None
         self._run_dir = run_dir.resolve()
-        self._places, self._log_dir = deployment.of("eval"), run_dir / "logs"
+        self._places = deployment.of("eval")
+        self._log_dir = run_dir / "logs"
         self._launcher = ProcessLauncher(Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s))
         self._group = WorkerGroup(
             EvaluationProcess,
@@ -212,7 +216,8 @@ class AsyncEvaluator:
         self._begin(wanted)
 
     def _begin(self, wanted: PendingEvaluation) -> None:
-        self.under_way, self._future = wanted, self._thread.submit(self._measure, wanted)
+        self.under_way = wanted
+        self._future = self._thread.submit(self._measure, wanted)
 
     def take(
         self, wanted_now: bool, should_stop: Callable[[], bool]
@@ -237,7 +242,8 @@ class AsyncEvaluator:
         if not self._future.done():
             return None
         answer = self._future.result()
-        done, self.under_way = self.under_way, None
+        done = self.under_way
+        self.under_way = None
         return done, answer
 
     def _measure(self, wanted: PendingEvaluation) -> EvaluationAnswer:
@@ -304,7 +310,8 @@ def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRI
 
     The row is behind what the checkpoint knows of the file of rows, which is brought back to that.
     """
-    under_way, path = unfinished_evaluation(checkpoint), run_dir / file_name
+    under_way = unfinished_evaluation(checkpoint)
+    path = run_dir / file_name
     if under_way is None or not path.is_file():
         return None
     rows = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]

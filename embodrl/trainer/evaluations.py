@@ -165,7 +165,8 @@ class Evaluations:
         assert self.beside is not None
         if self.is_solved or self.regressed:
             return
-        config, engine = self.session.config, self.learner.engine
+        config = self.session.config
+        engine = self.learner.engine
         if config.evaluated is config:  # as an evaluation in turn leaves them
             self.learner.prepare_save()
             self.learner.rest()

@@ -228,7 +228,8 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
     evaluated = [row for row in rows if isinstance(row.get("eval/success_rate"), float)]
     lines: list[str] = []
     if evaluated:
-        first, last = evaluated[0], evaluated[-1]
+        first = evaluated[0]
+        last = evaluated[-1]
         start = f"{100 * first['eval/success_rate']:.1f} -> " if first is not last else ""
         others = "".join(f", {name} {100 * rate:.1f} %" for name, rate in other_rates(last).items())
         lines.append(

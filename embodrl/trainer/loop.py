@@ -148,7 +148,8 @@ class Trainer:
             InterruptedError: a signal came during the evaluation; the row is still pending.
         """
         assert self.pending is not None
-        row, clock = dict(self.pending), time.perf_counter()
+        row = dict(self.pending)
+        clock = time.perf_counter()
         is_last = self.iteration == self.schedule.total
         is_due = self.schedule.is_evaluated(self.iteration)
         self._take_late(wait=is_due)

@@ -68,7 +68,8 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
         MissingDependencyError: Ray is configured and not installed.
         EmbodrlError: Ray lacks the resources.
     """
-    acts, trains = deployment.rolls_out_in_processes, deployment.trains_in_processes
+    acts = deployment.rolls_out_in_processes
+    trains = deployment.trains_in_processes
     if not (acts or trains):
         return None
     limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
@@ -124,7 +125,8 @@ def _build_local(
     launcher: Launcher | None,
 ) -> Parts:
     """As ``build``, where the driver acts: it has the simulators."""
-    config, deployment = session.config, session.deployment
+    config = session.config
+    deployment = session.deployment
     log_dir = session.directory / "logs"
     pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
     closing.callback(pool.close)
@@ -158,7 +160,8 @@ def _build_remote(
     launcher: Launcher,
 ) -> Parts:
     """As ``build``, where other processes act, each with its simulators."""
-    config, deployment = session.config, session.deployment
+    config = session.config
+    deployment = session.deployment
     log_dir = session.directory / "logs"
     channels = rollout_channels(launcher, len(deployment.of("rollout")))
     policy = build_policy(weights_from, device)
@@ -167,10 +170,12 @@ def _build_remote(
     engine, trainers = _make_engine(session, weights_from, policy, launcher, pipes if sends else None, closing)
     if trainers is not None and sends:
         sender: Sender = RemoteSender(trainers, pipes, trained_names(policy))
-        where, sent_from = "training process of rank 0", resolve_device(config)
+        where = "training process of rank 0"
+        sent_from = resolve_device(config)
     else:
         sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
-        where, sent_from = "driver", policy.device
+        where = "driver"
+        sent_from = policy.device
     group = launch_rollouts(weights_from, deployment, launcher, channels, needs_frames(config), log_dir)
     closing.callback(group.close)
     kind = choose_weight_sync(deployment, config.rollout.weight_sync)
@@ -198,7 +203,8 @@ def _make_engine(
     memory: Offload | None = None,
 ) -> tuple[TrainEngine, WorkerGroup | None]:
     """Return what trains, and the processes in which it does, which send the weights through ``pipes`` if given."""
-    config, deployment = session.config, session.deployment
+    config = session.config
+    deployment = session.deployment
     if not deployment.trains_in_processes:
         return make_native_engine(config, deployment, policy), None
     group = launch_trainers(weights_from, deployment, session.directory / "logs", launcher, pipes)
@@ -242,7 +248,8 @@ def _build_offline(
     closing: ExitStack,
 ) -> Parts:
     """As ``build``, of a run that learns from a dataset: simulators start with the first evaluation."""
-    config, deployment = session.config, session.deployment
+    config = session.config
+    deployment = session.deployment
     log_dir = session.directory / "logs"
     launcher = make_launcher(config, deployment)
     if launcher is not None:
@@ -261,7 +268,8 @@ def _build_offline(
 
 def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
     """Return the critics of an offline run, which look at this part of observations."""
-    chunk, algorithm = policy.num_action_chunks * policy.action_dim, config.algorithm
+    chunk = policy.num_action_chunks * policy.action_dim
+    algorithm = config.algorithm
     return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)
 
 
@@ -283,7 +291,8 @@ def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) ->
     check_robot(imitated)
     demos = load_configured_demos(imitated)
     check_demos(demos, imitated)
-    size, seed = config.actor.global_batch_size, config.runner.seed
+    size = config.actor.global_batch_size
+    seed = config.runner.seed
     draws = DemoDraws(observed(demos, config), size, policy.action_horizon, seed)
 
     def draw() -> Batch:

@@ -106,8 +106,10 @@ def describe_compute(config: Config) -> dict[str, Any]:
 
 def compute_text(config: Config) -> str:
     """Return what a process computes with, in a line."""
-    found, settings = describe_compute(config), (config.actor.precision, config.rollout.precision)
-    actor, rollout = found["precision"]["actor"], found["precision"]["rollout"]
+    found = describe_compute(config)
+    settings = (config.actor.precision, config.rollout.precision)
+    actor = found["precision"]["actor"]
+    rollout = found["precision"]["rollout"]
     parts = actor if actor == rollout else f"{actor} (actor), {rollout} (rollout)"
     forced = "" if settings == ("auto", "auto") else ", as actor.precision and rollout.precision say"
     return f"computing in {parts} on {found['device']}{forced}"
@@ -129,7 +131,8 @@ def changes_so_far(run_dir: Path) -> list[str]:
     """Return the changed settings of all processes that resumed a run, a line each."""
     lines: list[str] = []
     for record in read_provenance(run_dir):
-        changed, iteration = record.get("changed"), record.get("from_iteration")
+        changed = record.get("changed")
+        iteration = record.get("from_iteration")
         if isinstance(changed, dict) and isinstance(iteration, int):
             pairs: dict[str, object] = dict(changed)  # pyright: ignore[reportUnknownArgumentType]
             lines += [_change(iteration, key, pair) for key, pair in pairs.items()]

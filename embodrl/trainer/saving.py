@@ -83,7 +83,8 @@ class Saver:
         Raises:
             CheckpointError: it was made with other settings.
         """
-        state, engine = checkpoint.state, self._learner.engine
+        state = checkpoint.state
+        engine = self._learner.engine
         counters = counters_of(state.fields("engine"))
         if state.flag("sharded", False):
             engine.load_shards(checkpoint.path, counters)
@@ -113,7 +114,8 @@ def open_metrics(session: RunSession, closing: ExitStack, file_name: str = METRI
         closing: closes the file.
         file_name: in the run's directory.
     """
-    checkpoint, config = session.checkpoint, session.config
+    checkpoint = session.checkpoint
+    config = session.config
     saved = b""
     logged_until = None if session.old_settings is None else -1
     if checkpoint is not None:

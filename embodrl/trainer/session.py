@@ -161,7 +161,8 @@ def run_tries(
             message = lost.error.message
         gc.collect()  # what the frames of the error have held, e.g. a policy
         logger.warning("restart %s of the training processes, %s: %s", budget.used, where, message)
-        is_restarted, old_settings = True, last_settings(directory)
+        is_restarted = True
+        old_settings = last_settings(directory)
 
 
 def _try(

@@ -108,16 +108,19 @@ def read_settings(run_dir: Path, in_checkpoint: str | None, overrides: list[str]
     try:
         text = read_regular_file(path, MAX_BYTES).decode()
     except FileNotFoundError:
-        text, problem = "", "is missing"
+        text = ""
+        problem = "is missing"
     except (OSError, UnicodeDecodeError) as error:
-        text, problem = "", f"can't be read: {error}"
+        text = ""
+        problem = f"can't be read: {error}"
     else:
         problem = _seal_problem(text)
         if not problem:
             return SavedSettings(text)
     if in_checkpoint is None:
         return _without_copy(path, text, problem)
-    values, lost = _values(text), _values(in_checkpoint)
+    values = _values(text)
+    lost = _values(in_checkpoint)
     found = {} if values is None else dict(_differences(lost, values))
     missing = sorted(key for key, (_, new) in found.items() if new is ABSENT)
     if values is None or missing:

@@ -24,7 +24,8 @@ _AT_ONCE_S = 2.0
 _RAISE_AFTER, _END_AFTER = 0.6, 0.9  # of the timeout
 _LOOK_S = 0.2
 _JUDGED_S = 1.0
-_END, _HANDLED = b"\0", b"\xff"
+_END = b"\0"
+_HANDLED = b"\xff"
 # The last three announce a preemption or a limit of CPU time on clusters, or come from Ctrl-\\.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT)
 _SIGNALS_AS_BYTES = [bytes([number]) for number in _SIGNALS]
@@ -120,7 +121,8 @@ class StopSignal:
             raise self._not_saved(self.late) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        is_first, self.number = not self.number, self.number or number
+        is_first = not self.number
+        self.number = self.number or number
         name = signal.Signals(number).name
         if not self.late and not (is_first and self._hint is None):
             self._await_judgement()
@@ -182,7 +184,8 @@ class StopSignal:
             return
         self._second.is_now()  # its time begins here where native code keeps the handler waiting
         hurry.set()  # processes that hang are given up sooner
-        activity, asked_again = Activity(os.getpid()), False
+        activity = Activity(os.getpid())
+        asked_again = False
         left_s = self._timeout_s * _END_AFTER
         before = time.monotonic()
         work = completed_work()
@@ -200,12 +203,14 @@ class StopSignal:
             self._keep_time(left_s + 1.0)
             now = time.monotonic()
             if not asked_again and (done := completed_work()) != work:
-                work, left_s = done, self._timeout_s * _END_AFTER
+                work = done
+                left_s = self._timeout_s * _END_AFTER
             if not (self._saving and raise_s and activity.progressed()):
                 left_s -= now - before
             before = now
             if left_s < raise_s and not asked_again:
-                asked_again, self.late = True, first[0]
+                asked_again = True
+                self.late = first[0]
                 signal.pthread_kill(threading.main_thread().ident or 0, first[0])
         self._end(first[0])
 

@@ -103,7 +103,8 @@ class _Counter:
     """Counts what a message holds while it is unpacked."""
 
     def __init__(self, envelope: Envelope) -> None:
-        self.envelope, self.items = envelope, 0
+        self.envelope = envelope
+        self.items = 0
 
     def _add(self, number: int) -> None:
         self.items += number

@@ -39,7 +39,8 @@ class Door:
     def __init__(
         self, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None, most: int | None = None
     ) -> None:
-        self._make_protocol, self._tls = make_protocol, tls
+        self._make_protocol = make_protocol
+        self._tls = tls
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = most or (MAX_STRANGERS if files < 0 else max(1, min(MAX_STRANGERS, files // 8)))
         self._strangers: dict[asyncio.Protocol, _Stranger] = {}

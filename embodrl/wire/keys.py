@@ -62,7 +62,8 @@ def split(vector: Array, parts: Sequence[Part]) -> dict[str, Array]:
     Raises:
         WireError: the numbers do not agree.
     """
-    total, known = vector.shape[-1], sum(part.dims or 0 for part in parts)
+    total = vector.shape[-1]
+    known = sum(part.dims or 0 for part in parts)
     sizes = [total - known if part.dims is None else part.dims for part in parts]
     if sum(sizes) != total or min(sizes, default=0) < 1:
         names = ", ".join(part.key for part in parts)

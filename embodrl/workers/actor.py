@@ -94,7 +94,8 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
     cores = deployment.threads_of(deployment.of("actor")[0])
     loss = LOSSES.entry(config.algorithm.loss_type)
     if loss.off_policy and not loss.imitates:
-        settings, seed = config.algorithm.off_policy, config.runner.seed
+        settings = config.algorithm.off_policy
+        seed = config.runner.seed
         if config.algorithm.loss_type == "rlt":
             return RltEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
         return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
@@ -137,7 +138,8 @@ class ActorWorker(SendingWorker):
             self._engine: PolicyTrainEngine = _native_engine(config, policy, cores, shares_weights=False)
             return
         torch.set_num_threads(cores)
-        size, timeout_s = config.actor.tensor_parallel_size, config.cluster.collective_timeout_s
+        size = config.actor.tensor_parallel_size
+        timeout_s = config.cluster.collective_timeout_s
         with loopback_only(len({place.node for place in deployment.of("actor")}) == 1):
             mesh = join_mesh(device, self.context.rendezvous, self.rank, self.world_size, size, timeout_s)
             self._engine = _engine_of_group(config, policy, mesh)

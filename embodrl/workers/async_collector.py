@@ -114,7 +114,8 @@ class AsyncCollector:
         self.config = config
         self.num_envs = num_envs
         self.players = players
-        self.target, self.should_stop = target, should_stop
+        self.target = target
+        self.should_stop = should_stop
         self.schedule = EpisodeSchedule(config, num_envs, num_tasks)
         count = len(self.players)
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
@@ -342,7 +343,8 @@ class AsyncCollector:
                 "resume with runner.max_staleness=0",
                 code="checkpoint-other-settings",
             )
-        before, now = state["settings"], shard_settings(self.config, len(self.players))
+        before = state["settings"]
+        now = shard_settings(self.config, len(self.players))
         if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
@@ -362,7 +364,8 @@ class AsyncCollector:
                 code="checkpoint-other-settings",
             )
         with self._changed:
-            self.gate.version, self.gate.rejected = version, state["rejected"]
+            self.gate.version = version
+            self.gate.rejected = state["rejected"]
             self.gate.waiting = {int(shard): entry["began"] for shard, entry in state["shards"].items()}
             self._finished = {
                 int(shard): batch_from_tensors(saved.tensors[f"shard_{shard}"], entry["batch_size"], entry["meta"])
@@ -373,13 +376,15 @@ class AsyncCollector:
                     self.rewards.adopt(
                         self._finished[int(shard)], {"outcomes": entry.get("rewards", []), "waited_s": 0.0}
                     )
-            self._again, self._next_shard = list(state["again"]), state["next_shard"]
+            self._again = list(state["again"])
+            self._next_shard = state["next_shard"]
             self._env_steps_dropped = state["env_steps_dropped"]
 
 
 def shard_settings(config: Config, num_players: int) -> dict[str, object]:
     """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
-    env, algorithm = config.env, config.algorithm
+    env = config.env
+    algorithm = config.algorithm
     settings = {
         "env.tasks": list(env.tasks),
         "env.max_episode_steps": env.max_episode_steps,

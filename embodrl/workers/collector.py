@@ -197,7 +197,8 @@ class SyncCollector:
         self.should_stop = should_stop
         self.schedule = EpisodeSchedule(config, pool.spec.num_envs * share.count, len(pool.spec.tasks), share)
         self.keep_frames = keep_frames
-        self.seconds, self.stats = Seconds(), EpisodeStats()
+        self.seconds = Seconds()
+        self.stats = EpisodeStats()
         self._prefix_steps = 0
         # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
         self._before: list[str] | None = None
@@ -208,7 +209,8 @@ class SyncCollector:
         return make_lockstep_runners(self.config, self.pool, self.engine, self.keep_frames, self.judge)
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
-        self.seconds, self.stats = Seconds(), EpisodeStats()
+        self.seconds = Seconds()
+        self.stats = EpisodeStats()
         if self._before is None:  # a second attempt at the same update goes back to the same mark
             self.pool.call("mark", restart=True)
             self._before = self.engine.random_state()
@@ -353,7 +355,8 @@ class SyncCollector:
 
 def rollout_metrics(metas: Sequence[ShardMeta]) -> Metrics:
     """Return the metrics of some rollouts from what ``shard_meta`` tells of each."""
-    stats, seconds = EpisodeStats(), Seconds()
+    stats = EpisodeStats()
+    seconds = Seconds()
     for meta in metas:
         stats.merge(EpisodeStats(**meta["episodes"]))
         seconds.merge(Seconds(**meta["seconds"]))
@@ -386,7 +389,8 @@ class EpisodeSchedule:
         """Return reset seeds ``int64[b]`` and tasks ``int32[b]`` of the share, equal within a group."""
         train = self.config.env.train
         if train.use_fixed_reset_state_ids:
-            iteration, epoch = 0, 0
+            iteration = 0
+            epoch = 0
         groups = np.arange(self.num_envs) // self.config.algorithm.group_size
         sequence = np.random.SeedSequence([self.config.runner.seed, train.seed, iteration, epoch])
         drawn = sequence.generate_state(int(groups[-1]) + 1, np.uint32) >> np.uint32(1)

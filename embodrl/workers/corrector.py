@@ -32,7 +32,8 @@ class Corrector:
     """
 
     def __init__(self, settings: DaggerConfig, pool: EnvPool) -> None:
-        self.settings, self.pool = settings, pool
+        self.settings = settings
+        self.pool = pool
         size = pool.spec.num_envs
         self._rng = np.random.default_rng(0)
         self._known: NDArray[np.bool_] = np.zeros(size, np.bool_)
@@ -44,7 +45,8 @@ class Corrector:
         self._start(np.arange(len(seeds)))
 
     def _start(self, rows: NDArray[np.int64]) -> None:
-        self._held[rows], self._known[rows] = 0, True
+        self._held[rows] = 0
+        self._known[rows] = True
         try:
             self.pool.expert_reset(rows)
         except (EnvWorkerDied, EnvTimeout) as error:  # the next step restarts the process and ends its episodes
@@ -62,11 +64,14 @@ class Corrector:
             labels = self.pool.expert_actions()[:, None]
         except (EnvWorkerDied, EnvTimeout) as error:
             logger.warning("no labels for one step: %s", error.message)
-            labels, known = np.zeros_like(output.actions, np.float32), np.zeros_like(known)
-        threshold, draws = self.settings.gate_threshold, self._rng.random(len(labels))
+            labels = np.zeros_like(output.actions, np.float32)
+            known = np.zeros_like(known)
+        threshold = self.settings.gate_threshold
+        draws = self._rng.random(len(labels))
         if threshold is None:
             beta = beta_of(self.settings.beta, self.settings.beta_decay, output.version)
-            acts, chosen = known & (draws < beta), known
+            acts = known & (draws < beta)
+            chosen = known
         else:
             far = known & (distance(output.actions, labels) > threshold)
             self._held = dagger(far, self._held, self.settings.gate_steps)

@@ -33,12 +33,14 @@ def sample_mixed_groups(
         InterruptedError: the run is to stop.
     """
     algorithm = rollout.config.algorithm
-    size, epochs = algorithm.group_size, algorithm.rollout_epoch
+    size = algorithm.group_size
+    epochs = algorithm.rollout_epoch
     wanted = len(batch) // size
     seen = 0
     resamples = 0
     parts: list[TrajectoryBatch] = []
-    kept, env_steps = 0, 0
+    kept = 0
+    env_steps = 0
     metrics: dict[str, float | None] = {}
     while True:
         rates = group_success_rates(batch, size)

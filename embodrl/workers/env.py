@@ -54,7 +54,8 @@ def check_environments(config: Config, pool: EnvPool, training: bool = True) -> 
     codes = found if isinstance(found, list) else []
     name = config.env.env_type
     if "seed-ignored" in codes:
-        message, hint = f"env {name}: two resets with one seed start different episodes", "seed all generators in reset"
+        message = f"env {name}: two resets with one seed start different episodes"
+        hint = "seed all generators in reset"
         if training and (size := config.algorithm.group_size) > 1:
             message += f", and algorithm.group_size={size} compares episodes of one seed"
             raise EnvError(message, hint, code="seed-ignored")
@@ -135,7 +136,8 @@ def env_kwargs(config: Config) -> dict[str, object]:
     They are the settings that all environments read, those of ``SimulatorSpec.reads``, and all that the simulator's
     settings class adds to ``EnvConfig``.
     """
-    env, spec = config.env, ENVS.entry(config.env.env_type)
+    env = config.env
+    spec = ENVS.entry(config.env.env_type)
     readable: dict[str, dict[str, object]] = {
         "cameras": {"cameras": [camera.model_dump(mode="json") for camera in env.cameras]},
         "image_size": {"image_size": env.cameras[0].height},

@@ -317,7 +317,8 @@ class Evaluator:
 
     def _play(self, wave: NDArray[np.int64], choose: Choose, recorder: _ResultRecorder) -> None:
         """Run episodes ``wave int64[n]`` in the first n environments."""
-        spec, chunk = self.pool.spec, self.config.model.num_action_chunks
+        spec = self.pool.spec
+        chunk = self.config.model.num_action_chunks
 
         def choose_all(observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
             rows = np.flatnonzero(active)
@@ -348,8 +349,10 @@ class _ResultRecorder(Recorder):
     def __init__(
         self, pool: EnvPool, results: EpisodeResults, places: NDArray[np.int64], wave: NDArray[np.int64]
     ) -> None:
-        self.pool, self.results = pool, results
-        self.places, self.wave = places, wave
+        self.pool = pool
+        self.results = results
+        self.places = places
+        self.wave = wave
         self._videos: dict[int, Path] = {}
 
     def film(self, directory: Path, num_episodes: int) -> None:
@@ -368,7 +371,8 @@ class _ResultRecorder(Recorder):
                 self.pool.call_one(row // size, "start_video", {"row": row % size, "path": str(path)})
 
     def after(self, chunk: PlayedChunk) -> None:
-        step, ended = chunk.step, np.flatnonzero(chunk.ended)
+        step = chunk.step
+        ended = np.flatnonzero(chunk.ended)
         at_end = self._solved_at_end(step, ended)
         for row in ended:
             found = step.success[row], step.episode_return[row], step.episode_length[row], at_end[row]
@@ -413,7 +417,8 @@ def evaluation_result(config: Config, played: Played) -> EvalResult:
 
 def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> EvalResult:
     tasks = config.env.tasks
-    outcome, task_of = results.outcome, np.arange(len(results.outcome)) % len(tasks)
+    outcome = results.outcome
+    task_of = np.arange(len(results.outcome)) % len(tasks)
     numbers = np.flatnonzero(~np.isnan(outcome[:, 0]))
     if num_lost := len(outcome) - len(numbers):
         logger.warning(
@@ -423,7 +428,8 @@ def _figures(config: Config, decoding: Decoding, results: EpisodeResults) -> Eva
             len(outcome),
             MAX_ATTEMPTS,
         )
-    outcome, task_of = outcome[numbers], task_of[numbers]
+    outcome = outcome[numbers]
+    task_of = task_of[numbers]
     records = [
         EpisodeRecord(
             number=int(number),

@@ -40,7 +40,8 @@ class LearnedReward:
     """
 
     def __init__(self, directory: str, chunk: int) -> None:
-        self.directory, self.chunk = directory, chunk
+        self.directory = directory
+        self.chunk = chunk
         self.model = ObservationModel.load(Path(directory).expanduser())
 
     def check(self, spec: EnvSpec) -> None:
@@ -49,7 +50,8 @@ class LearnedReward:
         Raises:
             EmbodrlError: they do.
         """
-        known, tasks = self.model.spec, self.model.facts.get("tasks")
+        known = self.model.spec
+        tasks = self.model.facts.get("tasks")
         other = [task for task in spec.tasks if isinstance(tasks, list) and task not in tasks]
         seen = (len(spec.cameras), spec.state_dim)
         if other or known.num_cameras not in (0, seen[0]) or known.state_dim not in (0, seen[1]):
@@ -74,13 +76,15 @@ class LearnedReward:
         images = episode.images
         states = episode.states
         instruction = episode.instruction
-        first, began = episode.start_images, episode.start_state
+        first = episode.start_images
+        began = episode.start_state
         assert images is not None and states is not None and instruction is not None
         assert first is not None and began is not None, "the rollout keeps what an episode began with"
         if self.model.kind == "success":
             seen = self.model.inputs(images[-1:].numpy(), states[-1:].numpy(), [instruction])
             return float(self.model.judge(seen)[0] >= self.model.threshold)
-        whole, over = torch.cat([first[None], images]).numpy(), torch.cat([began[None], states]).numpy()
+        whole = torch.cat([first[None], images]).numpy()
+        over = torch.cat([began[None], states]).numpy()
         values = self.model.judge(self.model.inputs(whole, over, [instruction] * len(whole)))
         rewards = torch.zeros(len(episode.rewards))
         ends = (torch.arange(1, len(images) + 1) * self.chunk).clamp(max=len(rewards)) - 1

@@ -115,8 +115,10 @@ class LockstepRunner:
         keep_frames: bool,
         judge: Judge | None = None,
     ) -> None:
-        self.config, self.pool = config, pool
-        self.engine, self.rows = engine, rows
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.rows = rows
         self.generators: list[torch.Generator] | None = None
         self._needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
         self._outcomes = OutcomeRecorder(pool)
@@ -270,7 +272,8 @@ class _RowStates(Recorder):
 
 def _spread(output: PolicyOutput, rows: NDArray[np.int64], batch: int, places: NDArray[np.int64]) -> PolicyOutput:
     """Return an output for ``batch`` environments: the given rows at their places, zeros elsewhere."""
-    source, target = torch.from_numpy(rows), torch.from_numpy(places)
+    source = torch.from_numpy(rows)
+    target = torch.from_numpy(places)
 
     def spread(x: Tensor) -> Tensor:
         whole = x.new_zeros((batch, *x.shape[1:]))

@@ -32,7 +32,8 @@ class NoCollector:
     """
 
     def __init__(self, config: Config, engine: RolloutEngine) -> None:
-        self.config, self.engine = config, engine
+        self.config = config
+        self.engine = engine
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         raise PipelineError(
@@ -89,7 +90,8 @@ class OfflineBackend(RolloutBackend):
         self.collector = NoCollector(config, engine)
         self.tasks = config.env.tasks
         self.faults = FaultCounts()
-        self._places, self._log_dir = places, log_dir
+        self._places = places
+        self._log_dir = log_dir
         self._pool: EnvPool | None = None
 
     @property

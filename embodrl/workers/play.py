@@ -127,8 +127,10 @@ class Play:
     """
 
     def __init__(self, pool: EnvPool, choose: Choose, recorders: Sequence[Recorder], schedule: Schedule) -> None:
-        self.pool, self.choose = pool, choose
-        self.recorders, self.schedule = recorders, schedule
+        self.pool = pool
+        self.choose = choose
+        self.recorders = recorders
+        self.schedule = schedule
         self.observation: Observation | None = None
         self.number = 0
         self.last: PlayedChunk | None = None
@@ -154,8 +156,10 @@ class Play:
 
     def start(self, seeds: NDArray[np.int64], observation: Observation) -> None:
         """Continue from the first observation of episodes that have begun."""
-        self.observation, self.number = observation, 0
-        self.last, self._sent = None, None
+        self.observation = observation
+        self.number = 0
+        self.last = None
+        self._sent = None
         for recorder in self.recorders:
             recorder.begin(seeds, observation)
 

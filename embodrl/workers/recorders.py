@@ -44,7 +44,8 @@ def make_recorders(
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
         judge: gets every episode; None leaves them all to the end of the rollout.
     """
-    loss, auto_reset = LOSSES.entry(config.algorithm.loss_type), config.env.train.auto_reset
+    loss = LOSSES.entry(config.algorithm.loss_type)
+    auto_reset = config.env.train.auto_reset
     transitions = TransitionRecorder()
     off_policy = loss.off_policy and not loss.imitates
     asks_expert = loss.imitates or config.algorithm.off_policy.interventions
@@ -81,10 +82,12 @@ class TransitionRecorder(Recorder):
         self._inputs: list[dict[str, Tensor]] = []
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        self.steps, self._inputs = [], []
+        self.steps = []
+        self._inputs = []
 
     def after(self, chunk: PlayedChunk) -> None:
-        output, step = chunk.output, chunk.step
+        output = chunk.output
+        step = chunk.step
         self._inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})
         self.steps.append(
             {
@@ -130,7 +133,8 @@ class ValueRecorder(Recorder):
     """
 
     def __init__(self, engine: RolloutEngine, bootstrap: bool) -> None:
-        self.engine, self.bootstrap = engine, bootstrap
+        self.engine = engine
+        self.bootstrap = bootstrap
         self._steps: list[dict[str, Tensor]] = []
         self._last = torch.zeros(0)
 
@@ -140,8 +144,10 @@ class ValueRecorder(Recorder):
     def after(self, chunk: PlayedChunk) -> None:
         assert chunk.output.values is not None
         values = chunk.output.values.float().cpu()
-        bootstrap, version = torch.zeros_like(values), torch.full((len(values),), NO_VERSION, dtype=torch.int64)
-        final, rows = chunk.step.final_observation, chunk.cut_off
+        bootstrap = torch.zeros_like(values)
+        version = torch.full((len(values),), NO_VERSION, dtype=torch.int64)
+        final = chunk.step.final_observation
+        rows = chunk.cut_off
         if self.bootstrap and len(rows) and final is not None:
             places = torch.from_numpy(rows)
             bootstrap[places], version[places] = self._values(final.select(rows))
@@ -177,7 +183,8 @@ class FinalRecorder(Recorder):
         self._blank: dict[str, Tensor] = {}  # inputs of one row, zeros
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        self._actions, self._inputs = [], []
+        self._actions = []
+        self._inputs = []
 
     def after(self, chunk: PlayedChunk) -> None:
         chosen = chunk.output.forward_inputs.get(CHOSEN)
@@ -259,10 +266,13 @@ def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8],
     Returns:
         images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
     """
-    step, before = chunk.step, chunk.seen
-    images, states = step.observation.images.copy(), step.observation.state.copy()
+    step = chunk.step
+    before = chunk.seen
+    images = step.observation.images.copy()
+    states = step.observation.state.copy()
     if auto_reset:
-        images[step.done], states[step.done] = before.images[step.done], before.state[step.done]
+        images[step.done] = before.images[step.done]
+        states[step.done] = before.state[step.done]
     if step.final_observation is not None:
         images[step.final_mask] = step.final_observation.images[step.final_mask]
         states[step.final_mask] = step.final_observation.state[step.final_mask]
@@ -317,15 +327,18 @@ class JudgeRecorder(Recorder):
     """
 
     def __init__(self, judge: Judge, transitions: TransitionRecorder, pool: EnvPool, auto_reset: bool) -> None:
-        self.judge, self.transitions = judge, transitions
-        self.pool, self.auto_reset = pool, auto_reset
+        self.judge = judge
+        self.transitions = transitions
+        self.pool = pool
+        self.auto_reset = auto_reset
         self._seen: list[_Seen] = []
         self._call_ids: list[Tensor] = []
         self._since: NDArray[np.int64] = np.zeros(0, np.int64)  # the first chunk of the present episodes
         self._starts: dict[int, tuple[NDArray[np.uint8], NDArray[np.float32]]] = {}  # what they began with, by row
 
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
-        self._seen, self._call_ids = [], []
+        self._seen = []
+        self._call_ids = []
         self._since = np.zeros(len(seeds), np.int64)
 
     def after(self, chunk: PlayedChunk) -> None:
@@ -346,7 +359,8 @@ class JudgeRecorder(Recorder):
 
     def _begin_call(self, row: int) -> None:
         """Have the episode of an environment judged as far as it got; the next chunk begins another one."""
-        steps, since = self.transitions.steps, int(self._since[row])
+        steps = self.transitions.steps
+        since = int(self._since[row])
         self._since[row] = len(steps)
         chunks = [i for i in range(since, len(steps)) if bool(steps[i]["valid"][row].any())]
         if not chunks:

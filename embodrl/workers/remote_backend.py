@@ -169,7 +169,8 @@ class RemoteBackend(RolloutBackend):
 
     def taken(self, answer: Gathered) -> TrajectoryBatch:
         """Return the batch of an answer, with its rewards taken in."""
-        batch, rewards = answer["batch"], answer["rewards"]
+        batch = answer["batch"]
+        rewards = answer["rewards"]
         if rewards is not None and self.rewards is not None:
             self.rewards.adopt(batch, rewards)
         return batch
@@ -185,7 +186,8 @@ class RemoteBackend(RolloutBackend):
         """
         with self._revival, suppress(InterruptedError):
             self._keep(weights)
-            went_back, self._version = version <= self._version, version
+            went_back = version <= self._version
+            self._version = version
             if not self.config.runner.max_staleness:  # asynchronous rollouts restore random numbers only
                 self._carried = [None if known is None else _no_update(known["random"]) for known in self._carried]
             if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
@@ -330,7 +332,8 @@ class RemoteBackend(RolloutBackend):
         """
         ranks = range(self.size) if ranks is None else ranks
         should_stop = should_stop or self.should_stop
-        call, incarnations = next(self._calls), list(self._incarnations)
+        call = next(self._calls)
+        incarnations = list(self._incarnations)
         given = dict(zip(ranks, arguments, strict=True))
         handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
         answers: dict[int, Answer | None] = {}
@@ -485,7 +488,8 @@ class RemoteCollector:
     """
 
     def __init__(self, rollouts: RemoteBackend) -> None:
-        self.rollouts, self.config = rollouts, rollouts.config
+        self.rollouts = rollouts
+        self.config = rollouts.config
 
     def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
         parts = self.rollouts.call("gather", [(iteration,)] * self.rollouts.size)
@@ -573,7 +577,8 @@ class RemoteRunner:
     """
 
     def __init__(self, rollouts: RemoteBackend, rank: int) -> None:
-        self.rollouts, self.rank = rollouts, rank
+        self.rollouts = rollouts
+        self.rank = rank
 
     def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
         return self.rollouts.taken(self.rollouts.call("roll_out", [(dict(vars(shard)),)], [self.rank], should_stop)[0])

@@ -295,7 +295,8 @@ class RewardWorker:
         clock = time.perf_counter()
         results = [begun.result() for begun in self._calls_of(batch, episodes)]
         waited = time.perf_counter() - clock + self._waited_s
-        outcomes, failures = [outcome for outcome, _ in results], sum(failed for _, failed in results)
+        outcomes = [outcome for outcome, _ in results]
+        failures = sum(failed for _, failed in results)
         errors = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
         if errors and len(errors) == len(outcomes):
             message = f"all {len(errors)} episodes are without a reward: {errors[0].message}"
@@ -310,7 +311,8 @@ class RewardWorker:
             if isinstance(outcome, RewardError):
                 batch.valid[episodes.index == number] = False
         batch.call_id = None
-        self._paid, self._waited_s = self._paid + 1, 0.0
+        self._paid = self._paid + 1
+        self._waited_s = 0.0
         paid = torch.stack([outcome.sum() for outcome in outcomes if not isinstance(outcome, RewardError)] or [_NONE])
         return {
             "reward/mean": float(paid.mean()),
@@ -345,7 +347,8 @@ class RewardWorker:
     def _record(self, batch: TrajectoryBatch, episodes: Episodes, number: int) -> Episode:
         assert batch.success is not None
         chunks = episodes.index == number
-        end, column = int(episodes.end[number]), int(episodes.column[number])
+        end = int(episodes.end[number])
+        column = int(episodes.column[number])
         ended = (batch.terminated | batch.truncated)[end, column] & batch.valid[end, column]
         return Episode(
             rewards=batch.rewards[chunks][batch.valid[chunks]],
@@ -414,7 +417,8 @@ class RewardCalls:
     """
 
     def __init__(self, function: Callable[[Episode], object], settings: RewardConfig) -> None:
-        self.function, self.settings = function, settings
+        self.function = function
+        self.settings = settings
         self._room = asyncio.Semaphore(settings.max_concurrency)
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -439,7 +443,8 @@ class RewardCalls:
                 self._loop = None
 
     async def _call(self, episode: Episode) -> tuple[Tensor | RewardError, int]:
-        settings, failed = self.settings, 0
+        settings = self.settings
+        failed = 0
         name = "reward.fn" if settings.model is None else "reward.model"
         problem = RewardError("")
         async with self._room:

@@ -82,7 +82,8 @@ class LocalBackend(RolloutBackend):
         self.engine = engine
         self.collector = collector
         self.evaluator = evaluator
-        self.tasks, self.faults = pool.spec.tasks, pool.faults
+        self.tasks = pool.spec.tasks
+        self.faults = pool.faults
 
     @property
     def num_decodings(self) -> int:

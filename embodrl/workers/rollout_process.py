@@ -88,7 +88,8 @@ class RolloutProcess(Worker):
         except BaseException:  # a signal too must not leave simulators; raised again
             self.pool.close()
             raise
-        self.config, self.share = mine, share
+        self.config = mine
+        self.share = share
         memory = policy_memory(self.policy) if config.rollout.enable_offload else None
         self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count), memory)
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
@@ -112,7 +113,8 @@ class RolloutProcess(Worker):
                 mine, self.pool, self.engine, self._should_stop, keep_frames, share, judge
             )
         self._receiver: ReceiverThread | None = None
-        self._call, self._stopped = -1, False
+        self._call = -1
+        self._stopped = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,8 @@ class RolloutProcess(Worker):
         return self._rolled_out(call, lambda: self.runner.roll_out(Shard(**shard), self._should_stop))
 
     def _rolled_out(self, call: int, roll_out: Callable[[], TrajectoryBatch]) -> dict[str, object] | None:
-        self._call, self._stopped = call, False
+        self._call = call
+        self._stopped = False
         try:
             batch = roll_out()
             rewards = None if self.rewards is None else self.rewards.detach(batch, self._should_stop)
@@ -201,7 +204,8 @@ class RolloutProcess(Worker):
     @dispatch()
     def evaluate(self, call: int, episodes: NDArray[np.int64], video_dir: str | None) -> dict[str, object] | None:
         """Return what was played of episodes ``int64[n]``; None if it was interrupted. See Evaluator."""
-        self._call, self._stopped = call, False
+        self._call = call
+        self._stopped = False
         try:
             played = self.evaluator.run_episodes(episodes, None if video_dir is None else Path(video_dir))
         except InterruptedError:

@@ -118,7 +118,8 @@ class AsyncTaskRunner:
     """
 
     def __init__(self, max_in_flight: int, max_queue: int, max_results: int | None = None, name: str = "tasks") -> None:
-        self.max_in_flight, self.max_queue = max_in_flight, max_queue
+        self.max_in_flight = max_in_flight
+        self.max_queue = max_queue
         self.max_results = max_in_flight + max_queue if max_results is None else max_results
         if min(max_in_flight, max_queue) < 1 or self.max_results < max_in_flight:
             raise TaskRunnerError(
@@ -403,7 +404,8 @@ class AsyncTaskRunner:
 
     @_or_fail
     def _deliver(self) -> None:
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         if not ended:
             return
         with self._lock:

@@ -301,7 +301,8 @@ class RemoteSender:
     """
 
     def __init__(self, group: WorkerGroup, pipes: Mapping[str, Channel], trained: Collection[str]) -> None:
-        self.group, self.pipes = group, list(pipes.values())
+        self.group = group
+        self.pipes = list(pipes.values())
         self._call("make_sender", list(pipes), sorted(trained))
 
     def address(self) -> str:
@@ -380,7 +381,8 @@ class WeightChannel:
         timeout_s: float = 600.0,
     ) -> None:
         self.kind: Kind = kind
-        self.sender, self.answers = sender, answers
+        self.sender = sender
+        self.answers = answers
         self.directory = directory
         self.device = device
         self.timeout_s = timeout_s
@@ -390,7 +392,8 @@ class WeightChannel:
         """Begin a new generation: return what the receivers need to connect. ``open`` follows."""
         self.close()
         self.generation += 1
-        where, world_size = str(self.directory), len(self.answers) + 1
+        where = str(self.directory)
+        world_size = len(self.answers) + 1
         if self.kind == "collective":
             where = self.sender.address()
         if self.kind == "memory":

@@ -87,7 +87,8 @@ class Trajectory:
 
     def add(self, output: PolicyOutput, result: ToolResult) -> None:
         """Append what the policy answered (a batch of one) and what ``act`` made of its first actions."""
-        executed, chunk = len(result.valid), output.actions.shape[1]
+        executed = len(result.valid)
+        chunk = output.actions.shape[1]
         if not 0 < executed <= chunk:
             raise EmbodrlError(
                 f"a result of {executed} actions for a chunk of {chunk}",
@@ -254,9 +255,11 @@ def _column(
             zeros["truncated"][last, int(chunks[last].valid.nonzero()[-1])] = True
         if trajectory.end_value is not None:
             if not zeros["truncated"][last].any():
-                values[-1], value_version[-1] = trajectory.end_value, trajectory.end_version
+                values[-1] = trajectory.end_value
+                value_version[-1] = trajectory.end_version
             elif bootstrap:
-                bootstrap_values[last], value_version[last] = trajectory.end_value, trajectory.end_version
+                bootstrap_values[last] = trajectory.end_value
+                value_version[last] = trajectory.end_version
     kept: Mapping[str, list[Tensor]] = {
         "success": [torch.tensor(chunk.success and trajectory is not None) for chunk in chunks],
         "policy_version": [torch.tensor(chunk.policy_version) for chunk in chunks],

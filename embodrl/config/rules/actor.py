@@ -51,7 +51,8 @@ def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
 @rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")
 def layers_can_be_cut(context: Context) -> Iterator[Finding]:
     """Tensor parallelism needs fsdp or megatron, a number of processes that it divides, and no adapters."""
-    actor, key = context.config.actor, "actor.tensor_parallel_size"
+    actor = context.config.actor
+    key = "actor.tensor_parallel_size"
     size = actor.tensor_parallel_size
     if size == 1:
         return
@@ -79,7 +80,8 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
 @rule(BACKEND, "model.trainable")
 def backend_trains_adapters(context: Context) -> Iterator[Finding]:
     """Some training backends have no low-rank adapters."""
-    backend, model = context.config.actor.training_backend, context.config.model
+    backend = context.config.actor.training_backend
+    model = context.config.model
     if model.trainable == "lora" and not context.training_engine.trains_adapters:
         message = f"'{backend}' has no low-rank adapters, and model.trainable is 'lora'"
         hint = "set actor=fsdp, or model.trainable=all"

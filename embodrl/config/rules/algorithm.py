@@ -40,7 +40,8 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
         return
     if context.estimator.off_policy != context.loss.learns_from_records:
         return  # a rule of its own reports it
-    adv, loss = context.estimator.needs_values, context.loss.needs_values
+    adv = context.estimator.needs_values
+    loss = context.loss.needs_values
     both = ("algorithm.adv_type", "algorithm.loss_type")
     if adv and not loss:
         message = (
@@ -141,7 +142,8 @@ def groups_for_normalization(context: Context) -> Iterator[Finding]:
 def filter_keeps_something(context: Context) -> Iterator[Finding]:
     """The success-rate filter has groups, and a range that their rates can be in."""
     algorithm = context.config.algorithm
-    selection, size = algorithm.filter, algorithm.group_size
+    selection = algorithm.filter
+    size = algorithm.group_size
     if not selection.enabled:
         return
     if size < 2:
@@ -187,10 +189,12 @@ def branches_can_be_compared(context: Context) -> Iterator[Finding]:
 @rule("algorithm.branch", "env.max_episode_steps", "model.num_action_chunks")
 def branches_begin_within_episodes(context: Context) -> Iterator[Finding]:
     """A state in the midst of an episode has a chunk before it and one after it."""
-    config, keys = context.config, ("env.max_episode_steps", "model.num_action_chunks")
+    config = context.config
+    keys = ("env.max_episode_steps", "model.num_action_chunks")
     if not config.algorithm.branch.enabled:
         return
-    steps, chunk = config.env.max_episode_steps, config.model.num_action_chunks
+    steps = config.env.max_episode_steps
+    chunk = config.model.num_action_chunks
     chunks = -(-steps // chunk)
     if chunks == 1:
         message = f"an episode of {steps} steps is one chunk of {chunk}, and has no state in its midst to branch from"
@@ -206,7 +210,8 @@ def branches_begin_within_episodes(context: Context) -> Iterator[Finding]:
 def dual_clip_is_the_outer_one(context: Context) -> Iterator[Finding]:
     """The dual clip is beyond the upper clip of the ratio."""
     algorithm = context.config.algorithm
-    dual, upper = algorithm.clip_ratio_dual, 1 + algorithm.clip_ratio_high
+    dual = algorithm.clip_ratio_dual
+    upper = 1 + algorithm.clip_ratio_high
     if dual is not None and dual <= upper:
         message = f"ratios up to 1 + clip_ratio_high = {upper:g} are within the range, and {dual:g} would cut into it"
         yield Finding(
@@ -307,7 +312,8 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
 @rule("algorithm.loss_type", "model.model_type")
 def velocities_are_there(context: Context) -> Iterator[Finding]:
     """Losses of velocities are for flow policies."""
-    family, loss = context.family, context.config.algorithm.loss_type
+    family = context.family
+    loss = context.config.algorithm.loss_type
     if loss in ("fpo", "nft") and family is not None and family.kind != "flow":
         message = f"loss_type '{loss}' needs the velocities of a flow policy, and {family.name} has none"
         able = ", ".join(spec.name for spec in MODELS.all() if spec.kind == "flow")
@@ -327,7 +333,8 @@ def sampling_explores(context: Context) -> Iterator[Finding]:
 def batches_fill_rollouts(context: Context) -> Iterator[Finding]:
     """A rollout is a whole number of optimizer steps."""
     config = context.config
-    train, batch = config.env.train, config.actor.global_batch_size
+    train = config.env.train
+    batch = config.actor.global_batch_size
     if not train.auto_reset or config.algorithm.filter.enabled or context.loss.learns_from_records:
         return  # how many chunks there are shows when they have been run; batches are made as even as can be
     chunks = config.rollout_chunks
@@ -367,7 +374,8 @@ def micro_batches_fill_batches(context: Context) -> Iterator[Finding]:
 @rule("actor.precision", "rollout.precision")
 def precisions_agree(context: Context) -> Iterator[Finding]:
     """Rollout and training compute log-probs in the same precision."""
-    actor, rollout = context.config.actor.precision, context.config.rollout.precision
+    actor = context.config.actor.precision
+    rollout = context.config.rollout.precision
     if actor != rollout:
         message = f"rollouts in '{rollout}' and training in '{actor}' disagree about log-probs, so no ratio starts at 1"
         hint = f"set rollout.precision={actor}, or both to auto"
@@ -379,8 +387,10 @@ WARM_UPS = ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_itera
 
 def warm_up_findings(context: Context) -> Iterator[Finding]:
     """Yield what is wrong with the length of the warm-ups."""
-    optim, iterations = context.config.actor.optim, context.config.runner.max_iterations
-    critic, rate = optim.critic_warmup_iterations, optim.lr_warmup_iterations
+    optim = context.config.actor.optim
+    iterations = context.config.runner.max_iterations
+    critic = optim.critic_warmup_iterations
+    rate = optim.lr_warmup_iterations
     others = ("runner.max_iterations",)
     if critic >= iterations:
         message = f"the policy would never train: the critic's warm-up takes {critic} of {iterations} iterations"
@@ -429,7 +439,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     """Yield keys of the algorithm, whether they have no effect, and why."""
     config = context.config
     algorithm = config.algorithm
-    adv, loss = context.estimator, context.loss
+    adv = context.estimator
+    loss = context.loss
     adv_type = f"adv_type is '{algorithm.adv_type}'"
     recorded = f"loss_type '{algorithm.loss_type}' learns from what is recorded"
     for name in (*LOSS_KEYS.values(), *ON_POLICY):

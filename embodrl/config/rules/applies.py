@@ -27,7 +27,8 @@ def conditional_settings(
 ) -> Iterator[tuple[str, tuple[AppliesIf, ...]]]:
     """Yield the settings of a section that have an effect on conditions, and the conditions."""
     for name, info in type(section).model_fields.items():
-        value, key = getattr(section, name), f"{prefix}{name}"
+        value = getattr(section, name)
+        key = f"{prefix}{name}"
         conditions = (*above, *(each for each in info.metadata if isinstance(each, AppliesIf)))
         if isinstance(value, Section):
             yield from conditional_settings(value, f"{key}.", conditions)

@@ -210,8 +210,10 @@ class RuleSet:
 
 
 CORE = RuleSet()
-RULES, NOTES = CORE.rules, CORE.notes
-rule, note = CORE.rule, CORE.note
+RULES = CORE.rules
+NOTES = CORE.notes
+rule = CORE.rule
+note = CORE.note
 
 
 def value_of(config: Config, key: str) -> object:
@@ -230,7 +232,8 @@ def path_kind(text: str) -> str:
 
 def multiples(value: int, of: int) -> str:
     """Name the nearest multiples: below and above."""
-    below, above = value // of * of, (value // of + 1) * of
+    below = value // of * of
+    above = (value // of + 1) * of
     return f"{below} or {above}" if below else str(above)
 
 

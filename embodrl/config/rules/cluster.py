@@ -30,7 +30,8 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
                 hint = f"write {near}" if near else "remove it"
                 message = f"there is no component '{name}' (in '{names}')"
                 if name == "reward":
-                    message, hint = f"rewards are computed by the main process (in '{names}')", "leave it out"
+                    message = f"rewards are computed by the main process (in '{names}')"
+                    hint = "leave it out"
                 yield Finding(KEY, message, hint, ", ".join(COMPONENTS), near, at=at)
             elif name in seen:
                 message = f"the component '{name}' is placed twice"
@@ -75,7 +76,8 @@ def node_groups_are_sound(context: Context) -> Iterator[Finding]:
 def places_exist(context: Context) -> Iterator[Finding]:
     """Placements can be read, name devices that there are, share them out evenly, and suit the backends."""
     for failure in context.solution.unplaced:
-        names, reason = failure.names, failure.reason
+        names = failure.names
+        reason = failure.reason
         message = f"'{names}: {failure.text}' is invalid or cannot be satisfied: {reason}"
         yield Finding(KEY, message, reason.hint, reason.allowed, others=("cluster.device",), at=f"{KEY}.{names}")
     yield from shares_are_even(context.config, context.solution.places)
@@ -84,7 +86,8 @@ def places_exist(context: Context) -> Iterator[Finding]:
 @rule("cluster.hardware", "cluster.num_nodes", "cluster.device", here=True)
 def described_hardware_is_here(context: Context) -> Iterator[Finding]:
     """Training runs on the machine that it is on: described hardware must be there."""
-    cluster, machine = context.config.cluster, context.solution.machine
+    cluster = context.config.cluster
+    machine = context.solution.machine
     if cluster.num_nodes > 1 and cluster.launcher != "ray":
         message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
         hint = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
@@ -110,7 +113,8 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
 @rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes", here=True)
 def native_is_one_process(context: Context) -> Iterator[Finding]:
     """Backends can use their devices: native ones are one process on one device."""
-    config, found = context.config, context.solution.places
+    config = context.config
+    found = context.solution.places
     backends = {
         "actor": ("actor.training_backend", config.actor.training_backend),
         "rollout": ("rollout.backend", config.rollout.backend),
@@ -127,7 +131,8 @@ def native_is_one_process(context: Context) -> Iterator[Finding]:
             yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
     if config.cluster.launcher == "ray":
         return
-    actor, rollout = found.get("actor", []), found.get("rollout", [])
+    actor = found.get("actor", [])
+    rollout = found.get("rollout", [])
     if config.actor.own_process is not False or not (is_single(config, "rollout") and len(actor) == len(rollout) == 1):
         return
     where = [(p.node, p.devices) for p in (actor[0], rollout[0])]
@@ -150,8 +155,10 @@ def _name(process: ProcessPlace) -> str:
 
 def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
     """Yield what can't be shared out evenly among several processes of the rollout or of the actor."""
-    rollouts, actors = len(found.get("rollout", [])), len(found.get("actor", []))
-    stages, simulators = config.rollout.pipeline_stages, config.env.num_processes
+    rollouts = len(found.get("rollout", []))
+    actors = len(found.get("actor", []))
+    stages = config.rollout.pipeline_stages
+    simulators = config.env.num_processes
     groups = rollouts * stages
     if rollouts > 1 and simulators % groups:
         yield Finding(
@@ -189,7 +196,8 @@ def shares_are_even(config: Config, found: Places) -> Iterator[Finding]:
 @rule("cluster.hardware", "cluster.device")
 def described_hardware_is_whole(context: Context) -> Iterator[Finding]:
     """GPUs and cores are spread evenly over NUMA nodes, and a GPU that is asked for is described."""
-    cluster, hardware = context.config.cluster, context.config.cluster.hardware
+    cluster = context.config.cluster
+    hardware = context.config.cluster.hardware
     if hardware.name is None:
         return
     for key, count in (("num_gpus", hardware.num_gpus), ("num_cores", hardware.num_cores)):
@@ -227,7 +235,8 @@ MASTERS = "actor.optim.master_weights"
 @note("actor.param_dtype", "actor.optim", "actor.training_backend", "cluster", "model.trainable")
 def bf16_weights_lose_updates(context: Context) -> Iterator[Finding]:
     """Small updates of weights in bf16 are rounded away, unless the optimizer has them in float32."""
-    actor, model = context.config.actor, context.config.model
+    actor = context.config.actor
+    model = context.config.model
     if actor.param_dtype != "bf16" or model.trainable == "lora":
         return
     if actor.optim.master_weights is False and context.training_engine.keeps_masters:
@@ -250,6 +259,7 @@ def masters_have_a_use(context: Context) -> Iterator[Finding]:
 @note("cluster.num_threads")
 def threads_have_cores(context: Context) -> Iterator[Finding]:
     """More threads than cores get in each other's way."""
-    threads, cores = context.config.cluster.num_threads, os.cpu_count() or 1
+    threads = context.config.cluster.num_threads
+    cores = os.cpu_count() or 1
     if threads is not None and threads > cores:
         yield Finding("cluster.num_threads", f"{threads} threads share {cores} cores", f"set it to {cores}, or null")

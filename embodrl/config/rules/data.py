@@ -14,7 +14,8 @@ STATISTICS = ("auto", "checkpoint", "data")
 @rule("env.env_type", "env.tasks", "algorithm.loss_type")
 def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
     """For `embodrl collect`, DAgger and interventions: there is a scripted expert for every task."""
-    env, spec = context.config.env, context.simulator
+    env = context.config.env
+    spec = context.simulator
     asks = context.loss.imitates and context.verb != "store"  # which imitates by itself
     asks = asks or context.config.algorithm.off_policy.interventions
     if not (context.collecting or asks) or spec is None or spec.expert_tasks is None:
@@ -47,7 +48,8 @@ def raw_demonstrations_have_no_videos(context: Context) -> Iterator[Finding]:
 @rule("sft.cameras", "env.cameras")
 def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Finding]:
     """sft.cameras names one camera for each of env.cameras."""
-    chosen, cameras = context.config.sft.cameras, context.config.env.cameras
+    chosen = context.config.sft.cameras
+    cameras = context.config.env.cameras
     if chosen is not None and len(chosen) != len(cameras):
         names = ", ".join(camera.name for camera in cameras)
         message = f"{len(chosen)} cameras are named, and env.cameras has {len(cameras)} ({names})"
@@ -57,7 +59,8 @@ def a_camera_of_the_data_for_each_of_the_policy(context: Context) -> Iterator[Fi
 @rule("env.env_type", "sft.eval_interval")
 def there_is_a_simulator(context: Context) -> Iterator[Finding]:
     """Only `embodrl sft` (without evaluations) and `embodrl serve` run on mere data."""
-    config, spec = context.config, context.simulator
+    config = context.config
+    spec = context.simulator
     if spec is None or spec.simulates or context.verb in (None, "serve"):
         return
     hint = "name a simulator (env=NAME, see `embodrl list envs`)"
@@ -72,7 +75,8 @@ def there_is_a_simulator(context: Context) -> Iterator[Finding]:
 @rule("sft.stats", "model.stats_path")
 def statistics_exist(context: Context) -> Iterator[Finding]:
     """Statistics come from one place, which is there."""
-    chosen, given = context.config.sft.stats, context.config.model.stats_path
+    chosen = context.config.sft.stats
+    given = context.config.model.stats_path
     allowed = f"{', '.join(STATISTICS)}, or an existing file"
     if chosen not in STATISTICS and path_kind(chosen) != "file":
         near = nearest(chosen, list(STATISTICS))

@@ -45,7 +45,8 @@ def processes_share_the_environments(context: Context) -> Iterator[Finding]:
 @rule("env.num_processes", "rollout.pipeline_stages")
 def stages_are_whole_processes(context: Context) -> Iterator[Finding]:
     """A pipeline stage is a group of whole processes."""
-    processes, stages = context.config.env.num_processes, context.config.rollout.pipeline_stages
+    processes = context.config.env.num_processes
+    stages = context.config.rollout.pipeline_stages
     if processes % stages:
         yield Finding(
             "rollout.pipeline_stages",
@@ -60,7 +61,8 @@ def stages_are_whole_processes(context: Context) -> Iterator[Finding]:
 @rule("env.remote", "env.python", "env.video.enabled", "cluster.launcher", "cluster.component_placement")
 def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
     """Env servers have addresses, their own interpreters and devices, and no directory of the run."""
-    config, remote = context.config, context.config.env.remote
+    config = context.config
+    remote = context.config.env.remote
     if not remote:
         return
     form = rf"({'|'.join(map(re.escape, ENV_SERVERS))})://([\w.-]+|\[[0-9a-fA-F:.]+\]):\d{{1,5}}"
@@ -87,7 +89,8 @@ def env_servers_run_the_simulators(context: Context) -> Iterator[Finding]:
 @rule("env.train.total_num_envs", "env.num_processes", "algorithm.group_size")
 def groups_stay_in_a_process(context: Context) -> Iterator[Finding]:
     """The environments of a group are in one process."""
-    env, size = context.config.env, context.config.algorithm.group_size
+    env = context.config.env
+    size = context.config.algorithm.group_size
     per_process = env.train.total_num_envs // env.num_processes
     if env.train.total_num_envs % env.num_processes == 0 and per_process % size:
         yield Finding(
@@ -138,7 +141,8 @@ def chunks_fit_into_episodes(context: Context) -> Iterator[Finding]:
 @note("env.train", "model.num_action_chunks")
 def rollouts_are_whole_chunks(context: Context) -> Iterator[Finding]:
     """Rollouts are rounded up to whole chunks."""
-    chunk, key = context.config.model.num_action_chunks, "env.train.max_steps_per_rollout_epoch"
+    chunk = context.config.model.num_action_chunks
+    key = "env.train.max_steps_per_rollout_epoch"
     steps = context.config.env.train.max_steps_per_rollout_epoch
     if steps % chunk and context.by_user(key):
         yield Finding(key, f"{steps} steps become {context.config.rollout_chunks * chunk}, whole chunks of {chunk}", "")
@@ -181,7 +185,8 @@ def groups_keep_step(context: Context) -> Iterator[Finding]:
 @rule("env.train", "env.reward_mode", "algorithm.adv_type")
 def success_is_worth_ending(context: Context) -> Iterator[Finding]:
     """With sparse rewards an episode earns nothing after its success."""
-    config, needs_values = context.config, context.estimator.needs_values
+    config = context.config
+    needs_values = context.estimator.needs_values
     if config.env.train.ignore_terminations and config.env.reward_mode == "sparse" and needs_values:
         yield Finding(
             "env.train.ignore_terminations",
@@ -222,7 +227,8 @@ def sparse_reward_exists(context: Context) -> Iterator[Finding]:
 @rule("env.eval", "env.tasks")
 def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
     """An evaluation has at least one episode per task."""
-    env, (key, tasks) = context.config.env, evaluated_tasks(context.config)
+    env = context.config.env
+    (key, tasks) = evaluated_tasks(context.config)
     if env.eval.num_episodes < len(tasks):
         yield Finding(
             "env.eval.num_episodes",
@@ -237,8 +243,10 @@ def every_task_is_evaluated(context: Context) -> Iterator[Finding]:
 def seeds_are_apart(context: Context) -> Iterator[Finding]:
     """Evaluation never sees an initial state that the policy was fine-tuned on; training draws its seeds at random."""
     config = context.config
-    first, last = config.env.eval.seed, config.env.eval.seed + config.env.eval.num_episodes - 1
-    start, count = config.collect.seed, MAX_ATTEMPTS_PER_EPISODE * config.collect.num_episodes
+    first = config.env.eval.seed
+    last = config.env.eval.seed + config.env.eval.num_episodes - 1
+    start = config.collect.seed
+    count = MAX_ATTEMPTS_PER_EPISODE * config.collect.num_episodes
     if start <= last and first <= start + count - 1:
         key = "collect.seed"
         blamed = "env.eval.seed" if context.by_user("env.eval.seed") and not context.by_user(key) else key
@@ -304,7 +312,8 @@ def videos_have_even_sizes(context: Context) -> Iterator[Finding]:
 @note("env.eval", "env.tasks")
 def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
     """An even spread of episodes over tasks."""
-    env, (_, tasks) = context.config.env, evaluated_tasks(context.config)
+    env = context.config.env
+    (_, tasks) = evaluated_tasks(context.config)
     if env.eval.num_episodes > len(tasks) and env.eval.num_episodes % len(tasks):
         yield Finding(
             "env.eval.num_episodes",
@@ -316,7 +325,8 @@ def tasks_have_equal_shares(context: Context) -> Iterator[Finding]:
 @note("env.num_processes", "cluster.hardware", "cluster.num_nodes")
 def processes_have_cores(context: Context) -> Iterator[Finding]:
     """More processes than cores get in each other's way."""
-    cluster, processes = context.config.cluster, context.config.env.num_processes
+    cluster = context.config.cluster
+    processes = context.config.env.num_processes
     cores = os.cpu_count() or 1
     if cluster.hardware.name is not None:
         cores = cluster.hardware.num_cores * cluster.hardware.threads_per_core * cluster.num_nodes

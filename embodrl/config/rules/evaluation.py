@@ -19,7 +19,8 @@ _DIRECT = ("tasks", "max_episode_steps")
 @rule("env.eval", "env.env_type", "env.tasks", "env.max_episode_steps", "model.num_action_chunks")
 def evaluations_can_be_played(context: Context) -> Iterator[Finding]:
     """What evaluations have otherwise is as sound as what training has."""
-    config, wrong = context.config, False
+    config = context.config
+    wrong = False
     for name in config.env.eval.settings:
         if name not in config.env.own_settings:
             wrong = True
@@ -42,7 +43,8 @@ def evaluations_can_be_played(context: Context) -> Iterator[Finding]:
 
 
 def _as_played(context: Context, played: Context) -> Iterator[Finding]:
-    env, chunk = played.config.env, played.config.model.num_action_chunks
+    env = played.config.env
+    chunk = played.config.model.num_action_chunks
     if env.eval.max_episode_steps is not None and env.eval.max_episode_steps < chunk:
         message = f"is shorter than a chunk of {chunk} actions"
         yield Finding("env.eval.max_episode_steps", message, f"set it to at least {chunk}", f"at least {chunk}")
@@ -72,7 +74,8 @@ def _decodings(spec: ModelSpec, engine: EngineSpec) -> tuple[str, ...]:
 @rule("env.eval.decoding", "serve.decoding", "model.model_type", "rollout.backend")
 def decodings_exist(context: Context) -> Iterator[Finding]:
     """The family can choose its actions in the way that is named."""
-    config, family = context.config, context.config.model.model_type
+    config = context.config
+    family = context.config.model.model_type
     if family not in MODELS:
         return
     known = _decodings(MODELS.entry(family), context.rollout_engine)
@@ -86,7 +89,8 @@ def decodings_exist(context: Context) -> Iterator[Finding]:
 @rule("env.eval", "env.tasks", "protocol")
 def evaluations_follow_what_is_given(context: Context) -> Iterator[Finding]:
     """A verb that only evaluates, and a protocol, name what is evaluated by the settings of env themselves."""
-    env, origin = context.config.env, context.origin("env.tasks")
+    env = context.config.env
+    origin = context.origin("env.tasks")
     if context.verb == "eval" and env.eval.tasks not in (None, env.tasks) and origin.kind == "argument":
         message = f"env.tasks is {', '.join(env.tasks)}, and evaluations have tasks of their own"
         hint = f"write env.eval.tasks=[{','.join(env.tasks)}] in place of env.tasks"

@@ -24,7 +24,8 @@ def env_interface(context: Context) -> Interface | None:
 
 def policy_interface(context: Context) -> tuple[Interface | None, bool]:
     """Return what the policy states, with its own gripper, and whether there are trained weights at all."""
-    model, family = context.config.model, context.family
+    model = context.config.model
+    family = context.family
     directory = policy_directory(model)
     card = None if directory is None else read_card(directory)
     if card is not None:
@@ -42,7 +43,8 @@ def interfaces_agree(context: Context) -> Iterator[Finding]:
     env = env_interface(context)
     if policy is None or env is None or context.resuming or context.verb in ("collect", "sft"):
         return
-    setting, env_type = context.config.model.gripper, context.config.env.env_type
+    setting = context.config.model.gripper
+    env_type = context.config.env.env_type
     arriving = CONVERTED.get((setting, policy.gripper or ""), policy.gripper)
     for name, mine, theirs in replace(policy, gripper=arriving).differences(env):
         key = KEYS.get(name, "env.env_type")

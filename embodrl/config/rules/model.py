@@ -43,22 +43,19 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
     elif path_kind(f"{path}/config.json") == "file":
         return
     elif path_kind(path) == "directory":
-        message, hint = (
-            f"'{path}' holds no config.json",
-            "give the directory that holds config.json and *.safetensors",
-        )
+        message = f"'{path}' holds no config.json"
+        hint = "give the directory that holds config.json and *.safetensors"
         family = context.family
         if family is not None and family.missing_config and path_kind(f"{path}/model.safetensors") == "file":
             hint = family.missing_config
         yield Finding("model.model_path", message, hint, allowed)
     elif path_kind(path) == "file":
-        message, hint = f"'{path}' is a file", "give the directory that holds config.json and *.safetensors"
+        message = f"'{path}' is a file"
+        hint = "give the directory that holds config.json and *.safetensors"
         yield Finding("model.model_path", message, hint, allowed)
     elif (name := parse(path)) is None or name.is_dataset:
-        message, hint = (
-            f"there is no directory '{path}'",
-            "give the directory of the checkpoint, or OWNER/NAME of the hub",
-        )
+        message = f"there is no directory '{path}'"
+        hint = "give the directory of the checkpoint, or OWNER/NAME of the hub"
         yield Finding("model.model_path", message, hint, allowed)
 
 
@@ -74,7 +71,8 @@ def adapters_exist(context: Context) -> Iterator[Finding]:
         yield Finding(
             "model.lora_path", message, "set model.model_path to their base model", others=("model.model_path",)
         )
-    found, hub = path_kind(path), parse(path)
+    found = path_kind(path)
+    hub = parse(path)
     if path_kind(f"{path}/{ADAPTER_CONFIG}") != "file" and (found or not hub):
         wrong = f"'{path}' holds no {ADAPTER_CONFIG}" if found else f"there is no directory '{path}'"
         hint = f"give the directory that holds {ADAPTER_CONFIG} and adapter_model.safetensors"
@@ -122,7 +120,8 @@ def statistics_have_weights(context: Context) -> Iterator[Finding]:
 @rule("model.model_type", "env.cameras")
 def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
     """The model takes so many pictures and no more."""
-    count, most = len(context.config.env.cameras), context.family.max_cameras if context.family is not None else None
+    count = len(context.config.env.cameras)
+    most = context.family.max_cameras if context.family is not None else None
     if most is not None and count > most:
         yield Finding(
             "env.cameras",
@@ -137,9 +136,11 @@ def model_sees_the_cameras(context: Context) -> Iterator[Finding]:
 @rule("model.model_type", "algorithm.sampling.top_k")
 def top_k_fits_the_bins(context: Context) -> Iterator[Finding]:
     """No more bins can be kept than there are."""
-    top_k, bins = context.config.algorithm.sampling.top_k, context.family.num_bins if context.family else None
+    top_k = context.config.algorithm.sampling.top_k
+    bins = context.family.num_bins if context.family else None
     if bins is not None and top_k > bins:
-        message, hint = f"an action token has {bins} bins, fewer than {top_k}", "set it to 0, which keeps all"
+        message = f"an action token has {bins} bins, fewer than {top_k}"
+        hint = "set it to 0, which keeps all"
         yield Finding("algorithm.sampling.top_k", message, hint, f"0 to {bins}, but not 1")
 
 
@@ -247,7 +248,8 @@ def state_is_seen(context: Context) -> Iterator[Finding]:
 @note("model.model_type", "model.model_path", "env.include_state")
 def checkpoint_sees_the_state(context: Context) -> Iterator[Finding]:
     """A public checkpoint of a family that reads the robot's state was trained with it."""
-    config, family = context.config, context.family
+    config = context.config
+    family = context.family
     reads = family is not None and family.uses_state is True
     if config.model.model_path is not None and reads and not config.env.include_state:
         message = f"{config.model.model_type} reads the robot's state, and gets none: env.include_state is false"

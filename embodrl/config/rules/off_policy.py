@@ -103,7 +103,8 @@ def _carries(spec: ModelSpec, kind: str) -> bool:
 @rule("algorithm.loss_type", "algorithm.bc_coef", "algorithm.off_policy", "model")
 def rl_token_is_there(context: Context) -> Iterator[Finding]:
     """RLT has its actor and a token to read, and no entropy or imitation of SAC's."""
-    config, others = context.config, ("algorithm.loss_type",)
+    config = context.config
+    others = ("algorithm.loss_type",)
     if config.algorithm.loss_type != "rlt":
         return
     if config.model.small_actor.kind != "rlt":
@@ -200,10 +201,12 @@ def off_policy_numbers_fit(context: Context) -> Iterator[Finding]:
 @rule("algorithm.bc_coef", "algorithm.off_policy.demos", "algorithm.loss_type", "actor", "cluster")
 def imitation_has_demonstrations(context: Context) -> Iterator[Finding]:
     """What is imitated beside another loss is named and there; on-policy, the process that trains reads it."""
-    algorithm, demos = context.config.algorithm, f"{SECTION}.demos"
+    algorithm = context.config.algorithm
+    demos = f"{SECTION}.demos"
     if not algorithm.bc_coef:
         return
-    source, others = algorithm.off_policy.demos, ("algorithm.bc_coef",)
+    source = algorithm.off_policy.demos
+    others = ("algorithm.bc_coef",)
     if context.loss.offline or context.loss.imitates:
         message = f"loss_type '{algorithm.loss_type}' imitates as it is"
         yield Finding("algorithm.bc_coef", message, "set it to 0", "0", others=("algorithm.loss_type",))
@@ -262,7 +265,8 @@ def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
 @rule("algorithm.off_policy", "algorithm.dagger", "algorithm.loss_type", "model.small_actor.kind")
 def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
     """Who takes control has a rule for it, and what it does serves SAC's critics and actor as demonstrations do."""
-    algorithm, kind = context.config.algorithm, context.config.model.small_actor.kind
+    algorithm = context.config.algorithm
+    kind = context.config.model.small_actor.kind
     key = f"{SECTION}.interventions"
     if not algorithm.off_policy.interventions:
         return

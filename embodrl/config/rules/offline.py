@@ -63,7 +63,8 @@ def offline_has_data(context: Context) -> Iterator[Finding]:
 def labels_are_there(context: Context) -> Iterator[Finding]:
     """RECAP reads labels, which `embodrl label` writes."""
     algorithm = context.config.algorithm
-    data, tag = algorithm.off_policy.demos, algorithm.offline.tag
+    data = algorithm.off_policy.demos
+    tag = algorithm.offline.tag
     if algorithm.loss_type != "recap" or data is None or path_kind(data) != "directory":
         return
     if path_kind(str(Path(data) / "meta" / f"advantages_{tag}.parquet")) != "file":

@@ -42,7 +42,8 @@ def main_memory_has_no_offload(context: Context) -> Iterator[Finding]:
 @note(ROLLOUT, "rollout.backend", "rollout.own_process", "actor", "cluster", "env.num_processes")
 def shared_weights_stay(context: Context) -> Iterator[Finding]:
     """Weights that both act and train are needed in every phase."""
-    rollout, deployment = context.config.rollout, context.deployment
+    rollout = context.config.rollout
+    deployment = context.deployment
     if not rollout.enable_offload or rollout.backend != "native" or deployment is None:
         return
     if not deployment.has_processes:

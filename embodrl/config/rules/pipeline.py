@@ -35,7 +35,8 @@ def misnamed(config: Config) -> tuple[str, str, str] | None:
     setting = PIPELINES.entry(name).setting if name is not None and name in PIPELINES else None
     if setting is None:
         return None
-    (key, value), found = setting, value_of(config, setting[0])
+    (key, value) = setting
+    found = value_of(config, setting[0])
     # An estimator from elsewhere may stand in for a built-in one.
     settings = [spec.setting for spec in PIPELINES.all()]
     if found == value or (key == "algorithm.adv_type" and (key, found) not in settings):
@@ -47,7 +48,8 @@ def misnamed(config: Config) -> tuple[str, str, str] | None:
 @rule("pipeline.name", "algorithm")
 def name_fits_the_algorithm(context: Context) -> Iterator[Finding]:
     """A pipeline named after an algorithm has that algorithm's settings."""
-    name, wrong = context.config.pipeline.name, misnamed(context.config)
+    name = context.config.pipeline.name
+    wrong = misnamed(context.config)
     if wrong is not None:
         key, wanted, found = wrong
         message = f"the pipeline '{name}' belongs to {key}={wanted}, and it is {found}"

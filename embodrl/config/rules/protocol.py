@@ -13,7 +13,8 @@ from embodrl.specs import ENVS, PROTOCOLS
 @rule("protocol", "env.env_type")
 def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
     """The protocol has a name in the registry, and is about the environment."""
-    name, env_type = context.config.protocol, context.config.env.env_type
+    name = context.config.protocol
+    env_type = context.config.env.env_type
     if name is None:
         return
     if name not in PROTOCOLS:
@@ -29,10 +30,12 @@ def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
 @note("protocol", "env", "model")
 def protocol_holds(context: Context) -> Iterator[Finding]:
     """What differs from the protocol that is named."""
-    config, name = context.config, context.config.protocol
+    config = context.config
+    name = context.config.protocol
     if name is None or name not in PROTOCOLS or PROTOCOLS.entry(name).env_type != config.env.env_type:
         return
-    spec, report = PROTOCOLS.entry(name), protocol_of(config)
+    spec = PROTOCOLS.entry(name)
+    report = protocol_of(config)
     assert report is not None
     for key, value in report["changed"].items():
         message = f"is {value}, and protocol={name} has {report['settings'][key]}"
@@ -47,10 +50,12 @@ def protocol_holds(context: Context) -> Iterator[Finding]:
 @rule("axes", "env.env_type", "env.tasks", "env.eval.tasks")
 def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
     """The simulator has the axes, for all of the tasks that are evaluated."""
-    env, wanted = context.config.env, context.config.axes
+    env = context.config.env
+    wanted = context.config.axes
     if wanted is None or env.env_type not in ENVS:
         return
-    spec, tasks = ENVS.entry(env.env_type), env.eval.tasks or env.tasks
+    spec = ENVS.entry(env.env_type)
+    tasks = env.eval.tasks or env.tasks
     there_are = spec.axes_of(tasks)
     if not there_are:
         others = [each.name for each in ENVS.all() if each.axes]

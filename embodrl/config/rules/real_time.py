@@ -47,10 +47,8 @@ def robot_is_evaluated_alone(context: Context) -> Iterator[Finding]:
     """The same of evaluations."""
     env = context.config.env
     if env.real_time.control_hz is not None and env.eval.total_num_envs != 1:
-        key, message = (
-            "env.eval.total_num_envs",
-            f"{env.eval.total_num_envs} can't share the one clock of env.real_time",
-        )
+        key = "env.eval.total_num_envs"
+        message = f"{env.eval.total_num_envs} can't share the one clock of env.real_time"
         others = ("env.real_time.control_hz",)
         yield Finding(key, message, "set it to 1", "1", others=others, code="robot-not-alone")
 
@@ -58,7 +56,8 @@ def robot_is_evaluated_alone(context: Context) -> Iterator[Finding]:
 @rule("env.real_time", "model.action_dim")
 def limits_fit_the_actions(context: Context) -> Iterator[Finding]:
     """Limits are one number, or one for each dimension, and in order."""
-    safety, wanted = context.config.env.real_time.safety, context.config.model.action_dim
+    safety = context.config.env.real_time.safety
+    wanted = context.config.model.action_dim
     for name in ("low", "high", "max_step", "max_velocity"):
         values = getattr(safety, name)
         if values is not None and len(values) not in (1, wanted):
@@ -85,7 +84,8 @@ def person_can_be_heard(context: Context) -> Iterator[Finding]:
 @rule("env.real_time", "env.reset_timeout_s", "env.step_timeout_s")
 def person_has_time(context: Context) -> Iterator[Finding]:
     """Waiting for a person is not taken for a simulator that hangs."""
-    env, least = context.config.env, 600
+    env = context.config.env
+    least = 600
     if env.real_time.control_hz is None or env.real_time.control_dir is None:
         return
     for key, limit in (("env.reset_timeout_s", env.reset_timeout_s), ("env.step_timeout_s", env.step_timeout_s)):

@@ -55,7 +55,8 @@ def reward_function_takes_an_episode(context: Context) -> Iterator[Finding]:
 @rule("algorithm.srpo", "reward.fn", "reward.model")
 def one_reward(context: Context) -> Iterator[Finding]:
     """SRPO's rewards, those of a function and those of a model exclude each other."""
-    reward, srpo = context.config.reward, context.config.algorithm.srpo.enabled
+    reward = context.config.reward
+    srpo = context.config.algorithm.srpo.enabled
     keys = [key for key, there in (("reward.fn", reward.fn), ("reward.model", reward.model)) if there is not None]
     for key in keys if srpo else ():
         message = f"SRPO replaces all rewards, those of {key} as well"
@@ -68,7 +69,8 @@ def one_reward(context: Context) -> Iterator[Finding]:
 @rule("reward.model", "env", "algorithm.loss_type", "rollout.workflow")
 def reward_model_can_judge(context: Context) -> Iterator[Finding]:
     """The model is there, and gets to see whole episodes, with what it looks at."""
-    config, key = context.config, "reward.model"
+    config = context.config
+    key = "reward.model"
     path = config.reward.model
     if path is None:
         return
@@ -94,7 +96,8 @@ def _looks(context: Context, path: Path) -> Iterator[Finding]:
     hint = "fetch or train it again"
     try:
         fields = read_fields(path, PolicyFileError, hint)
-        kind, state = fields.text("model_type", ""), fields.integer("state_dim", 0)
+        kind = fields.text("model_type", "")
+        state = fields.integer("state_dim", 0)
         cameras = fields.integer("num_cameras", 0)
     except PolicyFileError as error:
         yield Finding(key, error.message, hint)

@@ -68,7 +68,8 @@ REMOTE = "rollout.remote.urls"
 @rule(BACKEND, REMOTE, "rollout.publish_weights", "runner.max_staleness", "rollout.own_process")
 def remote_rollouts_have_servers(context: Context) -> Iterator[Finding]:
     """Policy servers act for one training run in lockstep, which publishes its weights."""
-    config, deployment = context.config, context.deployment
+    config = context.config
+    deployment = context.deployment
     if config.rollout.backend != "remote":
         return
     urls = config.rollout.remote.urls

@@ -38,7 +38,8 @@ def several_machines_are_there(context: Context) -> Iterator[Finding]:
 @rule("rollout.own_process", KEY, "cluster", "env.num_processes", "actor.training_backend", "rollout.backend")
 def several_rollouts_are_processes(context: Context) -> Iterator[Finding]:
     """The main process is one, on machine 0, and no actor of Ray's."""
-    config, deployment = context.config, context.deployment
+    config = context.config
+    deployment = context.deployment
     if config.rollout.own_process is not False or deployment is None:
         return
     if not driver_cannot_act(config, deployment.of("rollout")):
@@ -60,7 +61,8 @@ def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
     deployment = context.deployment
     if deployment is None or not deployment.rolls_out_in_processes:
         return
-    rollouts, envs = deployment.of("rollout"), deployment.of("env")
+    rollouts = deployment.of("rollout")
+    envs = deployment.of("env")
     if len(envs) % len(rollouts):
         return  # another rule reports it
     size = len(envs) // len(rollouts)
@@ -83,7 +85,8 @@ def simulators_are_beside_their_rollout(context: Context) -> Iterator[Finding]:
 @rule(SYNC, KEY, "cluster", "rollout.own_process", "env.num_processes", "actor.training_backend", "rollout.backend")
 def weights_get_there(context: Context) -> Iterator[Finding]:
     """Sharing is for one process, memory for one machine, the others for several processes."""
-    kind, deployment = context.config.rollout.weight_sync, context.deployment
+    kind = context.config.rollout.weight_sync
+    deployment = context.deployment
     if kind == "auto" or deployment is None:
         return
     own = deployment.rolls_out_in_processes

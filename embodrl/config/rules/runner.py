@@ -112,7 +112,8 @@ def smoothing_is_narrower_than_the_range(context: Context) -> Iterator[Finding]:
 @rule("collect.num_episodes", "env.tasks")
 def every_task_is_demonstrated(context: Context) -> Iterator[Finding]:
     """At least one demonstration a task."""
-    episodes, tasks = context.config.collect.num_episodes, len(context.config.env.tasks)
+    episodes = context.config.collect.num_episodes
+    tasks = len(context.config.env.tasks)
     if episodes < tasks:
         message = f"{episodes} demonstrations can't cover {tasks} tasks"
         hint = f"set it to a multiple of {tasks}"
@@ -133,7 +134,8 @@ def shifts_stay_in_the_picture(context: Context) -> Iterator[Finding]:
 @note("model.warm_start")
 def recipes_begin_with_other_stages(context: Context) -> Iterator[Finding]:
     """Training alone leaves out the stages of a recipe that come before."""
-    stages, name = context.config.recipe.stages, context.choices.get("experiment")
+    stages = context.config.recipe.stages
+    name = context.choices.get("experiment")
     given = ("model.warm_start", "model.model_path", "algorithm.off_policy.demos")
     if context.verb == "train" and name and stages[:1] not in ((), ("rl",)) and not any(map(context.by_user, given)):
         message = f"{name} is a recipe: training alone leaves out {', '.join(s for s in stages if s != 'rl')}"
@@ -153,7 +155,8 @@ def intervals_are_reached(context: Context) -> Iterator[Finding]:
 @note("runner.max_staleness", "algorithm.decoupled")
 def stale_data_is_corrected(context: Context) -> Iterator[Finding]:
     """Old data without a correction, a correction without old data, and more staleness than there is time for."""
-    staleness, decoupled = context.config.runner.max_staleness, context.config.algorithm.decoupled.enabled
+    staleness = context.config.runner.max_staleness
+    decoupled = context.config.algorithm.decoupled.enabled
     if staleness > 1 and not decoupled:
         message = f"actions may be {staleness} updates old, and the loss clips against the policy that chose them"
         yield Finding("runner.max_staleness", message, "consider algorithm.decoupled.enabled=true")
@@ -194,7 +197,8 @@ def early_stop_can_happen(context: Context) -> Iterator[Finding]:
 @rule("runner.eval_async", "rollout.backend", "env.env_type", "env.num_processes")
 def evaluations_beside_can_run(context: Context) -> Iterator[Finding]:
     """What evaluates beside training is one process that acts natively, with the simulators of a rollout process."""
-    config, key = context.config, "runner.eval_async"
+    config = context.config
+    key = "runner.eval_async"
     if not config.runner.eval_async:
         return
     if config.rollout.backend != "native":

@@ -60,7 +60,8 @@ def wire_keys_fit(context: Context) -> Iterator[Finding]:
 @note("serve.rtc_max_guidance_weight", "model.model_type", "model.flow.rtc_max_delay")
 def guidance_without_effect(context: Context) -> Iterator[Finding]:
     """Only flow policies continue the chunk that a robot is in the midst of."""
-    key, family = "serve.rtc_max_guidance_weight", context.config.model.model_type
+    key = "serve.rtc_max_guidance_weight"
+    family = context.config.model.model_type
     if context.by_user(key) and family in MODELS and MODELS.entry(family).kind != "flow":
         yield Finding(key, f"has no effect: '{family}' is no flow policy", "leave it out")
     elif context.by_user(key) and trained_delay(context.config.model):
@@ -71,7 +72,8 @@ def guidance_without_effect(context: Context) -> Iterator[Finding]:
 @rule("serve.execution_horizon", "model.num_action_chunks")
 def executed_actions_are_predicted(context: Context) -> Iterator[Finding]:
     """No more actions of a chunk are executed than it has."""
-    horizon, chunk = context.config.serve.execution_horizon, context.config.model.num_action_chunks
+    horizon = context.config.serve.execution_horizon
+    chunk = context.config.model.num_action_chunks
     if horizon is not None and horizon > chunk:
         message = f"{horizon} actions are to be executed of each chunk of {chunk}"
         yield Finding(

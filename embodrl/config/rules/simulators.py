@@ -71,7 +71,8 @@ def env_has_the_reward(context: Context) -> Iterator[Finding]:
     modes = context.simulator.reward_modes if context.simulator is not None else None
     if modes and env.reward_mode not in modes:
         lack = "reward of which the change could be taken" if "dense" in modes else "dense reward"
-        message, hint = f"{env.env_type} has no {lack}", f"set it to {modes[0]}"
+        message = f"{env.env_type} has no {lack}"
+        hint = f"set it to {modes[0]}"
         yield Finding("env.reward_mode", message, hint, ", ".join(modes), others=("env.env_type",))
     elif modes is None and env.reward_mode == "potential" and env.env_type not in ENVS.shipped():
         message = f"{env.env_type} does not say that it discounts potentials"
@@ -83,7 +84,8 @@ def env_has_the_reward(context: Context) -> Iterator[Finding]:
 @rule("env.env_type", "env.cameras")
 def env_has_the_cameras(context: Context) -> Iterator[Finding]:
     """The environment has those cameras."""
-    env, spec = context.config.env, context.simulator
+    env = context.config.env
+    spec = context.simulator
     if spec is None:
         return
     known = spec.cameras or ()
@@ -150,7 +152,8 @@ def env_keys_without_effect(context: Context) -> Iterator[Finding]:
 @rule("env.env_type", "env.state", "env.include_state")
 def full_state_is_offered(context: Context) -> Iterator[Finding]:
     """The whole state is part of the observation, of a simulator that tells it."""
-    env, spec = context.config.env, context.simulator
+    env = context.config.env
+    spec = context.simulator
     if env.state != "full" or spec is None:
         return
     if "state" not in spec.reads:

@@ -12,7 +12,8 @@ POSITION_STEP_M = 0.1
 """Position change that an action of 1 asks for in pd_ee_delta_pose."""
 ROTATION_STEP_RAD = 0.1
 """Rotation that an action of 1 asks for; ManiSkill turns the other way round (it scales by the lower bound)."""
-OPEN, CLOSED = 1.0, -1.0
+OPEN = 1.0
+CLOSED = -1.0
 
 
 class Expert(ABC):

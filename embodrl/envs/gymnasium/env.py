@@ -108,14 +108,16 @@ class GymnasiumSimulator(Simulator):
             self._prepare_mujoco(size, render_detail)
         self.instruction = instruction
         self.control_hz = float(self.env.metadata.get("render_fps") or self.control_hz)
-        self._success_key, self._threshold = success_key, success_threshold
+        self._success_key = success_key
+        self._threshold = success_threshold
         box = self.env.action_space
         low, high = (bound.reshape(-1).astype(np.float64) for bound in (box.low, box.high))
         bounded = np.isfinite(low) & np.isfinite(high)
         self._middle = np.where(bounded, (low + high) / 2, 0).astype(np.float32)
         self._half = np.where(bounded, (high - low) / 2, 1).astype(np.float32)
         self._shape = box.shape
-        self.action_low, self.action_high = (-1.0,) * low.size, (1.0,) * low.size
+        self.action_low = (-1.0,) * low.size
+        self.action_high = (1.0,) * low.size
         self._obs: object = None
         self._return = 0.0
         self._divergence = Divergence()
@@ -266,7 +268,8 @@ def _make(env_id: str, max_episode_steps: int) -> _Env:
 
 def _vector_size(space: object) -> int:
     """Return the length of the observations of a space; 0 if they are no vectors of numbers."""
-    shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
+    shape = getattr(space, "shape", None)
+    dtype = getattr(space, "dtype", None)
     return shape[0] if shape is not None and dtype is not None and len(shape) == 1 and dtype.kind in "fiu" else 0
 
 

@@ -36,9 +36,11 @@ def find_assets(named: str | None, installed: Path | None) -> Path:
     """
     chosen = named or os.environ.get(VARIABLE)
     if chosen:
-        folder, wanted = Path(chosen).expanduser(), ["scenes"]
+        folder = Path(chosen).expanduser()
+        wanted = ["scenes"]
     elif installed:
-        folder, wanted = installed / "assets", ["scenes", *(f"../{part}" for part in PARTS)]
+        folder = installed / "assets"
+        wanted = ["scenes", *(f"../{part}" for part in PARTS)]
     else:
         raise MissingDependencyError("LIBERO's assets are not installed", HINT, code="libero-assets")
     missing = [name for name in wanted if not (folder / name).exists()]

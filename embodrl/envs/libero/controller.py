@@ -21,7 +21,8 @@ from embodrl.envs.mujoco.types import MjData, MjModel
 Floats = NDArray[np.float64]
 
 # Of a full action, per control step.
-POSITION_STEP_M, ROTATION_STEP_RAD = 0.05, 0.5
+POSITION_STEP_M = 0.05
+ROTATION_STEP_RAD = 0.5
 STIFFNESS = 150.0
 GRIPPER_SPEED = 0.01  # of its range, per physics step
 
@@ -63,7 +64,8 @@ class ArmModel:
         self.gripper_qpos = np.asarray(robot._ref_gripper_joint_pos_indexes)
         self.gripper_actuators = np.array([names.actuator_name2id(name) for name in robot.gripper.actuators])
         limits = self.model.actuator_ctrlrange[self.gripper_actuators]
-        self.gripper_centre, self.gripper_half = limits.mean(axis=1), (limits[:, 1] - limits[:, 0]) / 2
+        self.gripper_centre = limits.mean(axis=1)
+        self.gripper_half = (limits[:, 1] - limits[:, 0]) / 2
         self._jacobian = np.zeros((6, self.model.nv))
         self._inertia = np.zeros((self.model.nv, self.model.nv))
 
@@ -95,12 +97,14 @@ class OscController:
     """
 
     def __init__(self, arm: ArmModel, rest: Kinematics) -> None:
-        self._arm, self._rest = arm, rest
+        self._arm = arm
+        self._rest = rest
         self.reset()
 
     def reset(self) -> None:
         """Begin an episode, with the goal at the default posture and the gripper half open."""
-        self.goal_position, self.goal_rotation = self._rest.position.copy(), self._rest.rotation.copy()
+        self.goal_position = self._rest.position.copy()
+        self.goal_rotation = self._rest.rotation.copy()
         self.gripper = np.zeros(2)
         # robosuite's first command of an episode still sees the posture before the initial state was set.
         self.stale = True
@@ -123,7 +127,8 @@ class OscController:
 
     def apply(self, now: Kinematics, gripper: float, data: MjData) -> None:
         """Write the controls of one physics step into ``data``."""
-        arm, control = self._arm, self._arm.control
+        arm = self._arm
+        control = self._arm.control
         damping = 2 * math.sqrt(STIFFNESS)
         force = STIFFNESS * (self.goal_position - now.position) - damping * now.velocity
         error = control.orientation_error(self.goal_rotation, now.rotation)

@@ -14,7 +14,8 @@ from embodrl.envs.libero.controller import POSITION_STEP_M, ROTATION_STEP_RAD
 
 Floats = NDArray[np.float64]
 
-OPEN, CLOSED = -1.0, 1.0
+OPEN = -1.0
+CLOSED = 1.0
 WIDEST_M = 0.07
 """What the open gripper takes in, with some room."""
 CLOSING_STEPS = 9
@@ -54,10 +55,12 @@ class ObjectGeometry:
 
 def _corners(model: Any, geom: int) -> Floats:
     """Return points of a geom in its own frame whose convex hull holds it, ``[N,3]``."""
-    kind, size = int(model.geom_type[geom]), model.geom_size[geom]
+    kind = int(model.geom_type[geom])
+    size = model.geom_size[geom]
     if kind == MESH:
         mesh = int(model.geom_dataid[geom])
-        first, count = int(model.mesh_vertadr[mesh]), int(model.mesh_vertnum[mesh])
+        first = int(model.mesh_vertadr[mesh])
+        count = int(model.mesh_vertnum[mesh])
         vertices = np.asarray(model.mesh_vert[first : first + count], np.float64)
         return vertices[:: max(1, count // 200)]
     if kind in (CYLINDER, CAPSULE):
@@ -87,7 +90,8 @@ class Surroundings:
             points = _corners(model, geom) @ data.geom_xmat[geom].reshape(3, 3).T + data.geom_xpos[geom]
             low.append(points.min(axis=0))
             high.append(points.max(axis=0))
-        self._low, self._high = np.stack(low), np.stack(high)
+        self._low = np.stack(low)
+        self._high = np.stack(high)
 
     def height(self, points: Floats, margin_m: float) -> float:
         """Return the greatest height within a margin of points ``[N,2]``."""
@@ -113,7 +117,8 @@ class PickAndPlace:
         self._arm = scene.arm
         self._model = scene.model
         data = sim.data._data
-        self.name, self.place = target, place
+        self.name = target
+        self.place = place
         self._main = int(self._env.obj_body_id[target])
         self.body = ObjectGeometry(self._model, self._main)
         names = self._env.sim.model
@@ -134,8 +139,10 @@ class PickAndPlace:
 
     def _choose_grip(self, data: Any) -> None:
         """Choose the place of the fingertips relative to the object's origin, and the direction of the fingers."""
-        points, origin = self.body.points(data), data.xpos[self._main].copy()
-        top, bottom = points[:, 2].max(), points[:, 2].min()
+        points = self.body.points(data)
+        origin = data.xpos[self._main].copy()
+        top = points[:, 2].max()
+        bottom = points[:, 2].min()
         finger_rad = self._finger_angle(data)
         best = np.inf
         for turn_rad in np.linspace(-np.pi / 2, np.pi / 2, 13)[:-1]:
@@ -179,12 +186,14 @@ class PickAndPlace:
         if self.held is not None:
             if np.linalg.norm(origin - tip - self.held) < 0.04:
                 return self._carry(data, tip, origin)
-            self.held, self.closing = None, 0
+            self.held = None
+            self.closing = 0
             self._choose_grip(data)
         return self._grasp(data, tip, origin + self.grip)
 
     def _grasp(self, data: Any, tip: Floats, grip: Floats) -> NDArray[np.float32]:
-        apart, turn_rad = float(np.linalg.norm(tip[:2] - grip[:2])), self._turn(data)
+        apart = float(np.linalg.norm(tip[:2] - grip[:2]))
+        turn_rad = self._turn(data)
         if self.closing:
             self.closing += 1
             if self.closing > CLOSING_STEPS:

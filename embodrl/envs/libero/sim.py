@@ -140,7 +140,8 @@ def _silence_robosuite() -> None:
     assert spec is not None and spec.loader is not None
     macros: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(macros)
-    macros.CONSOLE_LOGGING_LEVEL, macros.FILE_LOGGING_LEVEL = "ERROR", None
+    macros.CONSOLE_LOGGING_LEVEL = "ERROR"
+    macros.FILE_LOGGING_LEVEL = None
     sys.modules["robosuite.macros"] = macros
     sys.modules["robosuite.macros_private"] = ModuleType("robosuite.macros_private")
 
@@ -190,7 +191,8 @@ class LiberoScene:
         self._randomization_error = importlib.import_module("robosuite.utils.errors").RandomizationError
         robosuite = importlib.import_module("robosuite")
         problems = importlib.import_module("libero.libero.envs")
-        self.task, self.options = task, options
+        self.task = task
+        self.options = options
         bddl = package / "bddl_files" / options.suite / f"{task}.bddl"
         with contextlib.redirect_stdout(None):
             problem = problems.bddl_utils.get_problem_info(str(bddl))["problem_name"]
@@ -233,7 +235,8 @@ class LiberoScene:
     def renderer(self) -> SceneRenderer:
         """Made for the first picture, so that runs without pictures do without."""
         options = self.options
-        height, width = max(options.height, options.video_size[0]), max(options.width, options.video_size[1])
+        height = max(options.height, options.video_size[0])
+        width = max(options.width, options.video_size[1])
         return SceneRenderer(self.model, height, width, options.render_detail, (COLLISION_GROUP,))
 
     def new_data(self) -> Any:
@@ -314,8 +317,10 @@ class LiberoSim(Simulator):
 
     def reset(self, seed: int) -> None:
         """Fixtures are placed by the seed, objects and robot as in the initial state it stands for."""
-        scene, model = self.scene, self.scene.model
-        sampled, init_state = scene.options.init_states == "sampled", init_state_of(seed, scene.options.num_tasks)
+        scene = self.scene
+        model = self.scene.model
+        sampled = scene.options.init_states == "sampled"
+        init_state = init_state_of(seed, scene.options.num_tasks)
         scene.activate(self)
         if sampled:
             scene.place(seed)
@@ -341,7 +346,8 @@ class LiberoSim(Simulator):
 
     def _perturb_episode(self, axis: str, seed: int) -> None:
         """Perturb an episode whose initial state has just been set."""
-        random, scene = generator(axis, seed), self.scene
+        random = generator(axis, seed)
+        scene = self.scene
         if axis == "robot":
             joints = scene.arm.qpos
             moved = random.normal(0.0, JOINT_STD_RAD, len(joints)).clip(-2 * JOINT_STD_RAD, 2 * JOINT_STD_RAD)
@@ -377,7 +383,8 @@ class LiberoSim(Simulator):
 
     def images(self) -> NDArray[np.uint8]:
         """Left and right exchanged, as published policies want it (turned by 180 degrees in OpenGL)."""
-        scene, options = self.scene, self.scene.options
+        scene = self.scene
+        options = self.scene.options
         self._show()
         views = [
             scene.renderer.draw(scene.model, self.data._data, camera, options.height, options.width)[:, ::-1]
@@ -388,7 +395,8 @@ class LiberoSim(Simulator):
     def film(self) -> NDArray[np.uint8]:
         """Agentview, upright."""
         self._show()
-        scene, size = self.scene, self.scene.options.video_size
+        scene = self.scene
+        size = self.scene.options.video_size
         return scene.renderer.draw(scene.model, self.data._data, scene.film_camera, *size)
 
     def _show(self) -> None:
@@ -400,7 +408,8 @@ class LiberoSim(Simulator):
 
         With ``full_state`` what ``FullState.read`` returns follows.
         """
-        arm, data = self.scene.arm, self.data._data
+        arm = self.scene.arm
+        data = self.data._data
         quaternion = data.xquat[arm.hand][[1, 2, 3, 0]]
         rotation = arm.transform.quat2axisangle(quaternion.copy())
         own = np.concatenate([data.site_xpos[arm.site], rotation, data.qpos[arm.gripper_qpos]]).astype(np.float32)
@@ -421,7 +430,8 @@ class LiberoSim(Simulator):
         return self._expert.act(self.data._data)
 
     def get_state(self) -> _State:
-        mujoco, model = self.scene.mujoco, self.scene.model
+        mujoco = self.scene.mujoco
+        model = self.scene.model
         physics = np.zeros(mujoco.mj_stateSize(model, mujoco.mjtState.mjSTATE_INTEGRATION))
         mujoco.mj_getState(model, self.data._data, physics, mujoco.mjtState.mjSTATE_INTEGRATION)
         fixtures = None if self.fixtures is None else list(self.fixtures)
@@ -434,7 +444,8 @@ class LiberoSim(Simulator):
 
     def set_state(self, state: _State) -> None:
         """In any environment of the same task."""
-        mujoco, model = self.scene.mujoco, self.scene.model
+        mujoco = self.scene.mujoco
+        model = self.scene.model
         self.fixtures = None if state["fixtures"] is None else (state["fixtures"][0], state["fixtures"][1])
         self.looks = state.get("looks", {})
         self.scene.activate(self, again=True)

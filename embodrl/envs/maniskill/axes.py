@@ -20,12 +20,16 @@ from embodrl.envs.maniskill.types import BaseEnv
 if TYPE_CHECKING:
     import sapien
 
-CAMERA_M, CAMERA_RAD = 0.05, math.radians(4)
-MOVE_MIN_M, MOVE_MAX_M = 0.04, 0.08
+CAMERA_M = 0.05
+CAMERA_RAD = math.radians(4)
+MOVE_MIN_M = 0.04
+MOVE_MAX_M = 0.08
 JOINT_STD_RAD = 0.1
 NUM_ARM_JOINTS = 7
-GOAL_M, GOAL_STEPS = 0.04, 80
-NUM_DISTRACTORS, DISTRACTOR_FREE_M = 4, 0.12
+GOAL_M = 0.04
+GOAL_STEPS = 80
+NUM_DISTRACTORS = 4
+DISTRACTOR_FREE_M = 0.12
 
 
 class Perturbation:
@@ -38,7 +42,8 @@ class Perturbation:
     """
 
     def __init__(self, axis: str, env: BaseEnv, task: str) -> None:
-        self._env, self._axis = env, axis
+        self._env = env
+        self._axis = axis
         self._begin = getattr(self, f"_begin_{axis}", None)
         self._scene: sapien.Scene = env.scene.sub_scenes[0]
         self._system: Any = self._scene.render_system
@@ -116,7 +121,8 @@ class Perturbation:
                 material.base_color = [*random.uniform(0.1, 0.9, 3), 1.0]
 
     def _begin_objects(self, random: np.random.Generator, seed: int) -> None:
-        angle, far = random.uniform(0, 2 * math.pi), random.uniform(MOVE_MIN_M, MOVE_MAX_M)
+        angle = random.uniform(0, 2 * math.pi)
+        far = random.uniform(MOVE_MIN_M, MOVE_MAX_M)
         for actor in self._actors.values():
             self._place(actor, actor.pose.p.numpy()[0] + far * np.array([math.cos(angle), math.sin(angle), 0]))
 
@@ -161,7 +167,8 @@ def _thing(scene: sapien.Scene, kind: int) -> sapien.Entity:
         lambda: sapien.render.RenderShapeCylinder(0.012, 0.03, material),
         lambda: sapien.render.RenderShapeBox([0.015, 0.03, 0.015], material),
     ]
-    entity, body = sapien.Entity(), sapien.render.RenderBodyComponent()
+    entity = sapien.Entity()
+    body = sapien.render.RenderBodyComponent()
     body.attach(shapes[kind % len(shapes)]())
     entity.add_component(body)
     entity.name = f"distractor_{kind}"

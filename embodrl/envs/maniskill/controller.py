@@ -24,9 +24,12 @@ Quaternion = tuple[float, float, float, float]
 
 def quaternion_from_euler(x: float, y: float, z: float) -> Quaternion:
     """Return the quaternion (w, x, y, z) of the rotation matrix R_x(x) R_y(y) R_z(z); angles in radians."""
-    cx, sx = math.cos(x / 2), math.sin(x / 2)
-    cy, sy = math.cos(y / 2), math.sin(y / 2)
-    cz, sz = math.cos(z / 2), math.sin(z / 2)
+    cx = math.cos(x / 2)
+    sx = math.sin(x / 2)
+    cy = math.cos(y / 2)
+    sy = math.sin(y / 2)
+    cz = math.cos(z / 2)
+    sz = math.sin(z / 2)
     return (
         cx * cy * cz - sx * sy * sz,
         sx * cy * cz + cx * sy * sz,
@@ -64,7 +67,8 @@ class EndEffectorController:
     def __init__(self, env: BaseEnv) -> None:
         self._env = env
         controllers = env.agent.controller.controllers
-        arm, gripper = controllers["arm"], controllers["gripper"]
+        arm = controllers["arm"]
+        gripper = controllers["gripper"]
         _check(arm, gripper)
         kinematics = arm.kinematics
         self._robot = arm.articulation._objs[0]
@@ -117,7 +121,8 @@ class EndEffectorController:
         import sapien
 
         tool = self._root.entity_pose.inv() * self._tool.entity_pose
-        scale, middle = self._position_scale, self._position_middle
+        scale = self._position_scale
+        middle = self._position_middle
         position = [at + middle + scale * min(max(value, -1.0), 1.0) for at, value in zip(tool.p, values, strict=False)]
         # The rotation is limited by its length, so that its axis is kept.
         length = math.sqrt(values[3] ** 2 + values[4] ** 2 + values[5] ** 2)

@@ -71,7 +71,8 @@ def join(values: Sequence[Any]) -> Any:
     from mani_skill.agents.base_agent import BaseAgent
     from mani_skill.utils.structs import BaseStruct, Pose
 
-    torch, first = import_module("torch"), values[0]
+    torch = import_module("torch")
+    first = values[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(values) if first.ndim and len(first) == 1 else first
     if isinstance(first, Pose):

@@ -120,7 +120,8 @@ class PickCube(Expert):
         self.closing = 0
 
     def act(self, env: ExpertTask) -> Vector:
-        tcp, cube = position(env.agent.tcp), position(getattr(env, self.cube))
+        tcp = position(env.agent.tcp)
+        cube = position(getattr(env, self.cube))
         if bool(env.agent.is_grasping(getattr(env, self.cube))[0]):
             return self.carry(env, tcp, cube)
         return self.grasp(env, tcp, cube)
@@ -207,7 +208,8 @@ class LiftPegUpright(Expert):
         self.side = 0.0
 
     def act(self, env: ExpertTask) -> Vector:
-        tcp, peg = position(env.agent.tcp), position(env.peg)
+        tcp = position(env.agent.tcp)
+        peg = position(env.peg)
         axis = env.peg.pose.to_transformation_matrix()[0, :3, 0].cpu().numpy().astype(np.float32)
         if self.side == 0.0:
             self.side = 1.0 if axis[0] > 0 else -1.0

@@ -20,7 +20,8 @@ from embodrl.errors import EnvError
 if TYPE_CHECKING:
     from typing import Required  # not in Python 3.10, which simulators may run in
 
-_RESET, _STEP = 0, 1
+_RESET = 0
+_STEP = 1
 
 
 class JournalArrays(TypedDict):
@@ -78,7 +79,8 @@ class ActionJournal:
     def replay(arrays: JournalArrays, sim: ManiSkillSim) -> ActionJournal:
         """Do on a new scene what was done on the old one; return the journal of that."""
         journal = ActionJournal()
-        seeds, actions = iter(arrays["seeds"]), iter(arrays["actions"])
+        seeds = iter(arrays["seeds"])
+        actions = iter(arrays["actions"])
         for kind in arrays["kinds"]:
             if kind == _RESET:
                 seed = next(seeds)
@@ -166,7 +168,8 @@ class Fleet:
         for row in rows.tolist():
             self._sim(row).advance(actions[row : row + 1])
             self._journal(row).step(actions[row])
-        reward, success = np.zeros(self.num_envs, np.float32), np.zeros(self.num_envs, np.bool_)
+        reward = np.zeros(self.num_envs, np.float32)
+        success = np.zeros(self.num_envs, np.bool_)
         reward[rows], success[rows] = self._evaluate(rows, actions)
         return reward, success
 
@@ -180,7 +183,8 @@ class Fleet:
         self, rows: NDArray[np.int64], actions: NDArray[np.float32] | None
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Return dense reward and success of ``rows`` (CPU), whose actions were ``actions[rows] float32[.,A]``."""
-        reward, success = np.zeros(len(rows), np.float32), np.zeros(len(rows), np.bool_)
+        reward = np.zeros(len(rows), np.float32)
+        success = np.zeros(len(rows), np.bool_)
         tasks = self.task_id[rows]
         for task in np.unique(tasks):
             chosen = tasks == task
@@ -306,6 +310,7 @@ class Fleet:
         """Free all scenes."""
         for sim in self._sims.values():
             sim.close()
-        self._sims, self._journals = {}, {}
+        self._sims = {}
+        self._journals = {}
         if self._batched is not None:
             self._batched.close()

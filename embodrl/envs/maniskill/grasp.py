@@ -47,7 +47,8 @@ def use_numpy_grasp_check(agent: Agent) -> None:
         return angle_between(opening, force_n) <= max_angle
 
     def is_grasping(object: Batched, min_force: float = 0.5, max_angle: float = 85) -> object:
-        contacts, entity = system.get_contacts(), object._bodies[0].entity
+        contacts = system.get_contacts()
+        entity = object._bodies[0].entity
         held = all(presses(finger, sign, contacts, entity, min_force, max_angle) for finger, sign in fingers)
         return common.to_tensor(np.array([held]))
 

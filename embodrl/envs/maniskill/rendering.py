@@ -139,7 +139,8 @@ def _decimate(
     faces = inverse.reshape(-1)[triangles.astype(np.int64)].reshape(-1, 3)
     faces = faces[(faces[:, 0] != faces[:, 1]) & (faces[:, 1] != faces[:, 2]) & (faces[:, 2] != faces[:, 0])]
     if len(faces) * (1 - reduction) >= MIN_PART_TRIANGLES:
-        points, indices = unique.astype(np.float32), faces.astype(np.int32)
+        points = unique.astype(np.float32)
+        indices = faces.astype(np.int32)
         unique, faces = fast_simplification.simplify(points, indices, target_reduction=reduction)
     faces = np.asarray(faces, dtype=np.uint32)
     points = np.asarray(unique, dtype=np.float32)

@@ -127,11 +127,13 @@ class ManiSkillSim:
         from mani_skill.sensors.camera import Camera, CameraConfig
         from mani_skill.utils.sapien_utils import look_at
 
-        env, sensors = self.env, {}
+        env = self.env
+        sensors = {}
         stock = {"hand_camera": hand_camera(env), **env._sensor_configs}
         for name, camera in cameras.items():
             default = stock[name] if name in stock else next(iter(env._sensor_configs.values()))
-            has_place, fov_rad = camera.get("eye") is not None, camera.get("fov_rad")
+            has_place = camera.get("eye") is not None
+            fov_rad = camera.get("fov_rad")
             config = CameraConfig(
                 uid=name,
                 pose=look_at(eye=camera["eye"], target=camera["target"]) if has_place else default.pose,
@@ -162,7 +164,8 @@ class ManiSkillSim:
 
         Without it neither would the same seed give the same state, nor would the environments of a group start alike.
         """
-        env, seeds = self.env, self._seeds
+        env = self.env
+        seeds = self._seeds
         initialize = env._initialize_episode
         torch = import_module("torch")  # ManiSkill's; ``env.reset`` restores its generator afterwards
 

@@ -38,7 +38,8 @@ RULES = RuleSet()
 @RULES.rule("env.sim_backend", "env.render_backend", "env.num_processes", "cluster")
 def gpu_physics_fits(context: Context) -> Iterator[Finding]:
     """GPU physics: a GPU, GPU rendering, one process on each GPU."""
-    env, device = context.env(ManiSkillConfig), context.config.cluster.device
+    env = context.env(ManiSkillConfig)
+    device = context.config.cluster.device
     if env.sim_backend != "physx_cuda":
         return
     if device == "cpu":
@@ -116,7 +117,8 @@ def simulators_come_back_bit_exactly(context: Context) -> Iterator[Finding]:
 def axes_are_of_single_scenes(context: Context) -> Iterator[Finding]:
     """Perturbations are of scenes on a CPU."""
     if context.config.axes is not None and context.env(ManiSkillConfig).sim_backend == "physx_cuda":
-        message, hint = "physx_cuda has no perturbed scenes", "set env.sim_backend=physx_cpu, or leave axes out"
+        message = "physx_cuda has no perturbed scenes"
+        hint = "set env.sim_backend=physx_cpu, or leave axes out"
         yield Finding("axes", message, hint, others=("env.sim_backend",))
 
 

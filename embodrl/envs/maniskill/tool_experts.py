@@ -41,12 +41,14 @@ class HoldBar(Expert):
 
     def act(self, env: ExpertTask) -> Vector:
         bar: Actor = getattr(env, self.bar)
-        tcp, pose = position(env.agent.tcp), _matrix(bar.pose)
+        tcp = position(env.agent.tcp)
+        pose = _matrix(bar.pose)
         if bool(env.agent.is_grasping(bar)[0]):
             return self.use(env, tcp, pose)
         grip = (pose[:3, 3] + self.along_m * pose[:3, 0]).astype(np.float32)
         fingers = _matrix(env.agent.tcp.pose)[:3, 1]
-        apart, turn_rad = float(np.linalg.norm(tcp[:2] - grip[:2])), _across(fingers, pose[:3, 0])
+        apart = float(np.linalg.norm(tcp[:2] - grip[:2]))
+        turn_rad = _across(fingers, pose[:3, 0])
         if apart > 0.012 or abs(turn_rad) > 0.1:
             self.closing = 0
             height = grip[2] + self.approach_m if apart > 0.03 or abs(turn_rad) > 0.1 else max(tcp[2], grip[2])
@@ -81,7 +83,8 @@ class InsertPeg(HoldBar):
         self.inserting = False
 
     def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
-        hole, head = _matrix(env.box_hole_pose), _matrix(env.peg_head_pose)
+        hole = _matrix(env.box_hole_pose)
+        head = _matrix(env.peg_head_pose)
         half_length_m = float(np.linalg.norm(head[:3, 3] - pose[:3, 3]))
         seen = hole[:3, :3].T @ (head[:3, 3] - hole[:3, 3])  # from the hole: along it, sideways, up
         turn_rad = np.cross(head[:3, 0], hole[:3, 0])
@@ -110,7 +113,8 @@ class PokeCube(HoldBar):
         super().__init__("peg", -0.085)
 
     def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
-        cube, goal = position(env.cube), position(env.goal_region)
+        cube = position(env.cube)
+        goal = position(env.goal_region)
         head = pose[:3, 3] + 0.12 * pose[:3, 0]
         turn_rad = np.array([0.0, 0.0, -np.arctan2(pose[1, 0], pose[0, 0])])
         target = np.array([head[0], cube[1], 0.03])
@@ -137,7 +141,8 @@ class PullWithTool(HoldBar):
         self.hooked = False
 
     def use(self, env: ExpertTask, tcp: Vector, pose: Matrix) -> Vector:
-        cube, tool = position(env.cube), pose[:3, 3]
+        cube = position(env.cube)
+        tool = pose[:3, 3]
         turn_rad = np.cross(pose[:3, 0], [1.0, 0.0, 0.0])  # the far end sags
         place = np.array([cube[0] - self.hook_m + 0.04, cube[1] - self.beside_m, 0.027])
         apart = float(np.linalg.norm(tool[:2] - place[:2]))
@@ -194,7 +199,8 @@ class RollBall(Expert):
             return self._strike(tcp, *self.line)
         way = (goal - ball)[:2] / np.linalg.norm((goal - ball)[:2])
         start = np.array([*(ball[:2] - self.behind_m * way), self.height_m], np.float32)
-        apart, above = float(np.linalg.norm(tcp[:2] - start[:2])), float(tcp[2] - self.height_m)
+        apart = float(np.linalg.norm(tcp[:2] - start[:2]))
+        above = float(tcp[2] - self.height_m)
         fingers = _matrix(env.agent.tcp.pose)[:3, 1]
         turn_rad = np.array([0.0, 0.0, _across(fingers, np.array([*way, 0.0]))])  # the ball leaves a finger's flat side
         if apart < 0.004 and above < 0.01 and abs(turn_rad[2]) < 0.03:

@@ -27,7 +27,8 @@ class Divergence:
             data: an ``MjData``; of anything else nothing is known, and the answer is False.
         """
         if data is not self._data:
-            self._data, self._counters = data, _counters(data)
+            self._data = data
+            self._counters = _counters(data)
         found = [name for name, counter in self._counters.items() if counter.number]
         if not found:
             return False

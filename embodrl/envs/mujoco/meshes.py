@@ -47,10 +47,14 @@ def _has_texture(model: MjModel, geom: int) -> bool:
 
 
 def _reduce(model: MjModel, mesh: int, textured: bool) -> None:
-    first, count = int(model.mesh_faceadr[mesh]), int(model.mesh_facenum[mesh])
-    vertex, num_vertices = int(model.mesh_vertadr[mesh]), int(model.mesh_vertnum[mesh])
-    normal, num_normals = int(model.mesh_normaladr[mesh]), int(model.mesh_normalnum[mesh])
-    texcoord, num_texcoords = int(model.mesh_texcoordadr[mesh]), int(model.mesh_texcoordnum[mesh])
+    first = int(model.mesh_faceadr[mesh])
+    count = int(model.mesh_facenum[mesh])
+    vertex = int(model.mesh_vertadr[mesh])
+    num_vertices = int(model.mesh_vertnum[mesh])
+    normal = int(model.mesh_normaladr[mesh])
+    num_normals = int(model.mesh_normalnum[mesh])
+    texcoord = int(model.mesh_texcoordadr[mesh])
+    num_texcoords = int(model.mesh_texcoordnum[mesh])
     faces = model.mesh_face[first : first + count]
     corners = model.mesh_vert[vertex : vertex + num_vertices][faces.ravel()]
     uv = np.zeros((0, 2), np.float32)

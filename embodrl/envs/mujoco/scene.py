@@ -123,7 +123,8 @@ class SceneRenderer:
             simplify(model)
         elif not model.light_castshadow.any():
             model.vis.quality.shadowsize = 0  # a shadow map of 64 MB that nothing is drawn into
-        model.vis.global_.offheight, model.vis.global_.offwidth = height, width
+        model.vis.global_.offheight = height
+        model.vis.global_.offwidth = width
         self._gl.make_current()
         drawn = lighten_meshes(model, hidden_groups) if fast else model
         self._context = self._mujoco.MjrContext(drawn, self._mujoco.mjtFontScale.mjFONTSCALE_100.value)

@@ -112,7 +112,8 @@ class _Process(BatchPump[_Content, object]):
         rows = [content.row for content in batch]
         actions = np.zeros((self.spec.num_envs, *chunks.shape[1:]), np.float32)
         active = np.zeros(self.spec.num_envs, np.bool_)
-        actions[rows], active[rows] = chunks, True
+        actions[rows] = chunks
+        active[rows] = True
         step = self.pool.step(actions, active)
         return [ToolResult.of_row(step, row) for row in rows]
 
@@ -161,7 +162,8 @@ class PoolEnvironment(Environment):
 
     def __init__(self, process: _Process, row: int) -> None:
         self.spec = process.spec
-        self._process, self._row = process, row
+        self._process = process
+        self._row = row
         self._observation: Observation | None = None
         self._done = True
 
@@ -172,7 +174,8 @@ class PoolEnvironment(Environment):
             )
         observation = await self._ask(_Content(self._row, episode=(seed, self.spec.tasks.index(task))))
         assert isinstance(observation, Observation)
-        self._observation, self._done = observation, False
+        self._observation = observation
+        self._done = False
         return observation
 
     def list_tools(self) -> list[Tool]:
@@ -201,7 +204,8 @@ class PoolEnvironment(Environment):
         result = await self._ask(_Content(self._row, actions=actions))
         if not isinstance(result, ToolResult):
             result = ToolResult.lost_chunk(self._observation, len(actions))
-        self._observation, self._done = result.observation, result.done
+        self._observation = result.observation
+        self._done = result.done
         return result
 
     async def _ask(self, content: _Content) -> object:
@@ -247,7 +251,8 @@ class PoolEnvironment(Environment):
     async def load_state(self, state: bytes) -> Observation:
         content = decode(state)
         await self._ask(_Content(self._row, call=("set_row_state", {"row": self._row, "state": content["row"]})))
-        self._observation, self._done = Observation(**content["observation"]), content["done"]
+        self._observation = Observation(**content["observation"])
+        self._done = content["done"]
         if not self._done:
             self._process.running.add(self._row)
         self._process.lost.discard(self._row)
@@ -256,4 +261,5 @@ class PoolEnvironment(Environment):
     async def close(self) -> None:
         self._process.running.discard(self._row)
         self._process.lost.discard(self._row)
-        self._observation, self._done = None, True
+        self._observation = None
+        self._done = True

@@ -86,7 +86,8 @@ class Bounds:
         seen = [step.observation.state[row]]
         if step.final_observation is not None and step.final_mask[row]:
             seen.append(step.final_observation.state[row])
-        reward, state = ("reward", step.reward[row], self.reward), ("state", np.concatenate(seen), self.state)
+        reward = ("reward", step.reward[row], self.reward)
+        state = ("state", np.concatenate(seen), self.state)
         for name, values, bound in (reward, state):
             broken = values[~(np.abs(values) <= bound)]
             if len(broken):
@@ -115,7 +116,8 @@ def count_invalid(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
     manager.refused[bad] += 1
     rows = np.flatnonzero(bad)
     for row in rows.tolist():
-        task, seed = manager.spec.tasks[int(manager.task_ids[row])], step.episode_seed[row]
+        task = manager.spec.tasks[int(manager.task_ids[row])]
+        seed = step.episode_seed[row]
         what = f"environment {manager.first_env + row} (task {task}, seed {seed}): {bounds.reason(step, row)}"
         logger.warning("%s: %s", manager, what)
         if manager.refused[row] > limit:
@@ -191,7 +193,8 @@ def terminate_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation 
     """
     for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
         array[rows] = 0
-    step.episode_return[rows], step.episode_length[rows] = 0.0, 0
+    step.episode_return[rows] = 0.0
+    step.episode_length[rows] = 0
     step.truncated[rows, 0] = True
     step.final_mask[rows] = last is not None
     if last is None:

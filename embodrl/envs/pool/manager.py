@@ -216,7 +216,8 @@ class EnvManager:
         except (EnvProtocolError, OSError) as error:
             raise self._invalid(error, "during START") from None
         if len(self.seeds) != (batch := self._spec.num_envs):
-            self.seeds, self.task_ids = np.full(batch, -1, np.int64), np.zeros(batch, np.int32)
+            self.seeds = np.full(batch, -1, np.int64)
+            self.task_ids = np.zeros(batch, np.int32)
             self.refused = np.zeros(batch, np.int64)
         if self._offloaded is not None:
             self.set_state(self._offloaded)
@@ -360,7 +361,8 @@ class EnvManager:
         request["seeds"][:count] = seeds
         request["task_ids"][:count] = task_ids
         request["indices"][:count] = rows
-        self.seeds[rows], self.task_ids[rows] = seeds, task_ids
+        self.seeds[rows] = seeds
+        self.task_ids[rows] = task_ids
         self._request(Kind.RESET, count, slot=self._next_slot())
 
     def wait_reset(self, timeout: float | None = None, *, copy: bool = False) -> Observation:

@@ -413,7 +413,8 @@ class EnvPool:
         """Start new episodes; as ``VectorEnv.reset``, all environments without ``indices``."""
         self.onload()
         rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
-        seeds, task_ids = np.asarray(seeds), np.asarray(task_ids)
+        seeds = np.asarray(seeds)
+        task_ids = np.asarray(task_ids)
         asked: list[int] = []
         for rank in range(len(self.managers)):
             mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
@@ -446,7 +447,8 @@ class EnvPool:
     ) -> None:
         manager = self.managers[rank]
         if rank in self._failed:  # its episodes after the restart
-            manager.seeds[rows], manager.task_ids[rows] = seeds, task_ids
+            manager.seeds[rows] = seeds
+            manager.task_ids[rows] = task_ids
             return
         try:
             manager.reset_async(seeds, task_ids, rows)
@@ -551,12 +553,14 @@ class EnvPool:
 
     def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
         """End the episodes of environments with an invalid reward or state, and reset those environments."""
-        manager, last = self.managers[rank], self._last[rank]
+        manager = self.managers[rank]
+        last = self._last[rank]
         place = f"rank {rank} of {len(self.managers)}"
         rows = count_invalid(manager, step, self.bounds, self.max_restarts, place)
         if not len(rows):
             return step
-        step, last = copy_step(step), None if last is None else copy_observation(last)
+        step = copy_step(step)
+        last = None if last is None else copy_observation(last)
         # Not the episode that an auto-reset has begun: the one that ends here is run again.
         seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
         again = manager.reset(seeds[rows], manager.task_ids[rows], rows)

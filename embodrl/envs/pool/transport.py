@@ -42,7 +42,8 @@ POISON_BYTE = 0xAB
 _ALIGNMENT = 64  # a cache line: arrays that the two sides write never share one
 _PER_ACTION = ("reward", "valid", "terminated", "truncated")
 _PER_CHUNK = ("success", "episode_return", "episode_length", "episode_seed", "final_mask")
-_FLAGS_PER_ACTION, _FLAGS_PER_CHUNK = ("valid", "terminated", "truncated"), ("success", "final_mask")
+_FLAGS_PER_ACTION = ("valid", "terminated", "truncated")
+_FLAGS_PER_CHUNK = ("success", "final_mask")
 _SHOWN = 8
 
 _MAX_BATCH = 1 << 16
@@ -142,7 +143,8 @@ def result_shapes(spec: EnvSpec) -> Shapes:
     Raises:
         EmbodrlError: the cameras differ in size.
     """
-    batch, chunk = spec.num_envs, spec.max_chunk
+    batch = spec.num_envs
+    chunk = spec.max_chunk
     sizes = {(camera.height, camera.width) for camera in spec.cameras}
     if len(sizes) > 1:
         found = ", ".join(f"{camera.name} {camera.height}x{camera.width}" for camera in spec.cameras)
@@ -253,7 +255,8 @@ class ResultSlot:
             )
         rows = np.flatnonzero(step.final_mask)
         for name in ("images", "state", "task_id"):
-            source, target = getattr(step.final_observation, name), self.arrays[f"final_{name}"]
+            source = getattr(step.final_observation, name)
+            target = self.arrays[f"final_{name}"]
             self._check(f"final_observation.{name}", source, target)
             target[rows] = source[rows]
         self._write_instructions("final_", step.final_observation.instruction, rows.tolist())
@@ -326,8 +329,10 @@ class ResultSlot:
         np.copyto(target, source)
 
     def _read_instructions(self, prefix: str) -> list[str]:
-        texts, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
-        raw, raw_lengths = texts.tobytes(), lengths.tobytes()
+        texts = self.arrays[f"{prefix}instruction"]
+        lengths = self.arrays[f"{prefix}instruction_length"]
+        raw = texts.tobytes()
+        raw_lengths = lengths.tobytes()
         if (raw, raw_lengths) != self._read[:2]:
             if lengths.min() < 0 or lengths.max() > INSTRUCTION_BYTES:
                 raise EnvProtocolError(f"{prefix}instruction has {lengths.tolist()[:_SHOWN]} bytes")
@@ -339,7 +344,8 @@ class ResultSlot:
         return list(self._read[2])
 
     def _write_instructions(self, prefix: str, texts: list[str], rows: Iterable[int]) -> None:
-        target, lengths = self.arrays[f"{prefix}instruction"], self.arrays[f"{prefix}instruction_length"]
+        target = self.arrays[f"{prefix}instruction"]
+        lengths = self.arrays[f"{prefix}instruction_length"]
         if len(texts) != len(lengths):
             raise EmbodrlError(
                 f"the environment returned {len(texts)} instructions for {len(lengths)} environments",

@@ -46,7 +46,8 @@ class VideoWriter:
 
     def finish(self, row: int, success: bool) -> None:
         """Write ``<path>_success.mp4`` or ``<path>_failure.mp4``, or nothing and a warning where that fails."""
-        frames, path = self._frames.pop(row), self._paths.pop(row)
+        frames = self._frames.pop(row)
+        path = self._paths.pop(row)
         target = path.with_name(f"{path.name}_{'success' if success else 'failure'}.mp4")
         try:
             with atomic_file(target) as partial:
@@ -58,7 +59,8 @@ class VideoWriter:
         """Drop what was not finished."""
         if self._frames:
             logger.info("dropped %d unfinished videos", len(self._frames))
-        self._frames, self._paths = {}, {}
+        self._frames = {}
+        self._paths = {}
 
 
 def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:

@@ -51,7 +51,8 @@ class EnvServer:
     """
 
     def __init__(self, connection: Connection, start: Fields) -> None:
-        self._connection, self._start = connection, start
+        self._connection = connection
+        self._start = start
         self._env: VectorEnv | None = None  # none while it is offloaded
         self._ring: Ring | None = None
 
@@ -101,7 +102,8 @@ def simulate(env: VectorEnv, ring: Ring, frame: Frame) -> object:
     Requests are copied out of the shared memory: an environment may keep its arguments, and the next request is
     written to the same place.
     """
-    request, count = ring.request, frame.argument
+    request = ring.request
+    count = frame.argument
     if frame.kind == Kind.STEP:
         step = env.chunk_step(request["actions"][:, :count].copy(), request["active"].copy())
         ring.slots[frame.number].write_step(step)
@@ -135,7 +137,8 @@ def get_state(env: VectorEnv) -> bytes:
 
 def build(start: Fields) -> VectorEnv:
     """Return the environment that the START frame names."""
-    cpu, numa_node = start.integer("cpu", None), start.integer("numa_node", None)
+    cpu = start.integer("cpu", None)
+    numa_node = start.integer("numa_node", None)
     bind_to_cores([] if cpu is None else [cpu], numa_node, "set env.pin_cpus=false")
     for module in start.texts("extensions"):
         importlib.import_module(module)

@@ -38,7 +38,8 @@ class Pacer:
     """
 
     def __init__(self, clock: Clock, hz: float) -> None:
-        self.clock, self.period_s = clock, 1 / hz
+        self.clock = clock
+        self.period_s = 1 / hz
         self._seen_s = clock.now()
         self._sent_s: float | None = None
         self._is_waiting = False
@@ -56,25 +57,30 @@ class Pacer:
         now = self.clock.now()
         if self._sent_s is not None:
             self._periods_s.append(now - self._sent_s)
-        self._sent_s, self._is_waiting = now, True
+        self._sent_s = now
+        self._is_waiting = True
 
     def wait(self) -> None:
         """Return when the observation after the last command is due; at once if that was waited for already."""
         if not self._is_waiting:
             return
-        due, now = self._seen_s + self.period_s, self.clock.now()
+        due = self._seen_s + self.period_s
+        now = self.clock.now()
         if now <= due:
             self.clock.sleep(due - now)
         else:
             self._missed += 1
-        self._seen_s, self._is_waiting = max(due, now), False
+        self._seen_s = max(due, now)
+        self._is_waiting = False
 
     def status(self) -> dict[str, float]:
         """Return percentiles of the time between commands in seconds of the robot, and missed deadlines, since last
         asked.
         """
-        periods, missed = np.array(self._periods_s), self._missed
-        self._periods_s, self._missed = [], 0
+        periods = np.array(self._periods_s)
+        missed = self._missed
+        self._periods_s = []
+        self._missed = 0
         found: dict[str, float] = {"periods": len(periods), "missed_deadlines": missed}
         if len(periods):
             p50, p99 = np.percentile(periods, (50, 99)).tolist()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-STOP, PAUSE = "stop", "pause"
+STOP = "stop"
+PAUSE = "pause"
 """Hold while they are there."""
 READY = "ready"
 SUCCESS = "success"

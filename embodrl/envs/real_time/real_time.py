@@ -56,7 +56,8 @@ class RealTime:
     """
 
     def __init__(self, settings: Fields, env: object, clock: Clock | None = None) -> None:
-        hz, safety = settings.number("control_hz"), settings.fields("safety")
+        hz = settings.number("control_hz")
+        safety = settings.fields("safety")
         self.control_hz = hz
         self.pacer = Pacer(clock or Clock(settings.number("speed")), hz)
         self.controls = Controls(settings.text("control_dir", None))
@@ -68,9 +69,11 @@ class RealTime:
         self._units = env if isinstance(env, Units) else None
         self._lag = settings.number("latency_s") * hz
         self._drop_rate = settings.number("dropped_frames")
-        self._state_noise, self._action_noise = settings.number("state_noise"), settings.number("action_noise")
+        self._state_noise = settings.number("state_noise")
+        self._action_noise = settings.number("action_noise")
         self.max_dropped = settings.integer("max_dropped_frames")
-        self._seed, self._waits = settings.integer("seed"), settings.flag("wait_for_person")
+        self._seed = settings.integer("seed")
+        self._waits = settings.flag("wait_for_person")
         self._rng = np.random.default_rng(0)
         self._previous: Command | None = None
         self._steps = 0
@@ -88,7 +91,8 @@ class RealTime:
         for name in (SUCCESS, FAILURE):  # of the episode before
             self.controls.take(name)
         self._rng = np.random.default_rng([self._seed, max(seed, 0)])
-        self._steps, self._previous = 0, None
+        self._steps = 0
+        self._previous = None
         self._seen.clear()
         self.pacer.begin()
 

@@ -139,13 +139,15 @@ class ToyVectorEnv(SteppingEnv):
         return {"position": self.position, "goals": self.goals}
 
     def set_sim_state(self, state: dict[str, NDArray[np.float32]]) -> None:
-        self.position, self.goals = state["position"], state["goals"]
+        self.position = state["position"]
+        self.goals = state["goals"]
 
     def get_sim_row(self, row: int) -> dict[str, NDArray[np.float32]]:
         return {"position": self.position[row].copy(), "goals": self.goals[row].copy()}
 
     def set_sim_row(self, row: int, state: dict[str, NDArray[np.float32]]) -> None:
-        self.position[row], self.goals[row] = state["position"], state["goals"]
+        self.position[row] = state["position"]
+        self.goals[row] = state["goals"]
 
     def expert_actions(self) -> NDArray[np.float32]:
         """The straight way to the goal."""

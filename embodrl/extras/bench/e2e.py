@@ -86,11 +86,14 @@ def _iterations(
     clock = PhaseClock([manager.pid for manager in pool.managers if manager.pid is not None])
     wall = {"env": 0.0, "policy": 0.0, "train": 0.0}
     cpu = {"simulation": 0.0, "inference": 0.0, "training": 0.0}
-    env_steps, start_s = 0, 0.0
+    env_steps = 0
+    start_s = 0.0
     for iteration in range(warm_up + iterations):
         if iteration == warm_up:
-            wall, cpu = dict.fromkeys(wall, 0.0), dict.fromkeys(cpu, 0.0)
-            env_steps, start_s = 0, time.perf_counter()
+            wall = dict.fromkeys(wall, 0.0)
+            cpu = dict.fromkeys(cpu, 0.0)
+            env_steps = 0
+            start_s = time.perf_counter()
         first = clock.read()
         batch, metrics = worker.gather(iteration)
         second = clock.read()

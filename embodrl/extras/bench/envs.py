@@ -120,7 +120,8 @@ class Side:
 
     def measure(self) -> None:
         """Run a block."""
-        cpu, start = cpu_seconds(self.processes), time.perf_counter()
+        cpu = cpu_seconds(self.processes)
+        start = time.perf_counter()
         self.advance(self.block)
         self.wall_s += time.perf_counter() - start
         self.cpu_s += cpu_seconds(self.processes) - cpu
@@ -153,7 +154,8 @@ def stock_side(options: dict[str, Any], python: str) -> Iterator[Side]:
             env=os.environ | ONE_THREAD,
         ) as process,
     ):
-        stdin, stdout = process.stdin, process.stdout
+        stdin = process.stdin
+        stdout = process.stdout
         assert stdin is not None and stdout is not None
 
         def until(word: str) -> None:
@@ -184,7 +186,8 @@ def stock_side(options: dict[str, Any], python: str) -> Iterator[Side]:
 
 def our_side(pool: EnvPool, chunk: int) -> Side:
     """Return a side that runs chunks in a pool that has started."""
-    num_envs, action_dim = pool.spec.num_envs, pool.spec.action_dim
+    num_envs = pool.spec.num_envs
+    action_dim = pool.spec.action_dim
     rng = np.random.default_rng(0)
 
     def advance(chunks: int) -> None:

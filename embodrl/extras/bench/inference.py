@@ -152,7 +152,8 @@ def make_policy(family: str, full: bool, device: torch.device) -> VLAPolicy:
 
 def make_observation(family: str, full: bool, batch: int) -> Observation:
     """Return random pictures and states of the size that the model wants."""
-    size, rng = 224 if full else 64, np.random.default_rng(0)
+    size = 224 if full else 64
+    rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (batch, 1, size, size, 3), dtype=np.uint8)
     state_dim = STATE_DIM if MODELS.entry(family).uses_state is True else 0
     state = rng.uniform(-1, 1, (batch, state_dim)).astype(np.float32)
@@ -231,7 +232,8 @@ def _timed(way: Callable[[], Actions], device: torch.device) -> tuple[float, flo
     """Return seconds by the clock and of the processor; actions are on the host when ``way`` returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start, start_cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    start_cpu = time.process_time()
     way()
     return time.perf_counter() - start, time.process_time() - start_cpu
 

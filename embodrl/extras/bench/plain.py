@@ -54,7 +54,8 @@ def stock_llama(policy: TokenPolicy) -> LlamaForCausalLM:
 def _one_after_the_other(policy: TokenPolicy, llama: LlamaForCausalLM, observation: Observation) -> NDArray[np.float32]:
     """Greedy decoding with transformers' cache, as ``generate`` does it: logits of all ids, at every position fed."""
     embeddings, _ = policy.prompt_embeddings(policy.preprocess(observation))
-    cache, bins = DynamicCache(config=llama.config), []
+    cache = DynamicCache(config=llama.config)
+    bins = []
     for _ in range(policy.num_action_chunks * policy.action_dim):
         output = llama(inputs_embeds=embeddings, past_key_values=cache, use_cache=True)
         bins.append(_most_probable(policy, output.logits[:, -1]))
@@ -80,7 +81,8 @@ def _all_at_once(policy: TokenPolicy, llama: LlamaForCausalLM, observation: Obse
 def _without_cache(policy: FastPolicy, observation: Observation) -> NDArray[np.float32]:
     """Greedy decoding that reads images, prompt and all that is written again for every token; logits of all ids."""
     inputs = policy.preprocess(observation)
-    choices, written = policy.get_buffer("_choices"), policy.get_buffer("_begin").expand(observation.batch_size, -1)
+    choices = policy.get_buffer("_choices")
+    written = policy.get_buffer("_begin").expand(observation.batch_size, -1)
     tokens: list[Tensor] = []
     mask = [written.new_ones(observation.batch_size, dtype=torch.bool)]
     while len(tokens) < policy.max_tokens and bool(mask[-1].any()):

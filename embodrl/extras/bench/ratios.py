@@ -112,7 +112,8 @@ def _scenes() -> Iterator[tuple[list[Any], render.Stock]]:
         raise MissingDependencyError(
             f"ManiSkill is not installed: {error}", "pip install 'embodrl[maniskill]'", code="bench-needs-maniskill"
         ) from error
-    stock, ours = render.Stock(64, device), [render.Ours(64, device).sim for _ in range(SCENES)]
+    stock = render.Stock(64, device)
+    ours = [render.Ours(64, device).sim for _ in range(SCENES)]
     omit_reflection_table(stock.env.scene.sub_scenes[0].render_system, stock.env._sensors.values())
     stock.reset(0)
     for seed, sim in enumerate(ours):
@@ -158,9 +159,11 @@ def weights() -> Iterator[Sides]:
             for _, tensor in weights:
                 held.copy_(tensor)
 
-    source, held = torch.ones(WEIGHTS_BYTES // 4), torch.zeros(WEIGHTS_BYTES // 4)
+    source = torch.ones(WEIGHTS_BYTES // 4)
+    held = torch.zeros(WEIGHTS_BYTES // 4)
     channel = SharedChannel("weights", 4)
-    sender, receiver = MemorySender([channel], bucket_bytes=WEIGHTS_BYTES), MemoryReceiver(Target(), channel)
+    sender = MemorySender([channel], bucket_bytes=WEIGHTS_BYTES)
+    receiver = MemoryReceiver(Target(), channel)
 
     def sync() -> None:
         sender.send([("weights", source)], (sender.version or 0) + 1)
@@ -217,10 +220,12 @@ def measure(sides: Sides, rounds: int = ROUNDS) -> CaseFigures:
 
 def run(names: Collection[str] | None = None) -> RatioRecord:
     """Measure cases on one core, all of them by default; one whose packages are missing is skipped, with the reason."""
-    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    cores = os.sched_getaffinity(0)
+    threads = torch.get_num_threads()
     os.sched_setaffinity(0, {max(cores)})
     torch.set_num_threads(1)
-    ratios, skipped = dict[str, CaseFigures](), dict[str, str]()
+    ratios = dict[str, CaseFigures]()
+    skipped = dict[str, str]()
     try:
         for case in CASES:
             if names is not None and case.__name__ not in names:

@@ -141,7 +141,8 @@ def _block(side: Side, mode: str, actions: NDArray[np.float32]) -> list[tuple[fl
             work = side.render
         else:
             work = lambda action=action: side.step_and_render(action)  # noqa: E731
-        start, start_cpu = time.perf_counter_ns(), time.process_time_ns()
+        start = time.perf_counter_ns()
+        start_cpu = time.process_time_ns()
         work()
         times.append(((time.perf_counter_ns() - start) / 1e6, (time.process_time_ns() - start_cpu) / 1e6))
     return times

@@ -108,7 +108,8 @@ def libero(options: dict[str, Any]) -> tuple[Step, int]:
 
 def build(options: dict[str, Any]) -> tuple[Step, int]:
     """Return what steps the batch of environments that ``options`` describe, and A."""
-    name, size = options["env"], options["size"]
+    name = options["env"]
+    size = options["size"]
     if name == "libero":
         return libero(options)
     if name == "maniskill":
@@ -129,7 +130,8 @@ def build(options: dict[str, Any]) -> tuple[Step, int]:
 def main(options: dict[str, Any]) -> None:
     """Make the environments, warm them up, and step them on demand."""
     sys.path[:1] = [str(Path(__file__).resolve().parents[3])]
-    answers, sys.stdout = sys.stdout, sys.stderr
+    answers = sys.stdout
+    sys.stdout = sys.stderr
     step, action_dim = build(options)
     rng = np.random.default_rng(0)
 

@@ -77,7 +77,8 @@ def run() -> dict[str, Any]:
         return target
 
     context = torch_mp.get_context("spawn")
-    requests, results = context.Queue(), context.Queue()
+    requests = context.Queue()
+    results = context.Queue()
     child = context.Process(target=_queue_child, args=(requests, results, child_cpu), daemon=True)
     child.start()
 

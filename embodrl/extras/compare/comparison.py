@@ -109,7 +109,8 @@ def run_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _read(directory: Path, name: str) -> RunView:
-    path, problems = directory / METRICS_FILE, list[str]()
+    path = directory / METRICS_FILE
+    problems = list[str]()
     try:
         rows = read_metrics(path)
     except OutputError as error:  # of one run, which is shown without figures
@@ -172,7 +173,8 @@ def figures_of(run: RunView) -> Figures:
     """Return the figures of a run."""
     if not run.rows:
         return Figures(0, 0, 0.0, None, None, None, None, None, None)
-    seconds, steps = elapsed_s(run.rows)[-1], int(number(run.rows[-1], "env_steps"))
+    seconds = elapsed_s(run.rows)[-1]
+    steps = int(number(run.rows[-1], "env_steps"))
     rate = steps / seconds if seconds and steps else None
     evaluated = [row for row in run.rows if is_number(row.get("eval/success_rate"))]
     start = Figures(run.rows[-1]["iteration"], steps, seconds / 60, rate, None, None, None, None, None)

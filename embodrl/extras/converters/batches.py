@@ -116,7 +116,8 @@ def to_areal(batch: TrajectoryBatch) -> dict[str, Any]:
     if batch.num_steps is not None and MASK not in columns:
         valid = columns.get("valid")
         mask = torch.ones(len(batch), batch.num_steps, dtype=torch.bool) if valid is None else valid.flatten(2).any(-1)
-        columns, note["mask_added"] = {MASK: mask} | columns, True
+        columns = {MASK: mask} | columns
+        note["mask_added"] = True
     both = sorted((columns.keys() & objects.keys()) | ({NOTE} & (columns.keys() | objects.keys())))
     if both:
         raise BatchKeyError(f"two entries would be called {', '.join(both)}", "rename one of them")
@@ -254,7 +255,8 @@ def _unflatten(
 
 def _array(values: list[Any], kind: _ArrayKind) -> Array:
     """Return an array of nested lists; what is nested deeper than its axes is an object."""
-    dtype, shape = kind["dtype"], kind["shape"]
+    dtype = kind["dtype"]
+    shape = kind["shape"]
     if np.dtype(dtype).kind != "O":
         return np.array(values, dtype=dtype).reshape(shape)
     things = np.empty(tuple(shape), dtype=object)

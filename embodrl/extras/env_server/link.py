@@ -184,7 +184,8 @@ def _shake_hands(link: Link, address: str, token: str | None, hello: Mapping[str
     refused = answer.text("error", None)
     if refused is not None:
         raise EnvError(f"the env server {address} {refused}", answer.text("hint"), code=answer.text("code"))
-    shown, wanted = answer.text("proof").encode(), prove(token or "", "server", nonce, mine).encode()
+    shown = answer.text("proof").encode()
+    wanted = prove(token or "", "server", nonce, mine).encode()
     if (asks or token) and not (asks and hmac.compare_digest(shown, wanted)):  # who asks for none may be anybody
         message = f"the env server {address} does not know the token"
         raise EnvError(message, "check env.remote and EMBODRL_TOKEN", code="env-remote-token")
@@ -210,7 +211,8 @@ def pack_step(step: EnvStep) -> dict[str, object]:
     """Return the outcome of a chunk as it is sent; of a final observation the valid rows only."""
     packed: dict[str, object] = {name: getattr(step, name) for name in _PER_STEP}
     packed["observation"] = pack_observation(step.observation)
-    final, rows = step.final_observation, np.flatnonzero(step.final_mask)
+    final = step.final_observation
+    rows = np.flatnonzero(step.final_mask)
     if final is not None and len(rows):
         instruction = [final.instruction[row] for row in rows.tolist()]
         part = Observation(final.images[rows], final.state[rows], instruction, final.task_id[rows])

@@ -24,7 +24,8 @@ from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error
 from embodrl.wire import TOKEN_VARIABLE
 
-_PAUSE_S, _CONNECT_S = 0.5, 3.0
+_PAUSE_S = 0.5
+_CONNECT_S = 3.0
 _NOT_SENT = ("remote", "memory_fd", "heartbeat_fd", "sys_path", "started_by_main_thread", "extensions")
 _NOT_SENT += ("cpu", "numa_node")
 logger = logging.getLogger("embodrl.envs")
@@ -84,8 +85,10 @@ class RemoteSimulator:
         """
         with self._changed:
             self._serial += 1
-            self._answer, self._asked = None, LinkMessage(self._serial, frame).encode()
-            link, asked = self._link, self._asked
+            self._answer = None
+            self._asked = LinkMessage(self._serial, frame).encode()
+            link = self._link
+            asked = self._asked
         if link is not None:
             try:
                 link.send(asked)
@@ -203,7 +206,8 @@ def main(socket_fd: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:
         connection, start = begin(socket_fd)
-        relay, frame = Relay(Fields(start, "the START frame", MessageError)), Frame(Kind.START)
+        relay = Relay(Fields(start, "the START frame", MessageError))
+        frame = Frame(Kind.START)
         while True:
             try:
                 answer = relay.answer(frame)

@@ -66,7 +66,8 @@ class SimulatorSession:
         self._lock = threading.Lock()
         self._link: Link | None = None
         self._lost_at = time.monotonic()
-        self._serial, self._answer = 0, b""
+        self._serial = 0
+        self._answer = b""
         self._requests: queue.SimpleQueue[LinkMessage | None] = queue.SimpleQueue()
         self._manager: EnvManager | None = None
         self._thread = threading.Thread(target=self._work, name="env-session", daemon=True)
@@ -75,7 +76,8 @@ class SimulatorSession:
     def attach(self, link: Link) -> None:
         """Answer on this connection from now on."""
         with self._lock:
-            previous, self._link = self._link, link
+            previous = self._link
+            self._link = link
         if previous is not None:
             previous.close()
 
@@ -84,7 +86,8 @@ class SimulatorSession:
         link.close()
         with self._lock:
             if self._link is link:
-                self._link, self._lost_at = None, time.monotonic()
+                self._link = None
+                self._lost_at = time.monotonic()
 
     def is_over(self) -> bool:
         """Return whether the time to come back has passed. The run may notice a cut later, by one silence."""
@@ -104,7 +107,8 @@ class SimulatorSession:
             if not again and message.serial != self._serial + 1:
                 raise MessageError(f"request {message.serial} after {self._serial}", "this is a bug of the client")
             if not again:
-                self._serial, self._answer = message.serial, b""
+                self._serial = message.serial
+                self._answer = b""
                 self._requests.put(message)
         if again and answer:
             _send(link, answer)
@@ -136,7 +140,8 @@ class SimulatorSession:
                 answer = Frame(Kind.RAISED, value=self._describe(error))
                 data = LinkMessage(message.serial, answer).encode()
             with self._lock:
-                self._answer, link = data, self._link
+                self._answer = data
+                link = self._link
             _send(link, data)
             started = frame.kind != Kind.START or answer.kind == Kind.OK
             self.is_ending |= frame.kind == Kind.CLOSE or answer.kind == Kind.CLOSE or not started
@@ -163,7 +168,8 @@ class SimulatorSession:
         return _simulate(self._manager, frame)
 
     def _make(self, start: Fields) -> EnvManager:
-        name, kwargs = start.text("env_type"), start.fields("kwargs").content
+        name = start.text("env_type")
+        kwargs = start.fields("kwargs").content
         if name not in ENVS:
             message = f"this server has no environment '{name}'"
             hint = "start it with --extension MODULE, which registers the environment"
@@ -311,7 +317,8 @@ class TcpEnvServer:
         """End all simulators."""
         self._listener.close()
         with self._lock:
-            sessions, self._sessions = [*self._sessions.values(), *self._ending], {}
+            sessions = [*self._sessions.values(), *self._ending]
+            self._sessions = {}
         for session in sessions:
             session.end()
         deadline = time.monotonic() + HANDSHAKE_S  # those that hang end with this process

@@ -23,7 +23,8 @@ CARD = "README.md"
 CONFIG = "training/config.yaml"
 METRICS = "training/metrics.jsonl"
 MAX_METRICS_BYTES = 2**26
-MAX_VIDEOS, MAX_VIDEO_BYTES = 12, 2**26
+MAX_VIDEOS = 12
+MAX_VIDEO_BYTES = 2**26
 PUBLIC_HINT = "add --public to publish it, or push to another name"
 
 
@@ -130,7 +131,8 @@ def _card(name: HubName, config: Config, how: str, licence: str, evaluation: Fie
     """Return the card: YAML that the hub reads, and a text."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    env, model = config.env, config.model
+    env = config.env
+    model = config.model
     base = parse(base_of(config) or "")
     rate = None if evaluation is None else evaluation.number("success_rate", None)
     results = None

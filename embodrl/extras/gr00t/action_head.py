@@ -97,7 +97,8 @@ class FlowActionHead(nn.Module):
     def __init__(self, spec: ActionHeadSpec) -> None:
         super().__init__()
         self.spec = spec
-        robots, width = spec.num_embodiments, spec.dit.width
+        robots = spec.num_embodiments
+        width = spec.dit.width
         self.model = DiffusionTransformer(spec.dit, spec.backbone_dim, spec.hidden_size)
         self.state_encoder = EmbodimentMlp(robots, spec.max_state_dim, spec.hidden_size, width)
         self.action_encoder = ActionEncoder(robots, spec.action_dim, width)

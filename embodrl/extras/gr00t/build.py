@@ -38,7 +38,8 @@ EAGLE_FILES = (
     "special_tokens_map.json",
 )
 EAGLE = "backbone.eagle_model"
-EMBEDDING, LM_HEAD = f"{EAGLE}.language_model.model.embed_tokens.weight", f"{EAGLE}.language_model.lm_head.weight"
+EMBEDDING = f"{EAGLE}.language_model.model.embed_tokens.weight"
+LM_HEAD = f"{EAGLE}.language_model.lm_head.weight"
 POOLING_HEAD = f"{EAGLE}.vision_model.vision_model.head."
 
 
@@ -58,7 +59,8 @@ def build_gr00t(
     tokenizer = tiny_chat_tokenizer()
     metadata = identity_metadata(NEW_EMBODIMENT, config.action_dim)
     model_config = Gr00tConfig.from_architecture(config.gr00t, tokenizer.vocab_size, metadata)
-    files, aliases = [], {}
+    files = []
+    aliases = {}
     if directory is not None:
         found = Gr00tConfig.from_directory(directory, checkpoint.place_of(METADATA_FILE, directory, report))
         if config.model_path is None:
@@ -66,7 +68,8 @@ def build_gr00t(
         tokenizer = _tokenizer(directory, found)
         files = checkpoint.weight_files(directory)
         model_config, aliases = _fitted(found, files, directory)
-    settings, used = Keys(config.gr00t.state_keys, config.gr00t.action_keys), dict(model_config.keys)
+    settings = Keys(config.gr00t.state_keys, config.gr00t.action_keys)
+    used = dict(model_config.keys)
     given = given_sets(config, "gr00t", NEW_EMBODIMENT)
     if given:
         model_config = replace(model_config, metadata=given)

@@ -24,7 +24,8 @@ from embodrl.extras.gr00t.spec import Gr00tN16ModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common.images import resize_bicubic
 
-QWEN, VISION = "backbone.model.language_model", "backbone.model.vision_model"
+QWEN = "backbone.model.language_model"
+VISION = "backbone.model.vision_model"
 
 
 class Gr00tN16Processor(Gr00tN17Processor):

@@ -148,7 +148,8 @@ class Gr00tConfig:
 
     def to_dict(self) -> dict[str, object]:
         """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
-        head, raw = self.head, fields_of(self.raw, CONFIG_FILE)
+        head = self.head
+        raw = fields_of(self.raw, CONFIG_FILE)
         raw_head = raw.fields("action_head_cfg", {})
         action_head = {
             **raw_head.content,

@@ -227,7 +227,8 @@ class Gr00tN17Config:
     @classmethod
     def public(cls, action_dim: int) -> Self:
         """Return NVIDIA's base model for a new robot whose actions, of A dimensions, lie in [-1, 1]."""
-        horizon, embodiment = cls.public_head.action_horizon, cls.robots[NEW_EMBODIMENT]
+        horizon = cls.public_head.action_horizon
+        embodiment = cls.robots[NEW_EMBODIMENT]
         sidecars = identity_sidecars(
             f"{cls.model_type}Processor", PUBLIC_IMAGE_SIZE, CROP_FRACTION, action_dim, horizon, embodiment
         )
@@ -236,7 +237,8 @@ class Gr00tN17Config:
 
     def check_pictures(self, is_public: bool) -> None:
         """Refuse pictures that the reference would resize further, or that tiles do not fill."""
-        side, tile = self.image_size, self.vision.patch_size * self.vision.merge_size
+        side = self.image_size
+        tile = self.vision.patch_size * self.vision.merge_size
         source = self.sidecars.processor.source
         if side % tile:
             refuse(source, "a picture's side of", side, f"it is a multiple of {tile} in {self.model_type}")

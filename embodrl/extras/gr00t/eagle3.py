@@ -27,7 +27,8 @@ class FlatPatches(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """``[B,3,H,W]`` to ``[B,N,D]``."""
-        size, weight = self.spec.patch_size, self.patch_embedding.weight
+        size = self.spec.patch_size
+        weight = self.patch_embedding.weight
         split = pixels.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # B, 3, rows, row, columns, column
         patches = split.permute(0, 2, 4, 3, 5, 1)
         rows, columns = patches.shape[1:3]

@@ -60,9 +60,11 @@ class EagleModel(nn.Module):
         tokens = self.image_tokens(pixels.flatten(0, 1)).to(embeddings.dtype)
         at_images = (input_ids == image_token_id)[..., None]
         embeddings = embeddings.masked_scatter(at_images, tokens)
-        positions, bias = None, None
+        positions = None
+        bias = None
         if mask is not None:
-            positions, bias = token_positions(mask.long()), causal_mask(mask.long())
+            positions = token_positions(mask.long())
+            bias = causal_mask(mask.long())
         output = qwen(inputs_embeds=embeddings, attention_mask=bias, position_ids=positions, use_cache=False)
         return output.last_hidden_state
 

@@ -125,7 +125,8 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
 
     def encode(self, inputs: dict[str, Tensor]) -> Gr00tContext:
         """Run images, prompt and state, and the part of the action head that no denoising step changes."""
-        head, dtype = self.model.action_head, self.model.action_head.vlln.weight.dtype
+        head = self.model.action_head
+        dtype = self.model.action_head.vlln.weight.dtype
         input_ids, mask = trimmed(inputs["input_ids"], inputs["attention_mask"])
         images = inputs["images"]
         half = torch.tensor(MEAN_AND_STD, device=images.device)
@@ -187,7 +188,8 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
         parts = self.parts()
         config = self.model.config
         head = self.model.action_head
-        patches, merged = num_cameras * config.patches_per_image, num_cameras * config.tokens_per_image
+        patches = num_cameras * config.patches_per_image
+        merged = num_cameras * config.tokens_per_image
         prefix = merged + self.processor.max_prompt_tokens
         actions = 1 + config.head.num_future_tokens + self.horizon
         counts = [(parts["vision"], patches), (parts["language"], prefix), (head, actions * self.trained_steps)]
@@ -232,7 +234,8 @@ def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         The ids, and the mask as ``bool``, or None where nothing is padded, which lets attention take its fast path.
     """
     longest = int(mask.sum(dim=1).max())
-    input_ids, kept = input_ids[:, -longest:], mask[:, -longest:].bool()
+    input_ids = input_ids[:, -longest:]
+    kept = mask[:, -longest:].bool()
     return input_ids, None if bool(kept.all()) else kept
 
 

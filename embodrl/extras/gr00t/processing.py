@@ -23,7 +23,8 @@ from embodrl.models.common.limits import check_cameras, check_prompt
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, FileTokenizer, read_tokenizer
 from embodrl.types import Observation
 
-CHAT_START, CHAT_END = "<|im_start|>", "<|im_end|>"
+CHAT_START = "<|im_start|>"
+CHAT_END = "<|im_end|>"
 IMAGE_START = "<img>"
 IMAGE_TOKEN = "<IMG_CONTEXT>"
 IMAGE_END = "</img>"

@@ -166,7 +166,8 @@ class QwenBackbone(nn.Module):
 
     def reset_buffers(self, device: torch.device) -> None:
         """Compute again the buffers that no checkpoint holds, after the model was built without memory."""
-        language, visual = self.language_model, self.visual
+        language = self.language_model
+        visual = self.visual
         language.rotary_emb = Qwen3VLTextRotaryEmbedding(language.config).to(device)
         visual.rotary_pos_emb = Qwen3VLVisionRotaryEmbedding(visual.config).to(device)
 
@@ -182,7 +183,8 @@ class QwenBackbone(nn.Module):
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights for training from scratch, by the rules of ``common/init.py``; see ``Gr00tModel``."""
-        visual, language = self.visual, self.language_model
+        visual = self.visual
+        language = self.language_model
         init_linears(visual.blocks, generator, residual=("attn.proj", "linear_fc2"), blocks=self.spec.depth)
         for merger in (visual.merger, visual.deepstack_merger_list):
             init_linears(merger, generator)

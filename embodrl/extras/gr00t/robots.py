@@ -281,7 +281,8 @@ def _key_stats(parts: Fields, entry: str, kind: Literal["state", "action"]) -> K
         {n: v if isinstance(v, list) else [v] for n, v in part.content.items() if n in wanted}, part.source
     )
     if mode == "mean_std":
-        mean, std = read_values(listed, "mean"), read_values(listed, "std", low=0.0)
+        mean = read_values(listed, "mean")
+        std = read_values(listed, "std", low=0.0)
         return KeyStats(name, mode, mean - std, mean + std)
     return KeyStats(
         name, mode, *(read_range(listed, "q01", "q99") if mode == "q99" else read_range(listed, "min", "max"))

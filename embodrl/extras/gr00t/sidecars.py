@@ -159,7 +159,8 @@ class Sidecars:
         configs = self.settings.fields("modality_configs")
         known = [name for name in self.statistics if name in configs]
         name = choose_key(known, key, source, "statistics of the robot")
-        config, statistics = configs.fields(name), self.statistics[name]
+        config = configs.fields(name)
+        statistics = self.statistics[name]
         for part in ("video", "state", "language"):
             indices = config.fields(part, {})
             if "delta_indices" in indices and len(indices.items("delta_indices")) != 1:
@@ -190,7 +191,8 @@ class Sidecars:
         for name in names:
             part = _numbers(statistics.fields(name))
             if name in deviations and name not in sines:
-                mean, std = read_values(part, "mean"), read_values(part, "std", low=0.0)
+                mean = read_values(part, "mean")
+                std = read_values(part, "std", low=0.0)
                 keys.append(KeyStats(name, "mean_std", mean - std, mean + std))
             else:
                 keys.append(KeyStats(name, "sin_cos" if name in sines else "bounded", *self._ends(part)))
@@ -316,7 +318,8 @@ def _numbers(part: Fields) -> Fields:
 
 def _by_step(part: Fields) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the ends of the range, ``float64[A]``, or ``float64[H,A]`` where there is one for each step."""
-    low, high = part.items("min"), part.items("max")
+    low = part.items("min")
+    high = part.items("max")
     if not low or not isinstance(low[0], list):
         return read_range(_numbers(part), "min", "max")
     if len(low) != len(high):
@@ -339,7 +342,8 @@ def _slices(
     for name, reference in references.items():
         if reference not in of_state:
             config.refuse(f"the action '{name}' is relative to '{reference}', which is not a key of the state")
-        part, origin = of_action[name], of_state[reference]
+        part = of_action[name]
+        origin = of_state[reference]
         if part.stop - part.start != origin.stop - origin.start:
             config.refuse(f"the action '{name}' is relative to '{reference}', which has other dimensions")
         found.append((part, origin))

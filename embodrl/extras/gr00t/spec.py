@@ -157,7 +157,8 @@ def gr00t_n1_7_dimensions_fit(context: Context) -> Iterator[Finding]:
 
 
 def _tiles_fit(context: Context, base: str, shape: Gr00tTiledSizes) -> Iterator[Finding]:
-    tile, vision = shape.patch_size * shape.merge_size, shape.vision
+    tile = shape.patch_size * shape.merge_size
+    vision = shape.vision
     yield from divides(f"{base}.patch_size", f"{base}.image_size", tile, shape.image_size)
     yield from divides(f"{base}.vision.num_heads", f"{base}.vision.width", 4 * vision.num_heads, vision.width)
     yield from _sizes_fit(context, base, shape)

@@ -49,7 +49,8 @@ class LeRobotProcess:
     """
 
     def __init__(self, python: str, start: dict[str, object], timeout_s: float) -> None:
-        self._lock, self._timeout_s = threading.Lock(), timeout_s
+        self._lock = threading.Lock()
+        self._timeout_s = timeout_s
         try:
             self._child = ChildProcess([python, bootstrap.__file__, _SERVER], start, name="lerobot")
         except OSError as error:
@@ -74,7 +75,8 @@ class LeRobotProcess:
         if frame.kind == Kind.OK:
             return frame.value
         report: ErrorReport = frame.value
-        hint, code = report["hint"] or report["traceback"], report["code"] or "lerobot-raised"
+        hint = report["hint"] or report["traceback"]
+        code = report["code"] or "lerobot-raised"
         raise EmbodrlError(f"lerobot raised {report['type']}: {report['message']}", hint, code=code)
 
     def _lost(self, error: Exception) -> EmbodrlError:
@@ -128,7 +130,8 @@ class LeRobotPolicy(ActingPolicy):
         Raises:
             EmbodrlError: another number of cameras or state dimensions than the policy was trained with.
         """
-        cameras, dims = observation.images.shape[1], observation.state.shape[1]
+        cameras = observation.images.shape[1]
+        dims = observation.state.shape[1]
         if cameras != len(self.cameras):
             raise self.misfit(f"the policy reads {', '.join(self.cameras)}; there are {cameras} cameras", "env.cameras")
         if self.state_dim and dims != self.state_dim:

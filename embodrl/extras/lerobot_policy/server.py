@@ -19,7 +19,8 @@ from embodrl.fields import Fields
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error, report_exits
 
-STATE, TASK = "observation.state", "task"
+STATE = "observation.state"
+TASK = "task"
 
 
 def main(socket_fd: int) -> None:
@@ -71,7 +72,8 @@ class LeRobotServer:
                 "set model.python to an interpreter that has lerobot 0.4.4 or later",
                 code="lerobot-missing",
             ) from error
-        path, device = start.text("path"), start.text("device")
+        path = start.text("path")
+        device = start.text("device")
         self._seed = start.integer("seed")
         self.config: Any = PreTrainedConfig.from_pretrained(path)
         self.config.device = device
@@ -95,7 +97,8 @@ class LeRobotServer:
 
     def describe(self) -> dict[str, object]:
         """Return ``type``, ``cameras``, ``state_dim`` (0: no state is read) and ``action_dim`` of config.json."""
-        state, action = self.config.robot_state_feature, self.config.action_feature
+        state = self.config.robot_state_feature
+        action = self.config.action_feature
         return {
             "type": str(self.config.type),
             "cameras": list(self.config.image_features),
@@ -111,7 +114,8 @@ class LeRobotServer:
         Args:
             request: ``cameras``, V names; ``images uint8[B,V,H,W,3]``; ``state float32[B,S]``; ``instructions``.
         """
-        torch, content = self._torch, request.content
+        torch = self._torch
+        content = request.content
         pictures: Any = torch.from_numpy(np.array(content["images"])).permute(0, 1, 4, 2, 3).float() / 255.0
         batch: dict[str, Any] = {name: pictures[:, i] for i, name in enumerate(request.texts("cameras"))}
         batch[TASK] = request.texts("instructions")
@@ -140,7 +144,8 @@ def _check_weights(loaded: Mapping[str, Any], file: Path) -> None:
     """
     from safetensors import safe_open
 
-    compared, different = 0, ""
+    compared = 0
+    different = ""
     if file.is_file():
         with safe_open(file, framework="pt") as stored:
             for name in stored.keys():  # noqa: SIM118 - a reader is not a mapping

@@ -64,7 +64,8 @@ class ParallelAttention(nn.Module):
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         size = tensor_group().size()
-        heads, groups = llama.num_attention_heads, llama.num_key_value_heads
+        heads = llama.num_attention_heads
+        groups = llama.num_key_value_heads
         self.groups = groups // size
         self.heads_of_group = heads // groups
         self.head_dim = llama.hidden_size // heads
@@ -81,7 +82,8 @@ class ParallelAttention(nn.Module):
         batch, length, _ = x.shape
         rows = run(self.linear_qkv, x).view(batch, length, self.groups, self.heads_of_group + 2, self.head_dim)
         q = rows[:, :, :, : self.heads_of_group].flatten(2, 3).transpose(1, 2)
-        k, v = rows[:, :, :, -2].transpose(1, 2), rows[:, :, :, -1].transpose(1, 2)
+        k = rows[:, :, :, -2].transpose(1, 2)
+        v = rows[:, :, :, -1].transpose(1, 2)
         q, k = apply_rotary_pos_emb(q, k, cos, sin)
         attended = attention(q, k, v, mask, causal=mask is None and self.causal)
         return run(self.linear_proj, attended.transpose(1, 2).reshape(batch, length, -1))
@@ -94,7 +96,8 @@ class ParallelMLP(nn.Module):
         super().__init__()
         layers = megatron("tensor_parallel.layers")
         common: dict[str, object] = {"config": parallel, "init_method": nn.init.zeros_, "bias": False}
-        width, units = llama.hidden_size, llama.intermediate_size
+        width = llama.hidden_size
+        units = llama.intermediate_size
         self.linear_fc1 = layers.ColumnParallelLinear(width, 2 * units, gather_output=False, **common)
         self.linear_fc2 = layers.RowParallelLinear(units, width, input_is_parallel=True, skip_bias_add=False, **common)
 

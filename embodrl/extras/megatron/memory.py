@@ -23,7 +23,8 @@ def process_bytes(config: Config, deployment: Deployment, figures: ModelFigures,
         figures: of the model.
         reference: bytes of the reference policy; 0 without one.
     """
-    training, layers = figures.training, config.actor.tensor_parallel_size
+    training = figures.training
+    layers = config.actor.tensor_parallel_size
     uncut = uncut_bytes(figures.policy) / figures.plain
     part = uncut + (1 - uncut) / layers  # of all weights; of what trains, about the same
     shares = len(deployment.of("actor")) // layers if deployment.gpus_per_node else 1

@@ -35,7 +35,8 @@ class ParallelOpenVLAPolicy(OpenVLAPolicy):
         llama = parallelize(public)
         policy.model.language_model = cast(Any, llama)
         super().__init__(policy.model, policy.processor, policy.stats, config, policy.value_head)
-        dimensions, group = policy.model.config, tensor_group()
+        dimensions = policy.model.config
+        group = tensor_group()
         self.windows = action_windows(
             dimensions.first_action_id,
             dimensions.n_action_bins,

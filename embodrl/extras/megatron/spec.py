@@ -70,7 +70,8 @@ def megatron_cuts_evenly(context: Context) -> Iterator[Finding]:
     model = context.config.model
     if not isinstance(model, OpenVlaConfig) or model.model_path is not None:
         return
-    size, shape = context.config.actor.tensor_parallel_size, model.architecture
+    size = context.config.actor.tensor_parallel_size
+    shape = model.architecture
     for name, number in (
         ("num_attention_heads", shape.num_attention_heads),
         ("intermediate_size", shape.intermediate_size),

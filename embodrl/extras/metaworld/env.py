@@ -76,7 +76,8 @@ class MetaWorldSimulator(Simulator):
         self._task = task
         env = environments[task]()
         env._set_task_called = True
-        env._freeze_rand_vec, env.seeded_rand_vec = False, True
+        env._freeze_rand_vec = False
+        env.seeded_rand_vec = True
         # The experts want to see the goal; it is in no observation of the policy's.
         env._partially_observable = False
         env.__dict__.pop("sawyer_observation_space", None)  # a cached one would cut the goal off

@@ -38,7 +38,8 @@ def load_head(directory: Path) -> FlowActionHead:
     Raises:
         CheckpointError: no weights or inputs, they are of another network, or they do not fit.
     """
-    weights, inputs = read_tensors(directory / WEIGHTS_FILE), read_tensors(directory / INPUTS_FILE)
+    weights = read_tensors(directory / WEIGHTS_FILE)
+    inputs = read_tensors(directory / INPUTS_FILE)
     try:
         spec = head_spec(weights, inputs, read_settings(directory, DEFAULTS))
     except (KeyError, IndexError) as error:

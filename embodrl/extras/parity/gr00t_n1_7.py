@@ -66,11 +66,13 @@ def load(directory: Path) -> Gr00tN17Model:
 @torch.no_grad()
 def compare_outputs(model: Gr00tN17Model, io: dict[str, Tensor], image_token: int) -> list[Comparison]:
     """Compare a loaded network with the outputs in ``io``."""
-    head, mask = model.action_head, io["attention_mask"].bool()
+    head = model.action_head
+    mask = io["attention_mask"].bool()
     features = model.features(io["pixels"], io["input_ids"], image_token, mask)
     processed = head.process_features(features, mask[:, None, None])
     seen = head.seen(mask, io["input_ids"] == image_token)
-    state, known = head.encode_state(io["state"], io["emb"]), head.model.key_values(processed)
+    state = head.encode_state(io["state"], io["emb"])
+    known = head.model.key_values(processed)
 
     def towards_data(x: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         return head(x, head.buckets(time), state, known, seen, io["emb"])

@@ -178,7 +178,8 @@ def greedy_over_all_ids(model: OpenVLAModel, prefix: Tensor, count: int) -> Tens
 
     Random weights leave the action ids, so the policy's own choice among those is another one.
     """
-    sequence, tokens = prefix, []
+    sequence = prefix
+    tokens = []
     for _ in range(count):
         hidden = model.hidden_states(sequence, None)[:, -1]
         tokens.append(model.language_model.lm_head(hidden).argmax(dim=-1))

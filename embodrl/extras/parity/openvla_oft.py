@@ -55,7 +55,8 @@ def run(directory: Path) -> list[Comparison]:
         return _run_regression(directory)
     model, io = load_fixture(directory, causal=False)
     prefix = model.embed_prefix(io["pv"], io["ids"])
-    length, num_tokens = prefix.shape[1], io["a"].numel()
+    length = prefix.shape[1]
+    num_tokens = io["a"].numel()
     keep_stop_token = model.config.own.flag("keep_stop_token", KEEP_STOP_TOKEN)
     hidden = model.hidden_states(append_action_places(model, prefix, num_tokens, keep_stop_token), None)
     at_actions = at_action_places(hidden, length, num_tokens)
@@ -75,7 +76,8 @@ def run(directory: Path) -> list[Comparison]:
 
 def _run_regression(directory: Path) -> list[Comparison]:
     """FiLM, the state's token and the L1 head together, from the reference's own files."""
-    report, cpu = LoadReport(str(directory)), torch.device("cpu")
+    report = LoadReport(str(directory))
+    cpu = torch.device("cpu")
     paths = {name: component_file(directory, name) for name in (ACTION_HEAD, PROPRIO, VISION)}
     missing = [name for name, path in paths.items() if path is None]
     if missing:
@@ -84,11 +86,13 @@ def _run_regression(directory: Path) -> list[Comparison]:
         )
     head_path, proprio_path, vision_path = (path for path in paths.values() if path is not None)
     model, io = load_fixture(directory, False, film_tensors(vision_path, report, cpu))
-    sets, width = model.config.norm_stats, model.config.llama.hidden_size
+    sets = model.config.norm_stats
+    width = model.config.llama.hidden_size
     stats = choose_stats(sets, None, io["a"].shape[-1], str(directory))
     state = choose_proprio_stats(sets, stats.key, str(directory)).normalize(io["state"].numpy())
     with torch.device("meta"):
-        head, projector = ActionHead(width, stats.action_dim), ProprioProjector(len(state), width)
+        head = ActionHead(width, stats.action_dim)
+        projector = ProprioProjector(len(state), width)
     for module, path in ((head, head_path), (projector, proprio_path)):
         load_component(module, path, report, device=cpu, dtype=torch.float32)
     instruction = instruction_mean(model, io["ids"], torch.ones_like(io["ids"]), KEEP_STOP_TOKEN)

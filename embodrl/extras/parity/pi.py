@@ -105,7 +105,8 @@ def _cameras(inputs: Mapping[str, Tensor]) -> list[str]:
 
 def _config(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], settings: Mapping[str, int]) -> PiConfig:
     patch = weights[f"{_VISION}.embeddings.patch_embedding.weight"]
-    width, heads = patch.shape[0], settings["siglip_heads"]
+    width = patch.shape[0]
+    heads = settings["siglip_heads"]
     head_dimension(width, heads, "siglip_heads")
     siglip = SiglipSpec(
         inputs["imgs.0"].shape[-1],

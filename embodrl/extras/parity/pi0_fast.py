@@ -56,12 +56,14 @@ def load(directory: Path) -> FastModel:
 def compare_outputs(model: FastModel, io: dict[str, Tensor]) -> list[Comparison]:
     """Compare a loaded network with the outputs in ``io``."""
     model.config = replace(model.config, bos_in_prompt=False)
-    sentence, written = io["sentence"], io["written"].bool()
+    sentence = io["sentence"]
+    written = io["written"].bool()
     x, valid = model.paligemma.embed_prefix(io["images"], io["lang"], io["lang_mask"].bool(), None)
     logits = model.logits(model.hidden_states(x, valid, sentence)[:, x.shape[1] :])
     targets = torch.where(written[:, 1:], sentence[:, 1:], -100)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-    everything, limit = torch.arange(logits.shape[-1]), io["gen"].shape[1]
+    everything = torch.arange(logits.shape[-1])
+    limit = io["gen"].shape[1]
 
     def greedy() -> Tensor:
         def most_probable(choices: Tensor, place: int) -> Tensor:

@@ -58,5 +58,6 @@ def compare_outputs(model: SmolVlaModel, io: dict[str, Tensor]) -> list[Comparis
     """Compare a loaded network with the outputs in ``io``."""
     context = model.encode(io["images"], io["lang"], io["lang_mask"].bool(), io["state"])
 
-    velocity, steps = partial(model.velocity, context), model.config.num_steps
+    velocity = partial(model.velocity, context)
+    steps = model.config.num_steps
     return compare_flow(velocity, io["noise"], io["actions"], io["time"], steps, io["sampled"], io["losses"])

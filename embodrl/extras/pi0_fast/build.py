@@ -43,9 +43,11 @@ def build_pi0_fast(
     """
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
-    tokenizer, codec = tiny_tokenizer(), read_codec(TINY_CODEC)
+    tokenizer = tiny_tokenizer()
+    codec = read_codec(TINY_CODEC)
     model_config = FastConfig.from_architecture(config.pi0_fast, tokenizer.vocab_size + codec.num_codes)
-    weights, renamed = [], {}
+    weights = []
+    renamed = {}
     if directory is None:
         identity = {TINY_STATS_KEY: fields_of(identity_set(config.action_dim), "built-in statistics")}
         methods = model_config.inputs.normalization
@@ -91,7 +93,8 @@ def build_pi0_fast(
 
 def _read(directory: Path, config: Pi0FastModelConfig, report: LoadReport) -> tuple[FastConfig, PiStats]:
     """Return what a checkpoint's files, and the settings that override them, say."""
-    settings, place = config.pi0_fast, checkpoint.place_of(CONFIG_FILE, directory, report)
+    settings = config.pi0_fast
+    place = checkpoint.place_of(CONFIG_FILE, directory, report)
     known = FastConfig.read(place / CONFIG_FILE)
     sets, methods = read_lerobot(place)
     given = given_sets(config, "openpi")

@@ -21,7 +21,8 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import read_file
 from embodrl.models.common.tokenizer import read_tokenizer
 
-TOKENIZER_FILE, SETTINGS_FILE = "tokenizer.json", "processor_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE = "processor_config.json"
 TINY_CODEC = Path(__file__).parent / "tiny_codec"
 _LAST_CHARACTER = 0xD7FF
 """The code points after it can't be encoded."""
@@ -92,7 +93,8 @@ def read_codec(directory: Path) -> ActionCodec:
 @lru_cache(maxsize=16)
 def cosines(length: int) -> NDArray[np.float64]:
     """Return the orthonormal matrix ``[H,H]`` of the DCT-II: row k is the cosine of k half waves over the chunk."""
-    frequency, place = np.arange(length)[:, None], np.arange(length)[None] + 0.5
+    frequency = np.arange(length)[:, None]
+    place = np.arange(length)[None] + 0.5
     matrix = np.sqrt(2.0 / length) * np.cos(np.pi * frequency * place / length)
     matrix[0] = np.sqrt(1.0 / length)
     return matrix

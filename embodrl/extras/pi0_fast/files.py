@@ -30,7 +30,8 @@ def is_tied(stored: Collection[str]) -> bool:
 
 def aliases(stored: Collection[str]) -> dict[str, str]:
     """Return, of the names in a checkpoint, what they are called here."""
-    tied, renamed = is_tied(stored), {}
+    tied = is_tied(stored)
+    renamed = {}
     for name in stored:
         target = with_tower_level(name.removeprefix(LEROBOT_PREFIX))
         if target == TIED_TO_EMBEDDING and tied:
@@ -76,7 +77,8 @@ def state_dims(stats: PiStats) -> int:
 
 def write_processors(directory: Path, config: FastConfig, stats: PiStats, action_dim: int, state_dim: int) -> None:
     """Write policy_preprocessor.json and policy_postprocessor.json with the statistics that they name."""
-    inputs, methods = config.inputs, config.inputs.normalization
+    inputs = config.inputs
+    methods = config.inputs.normalization
     features = {
         "observation.state": {"type": "STATE", "shape": [state_dim]},
         "action": {"type": "ACTION", "shape": [action_dim]},

@@ -121,7 +121,8 @@ class FastModel(nn.Module):
         seen = None if valid is None else F.pad(valid, (0, len(begin) + limit), value=True)[:, None, None]
         cache: list[KeysValues] = []
         hidden = self._extend(x, rope, cache, 0, self._visible(valid, prefix, begin[None]))
-        of_prefix, last = hidden[:, :prefix], hidden[:, -1]
+        of_prefix = hidden[:, :prefix]
+        last = hidden[:, -1]
         tokens = torch.zeros(batch, limit, dtype=torch.int64, device=x.device)
         mask = torch.zeros_like(tokens, dtype=torch.bool)
         running = mask.new_ones(batch)
@@ -129,7 +130,8 @@ class FastModel(nn.Module):
         for place in range(limit):
             logits.append(self.logits(last, choices))
             chosen = choose(logits[-1], place)
-            tokens[:, place], mask[:, place] = torch.where(running, chosen, 0), running
+            tokens[:, place] = torch.where(running, chosen, 0)
+            mask[:, place] = running
             running = running & (chosen != end)
             if place + 1 == limit or not bool(running.any()):
                 break

@@ -38,7 +38,8 @@ from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.models.pi.weights import in_float32, neutral_norm
 from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
-BEGIN, END = "Action: ", "|"
+BEGIN = "Action: "
+END = "|"
 TOKENS = "action_tokens"
 SENTENCE = "sentence"
 WRITTEN = "written"
@@ -95,7 +96,8 @@ class FastPolicy(PublicLayout):
         self._set_vocabulary()
 
     def _set_vocabulary(self) -> None:
-        text, sizes = self.processor.tokenizer, self.model.config
+        text = self.processor.tokenizer
+        sizes = self.model.config
         end = text.encode(END)
         last = sizes.inputs.vocab_size - 1 - sizes.skip_tokens
         codes = last - torch.arange(self.codec.num_codes)
@@ -156,7 +158,8 @@ class FastPolicy(PublicLayout):
         def choose(logits: Tensor, place: int) -> Tensor:
             return draw(logits, sampling, None if noise is None else noise[:, place])
 
-        begin, choices = self.get_buffer("_begin"), self.get_buffer("_choices")
+        begin = self.get_buffer("_begin")
+        choices = self.get_buffer("_choices")
         tokens, mask, logits, hidden = self.model.write(x, valid, begin, choices, self.end, self.max_tokens, choose)
         written = logits.shape[1]
         logprobs = action_log_probs(logits, tokens[:, :written], sampling)
@@ -193,7 +196,8 @@ class FastPolicy(PublicLayout):
         """
         mask = forward_inputs[TOKEN_MASK]
         tokens = forward_inputs[TOKENS][:, : int(mask.sum(dim=1).max())]
-        begin, choices = self.get_buffer("_begin"), self.get_buffer("_choices")
+        begin = self.get_buffer("_begin")
+        choices = self.get_buffer("_choices")
         x, valid = self.prefix(forward_inputs)
         written = torch.cat([begin.expand(len(tokens), -1), choices[tokens[:, :-1]]], dim=1)
         hidden = self.model.hidden_states(x, valid, written)
@@ -210,7 +214,8 @@ class FastPolicy(PublicLayout):
             EmbodrlError: see ``preprocess``; or a chunk has more than M tokens.
         """
         raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
-        begin, choices = self.get_buffer("_begin").cpu(), self.get_buffer("_choices").cpu()
+        begin = self.get_buffer("_begin").cpu()
+        choices = self.get_buffer("_choices").cpu()
         sentence = torch.zeros(len(raw), len(begin) + self.max_tokens, dtype=torch.int64)
         written = torch.zeros_like(sentence, dtype=torch.bool)
         for row, mask, codes in zip(
@@ -224,7 +229,8 @@ class FastPolicy(PublicLayout):
                     code="pi0-fast-chunk-too-long",
                 )
             ids = torch.cat([begin, choices[[*codes, self.end]]])
-            row[: len(ids)], mask[: len(ids)] = ids, True
+            row[: len(ids)] = ids
+            mask[: len(ids)] = True
         targets = {SENTENCE: sentence.to(self.device), WRITTEN: written.to(self.device)}
         return {**self.preprocess(observation), **targets}
 
@@ -243,10 +249,12 @@ class FastPolicy(PublicLayout):
             label_smoothing_bins: for families with bins.
         """
         longest = int(batch[WRITTEN].sum(dim=1).max())
-        sentence, mask = batch[SENTENCE][:, :longest], batch[WRITTEN][:, 1:longest].float()
+        sentence = batch[SENTENCE][:, :longest]
+        mask = batch[WRITTEN][:, 1:longest].float()
         x, valid = self.prefix(batch)
         hidden = self.model.hidden_states(x, valid, sentence[:, :-1])[:, x.shape[1] :]
-        logits, targets = self.model.logits(hidden), sentence[:, 1:]
+        logits = self.model.logits(hidden)
+        targets = sentence[:, 1:]
         nll = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
         weight = mask / mask.sum(dim=1, keepdim=True)
         actions = batch["action_mask"].sum(dim=1).float() if "action_mask" in batch else weight.new_ones(len(weight))
@@ -279,8 +287,10 @@ class FastPolicy(PublicLayout):
     # Files -----------------------------------------------------------------------------------------------------------
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        parts, inputs = self.parts(), self.model.config.inputs
-        patches, text = num_cameras * inputs.siglip.num_patches, inputs.max_prompt_tokens + self.max_tokens
+        parts = self.parts()
+        inputs = self.model.config.inputs
+        patches = num_cameras * inputs.siglip.num_patches
+        text = inputs.max_prompt_tokens + self.max_tokens
         return [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
 
     def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
@@ -307,7 +317,8 @@ class FastPolicy(PublicLayout):
 
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""
-        config, stats = self.model.config, self.robot_stats
+        config = self.model.config
+        stats = self.robot_stats
         dims = state_dims(stats) or config.inputs.max_action_dim
         precision = str(self.model.dtype).removeprefix("torch.")
         save_heads(directory, self.value_head, None)

@@ -61,12 +61,14 @@ RULES = RuleSet()
 @RULES.rule("model.model_type", "model.model_path", "model.pi0_fast", "model.num_action_chunks", "env.cameras")
 def pi0_fast_dimensions_fit(context: Context) -> Iterator[Finding]:
     """Patches tile the image, heads divide widths, and actions and cameras have room, in a tiny pi0-FAST."""
-    config, base = context.config, "model.pi0_fast"
+    config = context.config
+    base = "model.pi0_fast"
     if config.model.model_path is not None:
         return
     shape = context.model(Pi0FastModelConfig).pi0_fast
     yield from vlm_fits(base, shape)
-    chunk, horizon = config.model.num_action_chunks, shape.action_horizon
+    chunk = config.model.num_action_chunks
+    horizon = shape.action_horizon
     yield from at_most("model.num_action_chunks", chunk, f"{base}.action_horizon", horizon, "actions to run")
     cameras = len(config.env.cameras)
     yield from at_most("env.cameras", cameras, f"{base}.num_images", shape.num_images, "cameras")

@@ -127,7 +127,8 @@ def show(plan: Plan, config: Config) -> None:
     hardware = config.cluster.hardware
     name = f"{hardware.name} (described)" if hardware.name else "this machine"
     machine = plan.deployment.machines[0]
-    cores, gpus = sum(machine.num_cores.values()), len(machine.gpus)
+    cores = sum(machine.num_cores.values())
+    gpus = len(machine.gpus)
     console.print(
         f"{name}: {config.cluster.num_nodes} node(s) with {cores} cores, {len(machine.nodes)} NUMA node(s),"
         f" {gpus} GPU(s)"

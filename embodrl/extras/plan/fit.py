@@ -98,7 +98,8 @@ def _with_micro_batches(load: Callable[[tuple[str, ...]], LoadedConfig], overrid
 
 def _next_size(config: Config, plan: Plan) -> int:
     """Return the largest smaller micro-batch that may fit, 0 if there is none; activations grow in proportion to it."""
-    now, rows = config.actor.micro_batch_size, config.actor.micro_batch_size - 1
+    now = config.actor.micro_batch_size
+    rows = config.actor.micro_batch_size - 1
     for memory in plan.memory.memories:
         activations = memory.needed.get("activations", 0)
         if not memory.fits and activations:

@@ -182,7 +182,8 @@ def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigur
     plain = sum(t.numel() * t.element_size() for t in (*policy.parameters(), *policy.buffers()))
     rows = -(-config.env.train.total_num_envs // (num_rollouts * config.rollout.pipeline_stages))
     itemsize = compute_dtype.itemsize if on_gpu else torch.float32.itemsize
-    height, width = cameras[0].height, cameras[0].width
+    height = cameras[0].height
+    width = cameras[0].width
     recorded = recorded_bytes(policy, len(cameras), height, width)
     cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
     gathered = gathered_bytes(policy) if ENGINES.entry(config.actor.training_backend).shards else 0
@@ -218,7 +219,8 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
         found = needed.setdefault(where, {})
         found[component] = found.get(component, 0) + num_bytes
 
-    actors, rollouts = deployment.of("actor"), deployment.of("rollout")
+    actors = deployment.of("actor")
+    rollouts = deployment.of("rollout")
     path = config.model.model_path
     unknown = path is not None and not Path(path).expanduser().is_dir()
     figures = None
@@ -254,13 +256,15 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
 
 def _with_size(config: Config, figures: ModelFigures | None, plan: MemoryPlan) -> MemoryPlan:
     """Return the plan with the size of the model, or what to do about one that is not known."""
-    path, size = config.model.model_path, public_size(config)
+    path = config.model.model_path
+    size = public_size(config)
     if figures is None:
         instead = f", or plan its size with {size} model.model_path=null" if size else ""
         hint = f"give the directory of its files, which `embodrl fetch` makes{instead}"
         reason = f"model.model_path '{path}' is not a local directory: its size is not known"
         return replace(plan, not_estimated=reason, hints=[*plan.hints, hint])
-    count, has_larger = figures.num_parameters, MODELS.entry(config.model.model_type).public_layout
+    count = figures.num_parameters
+    has_larger = MODELS.entry(config.model.model_type).public_layout
     tiny = path is None and count < TINY_PARAMETERS and has_larger
     return replace(plan, num_parameters=count, tiny=tiny, public_size=size if tiny else "")
 
@@ -365,7 +369,8 @@ def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> 
     estimate_process = ENGINES.entry(actor.training_backend).training_memory
     if estimate_process:
         return import_object(estimate_process)(config, deployment, figures, reference)
-    cut, layers = num_actors, actor.tensor_parallel_size
+    cut = num_actors
+    layers = actor.tensor_parallel_size
     share = actor.global_batch_size // max(1, num_actors // layers)
     # While gradients of several micro-batches add up, they are whole.
     adds_up = share > actor.micro_batch_size and not actor.fsdp.reduce_every_micro_batch

@@ -105,7 +105,8 @@ def make_plan(loaded: LoadedConfig) -> Plan:
     Raises:
         EmbodrlError: the number of GPUs is not known, or the model's files can't be read.
     """
-    config, deployment = loaded.config, loaded.deployment
+    config = loaded.config
+    deployment = loaded.deployment
     obstacles = [f"{problem.key}: {problem.message}" for problem in loaded.obstacles]
     memory = plan_memory(config, deployment)
     added = spread(config, deployment)
@@ -119,7 +120,8 @@ def spread(config: Config, deployment: Deployment) -> tuple[str, ...]:
 
     Simulators and batches must be shared equally: of the GPUs, as many are used as divide both.
     """
-    actor, env = config.actor, config.env
+    actor = config.actor
+    env = config.env
     used = {(p.node, device) for name in ("actor", "rollout") for p in deployment.of(name) for device in p.devices}
     gpus = sum(len(machine.gpus) for machine in deployment.machines)
     if len(used) == gpus or not deployment.of("actor")[0].devices or actor.training_backend not in ("native", "fsdp"):
@@ -149,8 +151,10 @@ def batches(config: Config, deployment: Deployment) -> BatchSizes:
     train = config.env.train
     actor = config.actor
     chunk = config.model.num_action_chunks
-    rollouts, actors = len(deployment.of("rollout")), len(deployment.of("actor"))
-    simulators, chunks = len(deployment.of("env")), chunks_of(config)
+    rollouts = len(deployment.of("rollout"))
+    actors = len(deployment.of("actor"))
+    simulators = len(deployment.of("env"))
+    chunks = chunks_of(config)
     stages = config.rollout.pipeline_stages
     share = actor.global_batch_size // max(1, actors // actor.tensor_parallel_size)
     return BatchSizes(
@@ -200,7 +204,8 @@ def warnings(deployment: Deployment) -> list[str]:
         if idle and deployment.of("actor")[0].devices:
             lines.append(f"node {node}: {idle} of {len(machine.gpus)} GPUs have neither actor nor rollout")
         here = [p for p in deployment.of("env") if p.node == node]
-        cores, quota = sum(machine.num_cores.values()), machine.cpu_quota
+        cores = sum(machine.num_cores.values())
+        quota = machine.cpu_quota
         if len(here) > cores:
             lines.append(f"node {node}: {len(here)} simulators share {cores} cores")
         if quota is not None and quota < cores:

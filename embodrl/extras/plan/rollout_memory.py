@@ -16,7 +16,8 @@ from torch import Tensor
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation
 
-FLOAT32_BYTES, INT64_BYTES = 4, 8
+FLOAT32_BYTES = 4
+INT64_BYTES = 8
 INSTRUCTION = "push the cube onto the target"
 # rewards float32, and valid, terminated and truncated, of one action.
 OUTCOME_BYTES = FLOAT32_BYTES + 3
@@ -64,7 +65,8 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int)
 
 def _state_dim(processor: Any) -> int:
     """Return how many numbers of the robot's state a processor needs; 0 if it goes without."""
-    proprio, scaling = getattr(processor, "proprio", None), getattr(processor, "state", None)
+    proprio = getattr(processor, "proprio", None)
+    scaling = getattr(processor, "state", None)
     if proprio is not None:
         return proprio.dim
     return 0 if scaling is None else len(next(iter(vars(scaling).values())))  # its statistics come first

@@ -133,7 +133,8 @@ class _Kept:
     def checkpointed(self) -> int:
         """Return bytes with one stored input for each block, and the largest block computed again."""
         kept = {id(layer): self._layer(layer, count) for layer, count in self.layers}
-        total, largest = sum(kept.values()), 0
+        total = sum(kept.values())
+        largest = 0
         for blocks in self.policy.modules():
             if not isinstance(blocks, nn.ModuleList):
                 continue

@@ -116,7 +116,8 @@ def _clipped(event: Mapping[str, float], window: Span) -> Span:
 
 def _union(spans: Sequence[Span]) -> float:
     """Return the length of what spans cover together; those of threads overlap, and inner ones lie in outer ones."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

@@ -98,7 +98,8 @@ class GrootClient(Client):
             self._socket = self._context.socket(self._zmq.REQ)
             self._socket.linger = 0
             self._socket.maxmsgsize = MAX_BYTES
-            self._socket.heartbeat_ivl, self._socket.heartbeat_timeout = int(1e3 * PROBE_S), int(1e3 * PROBE_TIMEOUT_S)
+            self._socket.heartbeat_ivl = int(1e3 * PROBE_S)
+            self._socket.heartbeat_timeout = int(1e3 * PROBE_TIMEOUT_S)
             self._monitor = self._socket.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
             self._socket.connect(self._address)
         return self._socket
@@ -116,7 +117,8 @@ class GrootClient(Client):
         async with self._lock:
             socket = self._connected()
             await socket.send(pack(request, groot_npy_default))
-            answer, lost = asyncio.ensure_future(socket.recv()), asyncio.ensure_future(self._monitor.recv_multipart())
+            answer = asyncio.ensure_future(socket.recv())
+            lost = asyncio.ensure_future(self._monitor.recv_multipart())
             await asyncio.wait({answer, lost}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             is_lost = lost.done()
             lost.cancel()

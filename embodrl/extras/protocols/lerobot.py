@@ -120,7 +120,8 @@ class LerobotListener(Listener):
         return int(found)
 
     def _handlers(self) -> Any:
-        grpc, messages = self._grpc, self._messages
+        grpc = self._grpc
+        messages = self._messages
 
         def handler(make: Any, method: Any, request: str, response: str) -> Any:
             return make(
@@ -129,7 +130,8 @@ class LerobotListener(Listener):
                 response_serializer=messages[response].SerializeToString,
             )
 
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        unary = grpc.unary_unary_rpc_method_handler
+        stream = grpc.stream_unary_rpc_method_handler
         methods = {
             "Ready": handler(unary, self._ready, "Empty", "Empty"),
             "SendPolicyInstructions": handler(unary, self._instruct, "PolicySetup", "Empty"),
@@ -155,7 +157,8 @@ class LerobotListener(Listener):
         return self._messages["Empty"]()
 
     def _robot(self, setup: Mapping[str, object]) -> _Robot:
-        features, number = setup.get("lerobot_features"), setup.get("actions_per_chunk")
+        features = setup.get("lerobot_features")
+        number = setup.get("actions_per_chunk")
         if not isinstance(features, Mapping) or type(number) is not int or number < 1:
             raise WireError("the instructions lack lerobot_features or actions_per_chunk", HINT, code="wire-message")
         return _Robot(self.keys if self._own_state else replace(self.keys, state=_state_names(features)), number)
@@ -201,10 +204,12 @@ class LerobotListener(Listener):
         Raises:
             WireError: it is too large, or its end is missing.
         """
-        parts, size = list[bytes](), 0
+        parts = list[bytes]()
+        size = 0
         async for part in requests:
             if part.transfer_state == BEGIN:
-                parts, size = [], 0
+                parts = []
+                size = 0
             elif part.transfer_state not in (MIDDLE, END):
                 raise WireError(f"there is no transfer state {part.transfer_state}", HINT, code="wire-message")
             parts.append(part.data)
@@ -224,11 +229,13 @@ class LerobotListener(Listener):
                 await robot.arrival.wait()
         except TimeoutError:
             return self._messages["Actions"]()
-        seen, robot.seen = robot.seen, None
+        seen = robot.seen
+        robot.seen = None
         robot.arrival.clear()
         if seen is None:  # another poll of this client was faster
             return self._messages["Actions"]()
-        before, robot.answered = robot.answered, max(robot.answered, seen.timestep)
+        before = robot.answered
+        robot.answered = max(robot.answered, seen.timestep)
         try:
             chunk = await self.core.act(seen.observation, context.peer(), self.name)
         except Exception as error:
@@ -261,10 +268,8 @@ def _messages() -> dict[str, Any]:
     """Return the classes of the service's messages, by name; an enumeration is an integer on the wire."""
     descriptors = need("google.protobuf.descriptor_pb2")
     file = descriptors.FileDescriptorProto(name="embodrl/lerobot.proto", package="transport", syntax="proto3")
-    integer, data = (
-        descriptors.FieldDescriptorProto.TYPE_INT32,
-        descriptors.FieldDescriptorProto.TYPE_BYTES,
-    )
+    integer = descriptors.FieldDescriptorProto.TYPE_INT32
+    data = descriptors.FieldDescriptorProto.TYPE_BYTES
     for name, fields in {
         "Empty": (),
         "PolicySetup": (("data", data),),

@@ -135,7 +135,8 @@ class _Machine:
 
     def _values(self) -> list[Any]:
         """End the innermost mark; return what stands after it."""
-        values, self.stack = self.stack, self._outer.pop()
+        values = self.stack
+        self.stack = self._outer.pop()
         return [value.content if isinstance(value, _Array) else value for value in values]
 
     def _pop(self, number: int) -> list[Any]:
@@ -172,7 +173,8 @@ class _Machine:
         self.stack.append(PickledRecord(name))
 
     def build(self, _: object) -> None:
-        (state,), made = self._pop(1), self.stack[-1]
+        (state,) = self._pop(1)
+        made = self.stack[-1]
         if isinstance(made, PickledRecord):
             if made.fields:  # else a few bytes could copy a large map again and again
                 raise _refused(f"a pickle sets the attributes of {made.name} twice")

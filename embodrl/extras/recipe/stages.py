@@ -158,7 +158,8 @@ class Recipe:
                 message = f"{stage.directory} holds something that this recipe has not made"
                 raise OutputError(message, hint, code="recipe-directory")
             for key in sorted({*before, *stage.settings}):
-                was, now = before.get(key, "unknown"), stage.settings.get(key, "unknown")
+                was = before.get(key, "unknown")
+                now = stage.settings.get(key, "unknown")
                 if was != now:
                     changed.setdefault((key, was, now), []).append(stage)
         if changed:
@@ -180,7 +181,8 @@ class Recipe:
 
 
 def _changed(key: str, was: str, now: str, stages: list[Stage]) -> ConfigProblem:
-    names, last = ", ".join(stage.name for stage in stages), stages[-1]
+    names = ", ".join(stage.name for stage in stages)
+    last = stages[-1]
     hint = f"give {key}={was} as before, or another {OUTPUT_DIR}"
     if last.name == "rl":
         hint += f"; `embodrl resume {last.directory} {key}={now}` changes the training alone"
@@ -283,7 +285,8 @@ def _refuse_foreign_arguments(settings: RecipeConfig) -> None:
 
 def _directory(tree: Node, experiment: str | None) -> Path:
     """Return where everything goes, an absolute path; by default it is named after experiment and seed."""
-    node, seed = lookup(tree, OUTPUT_DIR), lookup(tree, "runner.seed")
+    node = lookup(tree, OUTPUT_DIR)
+    seed = lookup(tree, "runner.seed")
     chosen = "auto" if node is None else node.value
     if chosen != "auto":
         return Path(str(chosen)).expanduser().absolute()
@@ -360,7 +363,8 @@ def _reads_demonstrations(tree: Node) -> bool:
 
 def _seed_of_demonstrations(name: Name, whole: Node, tree: Node) -> list[str]:
     """Return the setting that gives every runner.seed demonstrations of its own, unless the user has given one."""
-    seed, first = lookup(whole, "runner.seed"), lookup(tree, "collect.seed")
+    seed = lookup(whole, "runner.seed")
+    first = lookup(tree, "collect.seed")
     if name != "collect" or seed is None or type(seed.value) is not int or (first is not None and first.origin.by_user):
         return []
     start = CollectConfig().seed if first is None else int(first.value)

@@ -115,7 +115,8 @@ def label(directory: Path, settings: LabelSettings, console: str = "auto") -> La
         if given is None or judges:
             model, values, correlation = _values(demos, success, returns / scale, settings.fitting, progress)
         else:
-            model, values = given, given.judge(frame_inputs(given, demos))
+            model = given
+            values = given.judge(frame_inputs(given, demos))
             correlation = spearman(values.numpy(), returns.numpy())
     parts = zip(rewards, values.split(lengths.tolist()), strict=True)
     advantages = torch.cat([n_step_advantages(r / scale, v, settings.lookahead) for r, v in parts])
@@ -154,7 +155,8 @@ def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[
     Raises:
         EmbodrlError: advantages of a task are not finite, so that none is the best.
     """
-    positive, thresholds = torch.zeros(len(advantages), dtype=torch.bool), {}
+    positive = torch.zeros(len(advantages), dtype=torch.bool)
+    thresholds = {}
     tasks = np.asarray(demos.tasks)[demos.episode]
     for task in sorted(set(demos.tasks)):
         frames = torch.from_numpy(np.flatnonzero(tasks == task))
@@ -165,7 +167,8 @@ def positive_frames(demos: Demos, advantages: Tensor, fraction: float) -> tuple[
                 code="label-advantages",
             )
         best = frames[advantage_indicator(advantages[frames], fraction)]
-        positive[best], thresholds[task] = True, float(advantages[best].min())
+        positive[best] = True
+        thresholds[task] = float(advantages[best].min())
     if demos.acted_by is not None:
         positive |= torch.from_numpy(demos.acted_by != POLICY)
     return positive, thresholds
@@ -199,7 +202,8 @@ def _values(
 ) -> tuple[ObservationModel, Tensor, float | None]:
     """Train the value function; return it, values ``float32[N]`` of all frames, and the held-out correlation."""
     model = make_model("value", demos, fitting)
-    inputs, centers = frame_inputs(model, demos), model.centers
+    inputs = frame_inputs(model, demos)
+    centers = model.centers
     apart = torch.from_numpy(held_out_episodes(success.tolist(), fitting)[demos.episode])
 
     def loss_of(logits: Tensor, rows: Tensor) -> Tensor:
@@ -223,7 +227,8 @@ def _write(
     positive: Tensor,
 ) -> tuple[Path, Path]:
     """Write both sidecars; values and advantages are on the scale of -1 to 0, returns and rewards in steps."""
-    numbers, n = frame_numbers(demos), settings.lookahead
+    numbers = frame_numbers(demos)
+    n = settings.lookahead
     episodes = values.split([len(part) for part in rewards])
     after = torch.cat([torch.cat([part, part.new_zeros(n)])[n:] for part in episodes])
     left = torch.from_numpy(demos.last - np.arange(len(demos.last)) + 1).clamp(max=n)

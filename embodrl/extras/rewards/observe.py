@@ -98,7 +98,8 @@ def frame_inputs(model: ObservationModel, demos: Demos) -> dict[str, Tensor]:
 
 def held_out_episodes(labels: Sequence[bool], fitting: Fitting) -> NDArray[np.bool_]:
     """Return which episodes ``bool[E]`` are not trained on: the share of each label, at least one of several."""
-    rng, chosen = np.random.default_rng(fitting.seed), np.zeros(len(labels), np.bool_)
+    rng = np.random.default_rng(fitting.seed)
+    chosen = np.zeros(len(labels), np.bool_)
     if fitting.held_out:
         for label in (False, True):
             those = rng.permutation(np.flatnonzero(np.asarray(labels) == label))
@@ -149,7 +150,8 @@ def fit(
 
 def spearman(left: NDArray[np.floating], right: NDArray[np.floating]) -> float | None:
     """Return the rank correlation; equal numbers share their mean rank. None where one side is constant."""
-    first, second = _ranks(left), _ranks(right)
+    first = _ranks(left)
+    second = _ranks(right)
     if np.ptp(first) == 0 or np.ptp(second) == 0:
         return None
     return float(np.corrcoef(first, second)[0, 1])

@@ -117,7 +117,8 @@ def train_reward(directory: Path, output: Path, settings: RewardTraining, consol
     won = successes(demos, directory)
     calibrating, judging = split(won, settings.fitting, settings.kind, directory)
     model = make_model("success" if settings.kind == "success" else "value", demos, settings.fitting)
-    inputs, of_frames = frame_inputs(model, demos), torch.from_numpy(~(calibrating | judging)[demos.episode])
+    inputs = frame_inputs(model, demos)
+    of_frames = torch.from_numpy(~(calibrating | judging)[demos.episode])
     rows = of_frames.nonzero()[:, 0]
     model.standardize(inputs["state"][rows])
     steps_left, penalty, scale = returns_to_go(demos, won)
@@ -136,7 +137,8 @@ def train_reward(directory: Path, output: Path, settings: RewardTraining, consol
                 settings.fitting,
                 progress,
             )
-    scores, last = model.judge(inputs).numpy(), last_frames(demos)
+    scores = model.judge(inputs).numpy()
+    last = last_frames(demos)
     threshold = None
     if settings.kind == "success":
         threshold = best_threshold(scores[last][calibrating], won[calibrating])
@@ -178,11 +180,13 @@ def split(won: Flags, fitting: Fitting, kind: Kind, source: object) -> tuple[Fla
         EmbodrlError: there are too few of an outcome.
     """
     apart = held_out_episodes(won.tolist(), fitting)
-    calibrating, judging = np.zeros_like(apart), np.zeros_like(apart)
+    calibrating = np.zeros_like(apart)
+    judging = np.zeros_like(apart)
     for outcome in (False, True):
         those = np.flatnonzero(apart & (won == outcome))
         half = len(those) // 2 if kind == "success" else 0
-        calibrating[those[:half]], judging[those[half:]] = True, True
+        calibrating[those[:half]] = True
+        judging[those[half:]] = True
     parts = (calibrating, judging, ~(calibrating | judging))
     enough = all((part & (won == outcome)).any() for part in parts for outcome in (False, True))
     if not (judging.any() and parts[-1].any() if kind == "progress" else enough):
@@ -272,13 +276,16 @@ def calibration_error(probabilities: Scores, labels: Flags) -> float:
 def _judged(
     kind: str, scores: Scores, demos: Demos, won: Flags, episodes: Flags, threshold: float | None, returns: Scores
 ) -> Judged:
-    last, frames = last_frames(demos)[episodes], episodes[demos.episode]
-    labels, ends = won[episodes], scores[last]
+    last = last_frames(demos)[episodes]
+    frames = episodes[demos.episode]
+    labels = won[episodes]
+    ends = scores[last]
     counts = (int(episodes.sum()), int(labels.sum()), auc(ends, labels))
     if kind == "value":
         return Judged(*counts, spearman=spearman(scores[frames], returns[frames]))
     assert threshold is not None
-    said, of_failures = ends >= threshold, scores[frames & ~won[demos.episode]]
+    said = ends >= threshold
+    of_failures = scores[frames & ~won[demos.episode]]
     return Judged(
         *counts,
         accuracy=float((said == labels).mean()),

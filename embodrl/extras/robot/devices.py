@@ -29,7 +29,8 @@ HOLD_S = 0.3
 """A terminal reports a key that is held as one that is pressed again and again, at first after a while."""
 AXES = ("da", "ws", "rf", "lj", "ik", "ou")
 """Keys that move the first dimensions up and down."""
-GRIPPER, HOLD = "g", "h"
+GRIPPER = "g"
+HOLD = "h"
 CONTINUE = "c"
 """Releases the emergency stop: never the key that made it, which a hurried person presses twice."""
 SIGNALS = {"p": PAUSE, " ": STOP, "\n": READY, "\r": READY, "y": SUCCESS, "n": FAILURE}
@@ -38,7 +39,8 @@ HELP = (
     " Enter ready, y solved, n failed"
 )
 _TOUCHED = 0.05
-_LISTEN_S, _WATCH_S = 0.2, 0.02
+_LISTEN_S = 0.2
+_WATCH_S = 0.02
 
 
 class Device(Protocol):
@@ -132,7 +134,8 @@ class Terminal:
                 "start the command in a terminal, or choose another intervention",
                 code="keyboard-no-terminal",
             )
-        self._file, self._is_closed = sys.stdin.fileno(), False
+        self._file = sys.stdin.fileno()
+        self._is_closed = False
         self._before = termios.tcgetattr(self._file)
         tty.setcbreak(self._file)
         logger.warning(HELP)
@@ -167,11 +170,13 @@ class SpaceMouse:
     """
 
     def __init__(self, action_dim: int, controls: Controls, device: Any = None) -> None:
-        self._size, self._controls = action_dim, controls
+        self._size = action_dim
+        self._controls = controls
         self._grip = 1.0
         self._pressed = [False, False]
         self._has_switched = False
-        self._lock, self._is_closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
         self._device = open_space_mouse() if device is None else device
         if device is None:
             threading.Thread(target=self._watch, name="spacemouse", daemon=True).start()
@@ -188,14 +193,16 @@ class SpaceMouse:
             first, second = (now and not before for now, before in zip(buttons, self._pressed, strict=True))
             self._pressed = buttons
             if first:
-                self._grip, self._has_switched = -self._grip, True
+                self._grip = -self._grip
+                self._has_switched = True
         if second:
             self._controls.say(STOP)
         return state
 
     def read(self) -> NDArray[np.float32] | None:
         state = self._look()
-        first, self._has_switched = self._has_switched, False
+        first = self._has_switched
+        self._has_switched = False
         axes = np.array([state.x, state.y, state.z, state.roll, state.pitch, state.yaw], np.float32)
         if not first and np.abs(axes).max() < _TOUCHED:
             return None

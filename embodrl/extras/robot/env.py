@@ -81,12 +81,14 @@ class RobotSimulator(Simulator):
         reset: Callable[[Robot, int], object] | None,
         success: Callable[[RobotObservation], bool] | None,
     ) -> None:
-        self.robot, self.instruction = robot, instruction
+        self.robot = robot
+        self.instruction = instruction
         self._keys = list(robot.action_features)
         _check_lengths(self._keys, action_low, action_high)
         self._middle = (np.asarray(action_high) + np.asarray(action_low)) / 2
         self._half = (np.asarray(action_high) - np.asarray(action_low)) / 2
-        self._relative, self._change = relative, self._half * max_change
+        self._relative = relative
+        self._change = self._half * max_change
         features = robot.observation_features
         numbers = [name for name, kind in features.items() if not isinstance(kind, tuple)]
         self._state_keys = list(state_keys) or numbers
@@ -97,8 +99,10 @@ class RobotSimulator(Simulator):
             _check_names("env.relative_actions", self._keys, numbers)
         self._cameras = [(camera["name"], camera["height"], camera["width"]) for camera in cameras]
         self.state_dim = len(self._state_keys)
-        self.action_low, self.action_high = (-1.0,) * len(self._keys), (1.0,) * len(self._keys)
-        self._reset, self._success = reset, success
+        self.action_low = (-1.0,) * len(self._keys)
+        self.action_high = (1.0,) * len(self._keys)
+        self._reset = reset
+        self._success = success
         self._seen: RobotObservation | None = None
         self._dropped = 0
         self._command: Command | None = None
@@ -165,7 +169,8 @@ class RobotSimulator(Simulator):
             EnvError: it did not answer several times in a row, or never has.
         """
         try:
-            self._seen, self._dropped = self.robot.get_observation(), 0
+            self._seen = self.robot.get_observation()
+            self._dropped = 0
         except TimeoutError as error:
             self._dropped += 1
             borne = 0 if self.real_time is None else self.real_time.max_dropped

@@ -75,7 +75,8 @@ def robot_is_named(context: Context) -> Iterator[Finding]:
 @RULES.rule("env.action_low", "env.action_high", "model.action_dim", "env.real_time.safety")
 def ranges_are_those_of_the_actions(context: Context) -> Iterator[Finding]:
     """Every number of an action has a range."""
-    env, wanted = context.env(RobotConfig), context.config.model.action_dim
+    env = context.env(RobotConfig)
+    wanted = context.config.model.action_dim
     for name in ("action_low", "action_high"):
         if len(getattr(env, name)) != wanted:
             message = f"has {len(getattr(env, name))} numbers, and model.action_dim is {wanted}"
@@ -91,7 +92,8 @@ def ranges_are_those_of_the_actions(context: Context) -> Iterator[Finding]:
 @RULES.rule("env.real_time", "env.success_fn")
 def robot_has_a_clock_of_its_own(context: Context) -> Iterator[Finding]:
     """A robot has a rate of control, and nothing of what a simulated one has; somebody says when a task is solved."""
-    env, real_time = context.env(RobotConfig), context.config.env.real_time
+    env = context.env(RobotConfig)
+    real_time = context.config.env.real_time
     if real_time.control_hz is None:
         yield Finding(
             "env.real_time.control_hz", "is missing: how many commands a second?", "set it, e.g. to 10", "above 0"

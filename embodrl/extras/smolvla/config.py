@@ -194,7 +194,8 @@ def _own(raw: Fields) -> SmolVlaConfig:
     check_multiple(raw.fields("vlm"), "num_heads", "num_kv_heads")
     if config.vlm.head_dim % 2 or config.expert.width % 2 or config.siglip.grid % config.scale_factor:
         raw.refuse("'head_dim' or the width of 'expert' is odd, or 'scale_factor' does not divide the rows of patches")
-    vlm, expert = config.vlm, config.expert
+    vlm = config.vlm
+    expert = config.expert
     same = replace(expert, width=vlm.width, mlp_dim=vlm.mlp_dim, depth=vlm.depth) == vlm
     if not same or expert.depth * config.expert_every != vlm.depth:
         raw.refuse("'vlm' and 'expert' differ in heads, or 'expert_every' is not the ratio of their depths")

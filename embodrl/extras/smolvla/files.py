@@ -25,7 +25,8 @@ from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 
 PREFIX = "model."
 LEROBOT_EPS = 1e-8
-_VISION, _TOWER = "vlm_with_expert.vlm.model.vision_model.", "vlm_with_expert.vlm.model.vision_tower.vision_model."
+_VISION = "vlm_with_expert.vlm.model.vision_model."
+_TOWER = "vlm_with_expert.vlm.model.vision_tower.vision_model."
 _LM_HEAD = "vlm_with_expert.vlm.lm_head.weight"
 _COMPILED = "_orig_mod."
 _BUFFER = re.compile(

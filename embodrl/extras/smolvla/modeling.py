@@ -142,7 +142,8 @@ class Connector(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """``[B,N*scale^2,*]`` of a square grid to ``[B,N,W]`` (pixel shuffle, then a linear layer)."""
         batch, patches, _ = features.shape
-        side, scale = math.isqrt(patches), self.scale
+        side = math.isqrt(patches)
+        scale = self.scale
         blocks = features.view(batch, side // scale, scale, side // scale, scale, -1)
         return self.modality_projection.proj(blocks.transpose(2, 3).flatten(3).flatten(1, 2))
 
@@ -244,7 +245,8 @@ class SmolVlaModel(ExpertNetwork):
             state: ``[B,*]``, normalised and padded.
         """
         longest = int(prompt_mask.sum(dim=1).max())
-        ids, prompt_mask = ids[:, :longest], prompt_mask[:, :longest]
+        ids = ids[:, :longest]
+        prompt_mask = prompt_mask[:, :longest]
         text = self.vlm.text_model
         images = self.embed_images(pixels)
         words = text.embed_tokens(ids) * math.sqrt(self.config.vlm.width)

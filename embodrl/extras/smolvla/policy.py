@@ -86,8 +86,10 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
         return []
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        parts, config = self.parts(), self.model.config
-        patches, merged = num_cameras * config.siglip.num_patches, num_cameras * config.tokens_per_image
+        parts = self.parts()
+        config = self.model.config
+        patches = num_cameras * config.siglip.num_patches
+        merged = num_cameras * config.tokens_per_image
         prefix = merged + config.max_prompt_tokens + 1
         counts = [(parts["vision"], patches), (parts["language"], prefix), (self.model.vlm.connector, merged)]
         steps = self.trained_steps
@@ -113,7 +115,8 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
 
     def write_files(self, directory: Path, own_section: bool = True) -> None:
         """Write what ``save_pretrained`` writes beside the weights; lerobot reads no section of ours in config.json."""
-        config, stats = self.model.config, self.robot_stats
+        config = self.model.config
+        stats = self.robot_stats
         state = fields_of(stats.raw, stats.key).fields("state", {})
         state_dim = len(state.items("mean")) if "mean" in state else config.max_state_dim
         save_heads(directory, self.value_head, self.noise_head)

@@ -77,7 +77,8 @@ class SmolProcessor:
         return (pixels * 2.0 - 1.0).unflatten(0, (batch, cameras))
 
     def _state(self, observation: Observation) -> Tensor:
-        state, room = observation.state, self.config.max_state_dim
+        state = observation.state
+        room = self.config.max_state_dim
         dims = state.shape[1]
         if dims > room:
             raise EmbodrlError(

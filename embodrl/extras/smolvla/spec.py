@@ -56,7 +56,8 @@ RULES = RuleSet()
 @RULES.rule("model.model_type", "model.model_path", "model.smolvla", "model.num_action_chunks", "model.action_dim")
 def smolvla_dimensions_fit(context: Context) -> Iterator[Finding]:
     """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny SmolVLA."""
-    config, base = context.config, "model.smolvla"
+    config = context.config
+    base = "model.smolvla"
     if config.model.model_path is not None:
         return
     shape = context.model(SmolVlaModelConfig).smolvla

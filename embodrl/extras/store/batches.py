@@ -55,14 +55,16 @@ class FollowedBatches:
             self._renew()
 
     def _renew(self) -> None:
-        demos, config = self._reader.demos, self._config
+        demos = self._reader.demos
+        config = self._config
         if demos is None:
             return
         if self._batches is None:
             self._check(demos)
         else:
             self._rng = self._batches.state()[0]
-        seed, include_state = config.runner.seed, config.env.include_state
+        seed = config.runner.seed
+        include_state = config.env.include_state
         only = store_settings(config).corrections_only
         batches = FrameBatches(demos, config.sft, self._horizon, seed, include_state, only)
         self._batches = batches if len(batches.frames) else None  # there may be no corrections yet
@@ -76,7 +78,8 @@ class FollowedBatches:
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
         """Return which shards were read and the state of the order."""
-        rng, order = (self._rng, torch.zeros(0, dtype=torch.int64))
+        rng = self._rng
+        order = torch.zeros(0, dtype=torch.int64)
         if self._batches is not None:
             rng, order = self._batches.state()
         return {"rng": rng, "store": self._reader.state()}, order

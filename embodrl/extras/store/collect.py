@@ -51,7 +51,8 @@ from embodrl.workers.policy import build_policy, check_memory, configure_torch, 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "collect_metrics.jsonl"
-ID_FILE, MAX_ID = "collector.id", 64
+ID_FILE = "collector.id"
+MAX_ID = 64
 Vector = NDArray[np.float32]
 _Frame = tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int, int]
 
@@ -99,12 +100,15 @@ class PolicyCollector:
         self.pool = pool
         self.engine = engine
         self.shards = shards
-        self.name, self._seed = store_settings(config).collector, config.collect.seed
+        self.name = store_settings(config).collector
+        self._seed = config.collect.seed
         self._key = zlib.crc32(self.name.encode())
-        self.intervention, self._log = intervention, log
+        self.intervention = intervention
+        self._log = log
         self._since_s = time.monotonic()
         self.finished = self.solved = self.corrected = 0
-        self._next, self._again = 0, list[int]()
+        self._next = 0
+        self._again = list[int]()
         if shards.progress is not None:
             self._continue(shards.progress)
         engine.generators = engine.make_generators([config.runner.seed, self._key, self._next])
@@ -112,7 +116,8 @@ class PolicyCollector:
         self.attempts = [Attempt(self._draw()) for _ in range(pool.spec.num_envs)]
 
     def _continue(self, progress: Fields) -> None:
-        self.finished, self.solved = progress.integer("finished"), progress.integer("solved")
+        self.finished = progress.integer("finished")
+        self.solved = progress.integer("solved")
         self.corrected = progress.integer("corrected")
         self._next = progress.integer("next")
         self._again = [int(number) for number in progress.numbers("open", low=0)]
@@ -194,7 +199,8 @@ class PolicyCollector:
         whole = [int(row) for row in ended if step.valid[row].any()]  # the others were lost to a fault: run again
         whole = sorted(whole, key=lambda row: self.attempts[row].number)[:wanted]
         episodes = [self._episode(row, bool(step.success[row]), instructions[row]) for row in whole]
-        self.finished, self.solved = self.finished + len(whole), self.solved + sum(e.success for e in episodes)
+        self.finished = self.finished + len(whole)
+        self.solved = self.solved + sum(e.success for e in episodes)
         self.corrected += sum(bool((np.asarray(one.acted[ACTED_BY]) != POLICY).any()) for one in episodes)
         for row in whole:
             self.attempts[row] = Attempt(self._draw())
@@ -316,7 +322,8 @@ def spool_id(spool: Path) -> str:
     Raises:
         OutputError: the directory can't be written.
     """
-    path, elsewhere = spool / ID_FILE, "choose another store.spool_dir"
+    path = spool / ID_FILE
+    elsewhere = "choose another store.spool_dir"
     with output_errors(f"{path} can't be read or written", path, elsewhere):
         spool.mkdir(parents=True, exist_ok=True)
         if not path.exists():
@@ -333,7 +340,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         EmbodrlError: something is missing, or the disk is full.
     """
     config = loaded.config
-    settings, collecting = store_settings(config), config.collect
+    settings = store_settings(config)
+    collecting = config.collect
     store = open_store(config)
     device = configure_torch(config, loaded.deployment.of("rollout")[0])
     check_memory(config, loaded.deployment, training=False, device=device)
@@ -345,7 +353,8 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start()
-        names, fps = [camera.name for camera in config.env.cameras], frame_rate(config, pool.spec)
+        names = [camera.name for camera in config.env.cameras]
+        fps = frame_rate(config, pool.spec)
 
         def make_writer(directory: Path) -> LeRobotWriter:
             return LeRobotWriter(directory, names, fps, collecting.video_crf, config.env.env_type, resume=True)

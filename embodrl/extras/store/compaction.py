@@ -110,7 +110,8 @@ def _write(store: Store, names: list[str], target: Path, copies: Path) -> list[s
     """Write the episodes of shards as one dataset, each id once; return the ids."""
     marks = [store.get(name, copies / str(number)) for number, name in enumerate(names)]
     ids = list(dict.fromkeys(one for mark in marks for one in mark.texts("ids")))
-    first, written = read_info(copies / "0"), set[str]()
+    first = read_info(copies / "0")
+    written = set[str]()
     # Losslessly, whatever was lost in the videos before.
     with LeRobotWriter(target, first.cameras, round(first.fps), 0, first.robot_type) as writer:
         for number, mark in enumerate(marks):
@@ -140,7 +141,8 @@ def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str
         raise StoreError(f"{directory.name} has {len(demos.success)} episodes and {len(ids)} ids", code="store-damaged")
     for number, one in enumerate(ids):
         frames = np.flatnonzero(demos.episode == number)
-        seed, success = demos.seeds[number], demos.success[number]
+        seed = demos.seeds[number]
+        success = demos.success[number]
         if seed is None or success is None:
             raise StoreError(f"episode {one} tells neither its seed nor its success", code="store-damaged")
         columns_of = {name: values[frames] for name, values in columns.items()}

@@ -48,7 +48,8 @@ class VersionEvaluator:
         self._store = store
         self._source = source
         self._directory = directory
-        self._measure, self._pause = measure, pause
+        self._measure = measure
+        self._pause = pause
         self._retry = Retry(logger.warning)
         self._newest = -1
 

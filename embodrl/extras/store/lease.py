@@ -17,8 +17,10 @@ from embodrl.extras.store.store import Retry, Store
 logger = logging.getLogger(__name__)
 
 LEASES = "leases"
-BEAT_S, STALE_S = 10.0, 40.0
-_LOOK_S, _LOOKS = 1.0, 3
+BEAT_S = 10.0
+STALE_S = 40.0
+_LOOK_S = 1.0
+_LOOKS = 3
 _UNREADABLE = ("", 0)
 """Somebody is just writing it, or was killed then."""
 
@@ -64,7 +66,8 @@ class Lease:
         Raises:
             StoreError: another process has it, or the store can't be reached.
         """
-        found, end_s = self._read(), self._clock() + STALE_S
+        found = self._read()
+        end_s = self._clock() + STALE_S
         if found is not None and found[0] != self._owner:
             say(f"{self._name} belonged to another process: looking for {STALE_S:g} s whether that one lives")
             while self._clock() < end_s:

@@ -14,10 +14,12 @@ RULES = RuleSet()
 @RULES.rule("store.intervention", "env.real_time", "env.env_type", "env.tasks", "algorithm.dagger")
 def intervention_is_possible(context: Context) -> Iterator[Finding]:
     """Who corrects a policy exists, and there is a rule by which a stand-in intervenes."""
-    config, name = context.config, store_settings(context.config).intervention
+    config = context.config
+    name = store_settings(context.config).intervention
     if name is None:
         return
-    key, spec = "store.intervention", context.simulator
+    key = "store.intervention"
+    spec = context.simulator
     if name in DEVICES:
         if config.env.real_time.control_hz is None:
             message = f"a person at the {name} can't correct what has no clock"

@@ -74,7 +74,8 @@ class ShardWriter:
         self._spool = spool
         self._collector = collector
         self._make_writer = make_writer
-        self._capacity, self._longest_s = capacity, longest_s
+        self._capacity = capacity
+        self._longest_s = longest_s
         self._ids: list[str] = []
         self._uploaded: set[Path] = set()
         self._since = time.monotonic()
@@ -121,7 +122,8 @@ class ShardWriter:
         """Complete the present shard, and begin the next one."""
         if self._ids:
             self._writer.close({**self._meta, "collector": dict(progress), "ids": self._ids})
-            self._number, self._ids = self._number + 1, []
+            self._number = self._number + 1
+            self._ids = []
             self._writer = self._make_writer(self._path(self._number))
         self._since = time.monotonic()
 
@@ -190,7 +192,8 @@ class ShardReader:
         self._cache = cache
         self._cameras = cameras
         self._size = size
-        self._window, self._successes_only = window, successes_only
+        self._window = window
+        self._successes_only = successes_only
         self._corrections_only = corrections_only
         self.shards: list[str] = []
         self.ids: set[str] = set()
@@ -217,7 +220,8 @@ class ShardReader:
             StoreError: a shard of the window can't be read any more.
         """
         used = [(part.text("shard"), part.texts("ids")) for part in state.objects("used")]
-        self.shards, self.ids = state.texts("shards"), set(state.texts("ids"))
+        self.shards = state.texts("shards")
+        self.ids = set(state.texts("ids"))
         for name, ids in used:
             self._read(self._source(name, set(ids)), set(ids))
         self._trim()

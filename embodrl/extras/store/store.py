@@ -21,7 +21,8 @@ from embodrl.fields import MAX_JSON_BYTES, Fields, parse_fields
 from embodrl.storage.atomic import atomic_directory, sync_directory, sync_tree
 from embodrl.storage.integrity import sha256_of
 
-STABLE, SIGN = "STABLE", "embodrl-store"
+STABLE = "STABLE"
+SIGN = "embodrl-store"
 OUTAGES = ("store-unreachable", "store-full")
 """Codes of errors that may pass by themselves."""
 _HINT = "see docs/store.md; what was written before is intact"
@@ -255,7 +256,8 @@ class Retry:
     """
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell, self._problem = tell, ""
+        self._tell = tell
+        self._problem = ""
 
     def __call__(self, action: Callable[..., Any], *arguments: object, default: Any = None) -> Any:
         """Return what the action returns; ``default`` if the store can't be reached now, or is full."""

@@ -125,7 +125,8 @@ def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
             export_policy(learner.policy, directory / POLICY_DIR, config)
         if trainer.is_finished:
             learner.weights.finish(trainer.iteration, lambda: bool(session.stop), store_settings(config).poll_s)
-        done, episodes = trainer.iteration, learner.followed.num_episodes
+        done = trainer.iteration
+        episodes = learner.followed.num_episodes
         progress.message(f"{done} steps with {episodes} episodes; saved {directory / POLICY_DIR}")
     return code
 
@@ -151,7 +152,8 @@ def _bring_up(
     reader = _reader(config, store, directory)
     batches = FollowedBatches(reader, config, policy.action_horizon, lambda demos: _check(demos, policy, config))
     late = None if checkpoint is None else finished_since(directory, checkpoint, METRICS_FILE)
-    metrics, is_warm = open_metrics(session, closing, METRICS_FILE), config.model.warm_start is not None
+    metrics = open_metrics(session, closing, METRICS_FILE)
+    is_warm = config.model.warm_start is not None
     journal = Journal(metrics, ImitationView(progress), is_warm)
 
     def on_step(step: int, row: Mapping[str, float]) -> bool:
@@ -181,7 +183,8 @@ def _bring_up(
 
 
 def _reader(config: Config, store: Store, directory: Path) -> ShardReader:
-    cameras, settings = config.env.cameras, store_settings(config)
+    cameras = config.env.cameras
+    settings = store_settings(config)
     return ShardReader(
         store,
         directory / "shards",

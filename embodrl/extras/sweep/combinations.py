@@ -77,7 +77,8 @@ def _values(text: str) -> list[str]:
 
 def _without_values(text: str) -> ConfigError:
     hint = "list the values: key=1,2,3, key=range(0,3) or key=choice(a,b)"
-    key, origin = text.partition("=")[0], f"command line: {text}"
+    key = text.partition("=")[0]
+    origin = f"command line: {text}"
     return ConfigError([ConfigProblem(key, "has no list of values", origin, hint=hint, code="sweep-kind")])
 
 

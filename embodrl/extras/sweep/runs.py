@@ -65,7 +65,8 @@ class Sweep:
 
     def command(self, index: int) -> list[str]:
         """Return the command that starts a run, or continues it if it has a checkpoint or metrics."""
-        run, path = self.runs[index], self.path(index)
+        run = self.runs[index]
+        path = self.path(index)
         if (path / METRICS_FILE).is_file() or any(path.glob("checkpoints/step_*")):
             return [sys.executable, "-m", "embodrl", "resume", str(path)]
         return [*self._train(run), assignment("runner.output_dir", path)]
@@ -194,7 +195,8 @@ def read_sweep(directory: Path) -> Sweep:
         if Path(run.name).name != run.name:
             found.refuse(f"{run.name!r} is not the name of a directory")
     iterations = tuple(entry.integer("max_iterations") for entry in entries)
-    jobs, backend = found.integer("jobs", low=1), found.text("backend")
+    jobs = found.integer("jobs", low=1)
+    backend = found.text("backend")
     if backend not in BACKENDS:
         found.refuse(f"'backend' is {backend!r}, not {' or '.join(BACKENDS)}")
     config_file = None if file is None else Path(file)
@@ -220,7 +222,8 @@ def make_slots(jobs: int) -> list[Slot]:
     Raises:
         EmbodrlError: there are fewer cores, or GPUs where there are any, than runs at a time.
     """
-    cores, gpus = sorted(os.sched_getaffinity(0)), read_machine().gpus
+    cores = sorted(os.sched_getaffinity(0))
+    gpus = read_machine().gpus
     for what, count in (("cores", len(cores)), ("GPUs", len(gpus))):
         if count < jobs and (what == "cores" or count):
             message = f"--jobs {jobs} needs as many {what}, and there are {count}"
@@ -333,7 +336,8 @@ class _Queue:
 
     def _progress_of_runs(self) -> tuple[int, str]:
         """Return how many iterations of all runs are done, and a line about those that are running."""
-        sweep, total = self._sweep, len(self._sweep.runs)
+        sweep = self._sweep
+        total = len(self._sweep.runs)
         done = [_iterations_done(sweep, index) for index in range(total)]
         indices = [index for index, _ in self._running.values()]
         running = [f"{sweep.runs[index].name} {done[index]}/{sweep.max_iterations[index]}" for index in indices]

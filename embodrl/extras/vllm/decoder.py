@@ -109,13 +109,15 @@ class VllmDecoder:
         can_sleep: bool = False,
     ) -> None:
         self.device = model.language_model.lm_head.weight.device
-        self.dtype, self.num_threads = dtype, num_threads
+        self.dtype = dtype
+        self.num_threads = num_threads
         vllm = import_vllm(self.device)
         if can_sleep and self.device.type != "cuda":
             raise EmbodrlError(
                 "vLLM has a sleep mode on CUDA GPUs only", "set rollout.enable_offload=false", code="vllm-start"
             )
-        self._num_bins, self._hidden_size = model.config.n_action_bins, model.config.llama.hidden_size
+        self._num_bins = model.config.n_action_bins
+        self._hidden_size = model.config.llama.hidden_size
         self._step = _Step(model.config.first_action_id)
         self._fault: BaseException | None = None
         try:
@@ -203,8 +205,10 @@ class VllmDecoder:
         """
         from vllm import SamplingParams as RequestParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
-        rows, step = len(prompts), self._step
-        step.sampling, step.noise = sampling, noise
+        rows = len(prompts)
+        step = self._step
+        step.sampling = sampling
+        step.noise = noise
         step.logits = torch.zeros((rows, num_tokens, self._num_bins), device=self.device)
         step.tokens = torch.zeros((rows, num_tokens), dtype=torch.int64, device=self.device)
         step.hidden = torch.zeros((rows, self._hidden_size), dtype=self.dtype, device=self.device)

@@ -71,7 +71,8 @@ class RunPages:
     door: Door | None = None
 
     def __init__(self, directories: Sequence[Path], token: str | None) -> None:
-        self._directories, self._token = directories, token
+        self._directories = directories
+        self._token = token
 
     def app(self) -> web.Application:
         """Return the web application."""
@@ -217,7 +218,8 @@ async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str],
     """
     runner = web.AppRunner(watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    loop, stopped = asyncio.get_running_loop(), asyncio.Future[int]()
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Future[int]()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda n=number: stopped.done() or stopped.set_result(n))
     assert runner.server is not None

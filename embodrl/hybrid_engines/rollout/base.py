@@ -63,7 +63,8 @@ class RolloutParts:
     def common(self) -> tuple[VLAPolicy, RolloutConfig, SamplingConfig, int, int, tuple[int, int]]:
         """The first arguments of every rollout engine."""
         config = self.config
-        sampling, seed = config.algorithm.sampling, config.runner.seed
+        sampling = config.algorithm.sampling
+        seed = config.runner.seed
         return self.policy, config.rollout, sampling, seed, self.num_threads, self.part
 
 

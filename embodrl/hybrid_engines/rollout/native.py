@@ -60,7 +60,8 @@ class NativeRolloutEngine(RolloutEngine):
         tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
         with self._lock:
             self.onload()
-            outputs, version = on_threads(tasks, self.num_threads), self.version
+            outputs = on_threads(tasks, self.num_threads)
+            version = self.version
         return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
 
 

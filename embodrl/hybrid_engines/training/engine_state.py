@@ -127,11 +127,13 @@ def _check_reference(saved: Mapping[str, Tensor] | None, shapes: Shapes) -> None
 
 def buckets(sizes: Mapping[str, int], bucket_bytes: int) -> Iterator[list[str]]:
     """Yield names in order, about ``bucket_bytes`` at a time."""
-    bucket, filled = list[str](), 0
+    bucket = list[str]()
+    filled = 0
     for name, size in sizes.items():
         if bucket and filled + size > bucket_bytes:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
         bucket.append(name)
         filled += size
     if bucket:

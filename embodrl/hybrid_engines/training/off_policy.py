@@ -129,7 +129,8 @@ class OffPolicyEngine(NativeTrainEngine):
     ) -> None:
         super().__init__(policy, options, device, num_threads)
         assert isinstance(policy, OffPolicyActor), "the configuration was checked"
-        self.actor, self.settings = policy, settings
+        self.actor = policy
+        self.settings = settings
         chunk = math.prod(policy.chunk_shape)
         shape = (policy.feature_dim + chunk, settings.critic_hidden_sizes, settings.layer_norm)
         self.critic = QEnsemble(settings.num_q, *shape)
@@ -170,7 +171,8 @@ class OffPolicyEngine(NativeTrainEngine):
             NonFiniteError: several steps in a row were not finite.
         """
         self.onload()
-        settings, optim = algorithm.off_policy, self.config.optim
+        settings = algorithm.off_policy
+        optim = self.config.optim
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
         self._set_rates(rates)
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
@@ -201,10 +203,12 @@ class OffPolicyEngine(NativeTrainEngine):
             group["lr"] = rate
 
     def _update_critic(self, batch: Transitions, generator: torch.Generator) -> dict[str, float]:
-        settings, minimum = self.settings, self.settings.target_q == "min"
+        settings = self.settings
+        minimum = self.settings.target_q == "min"
         chosen = torch.randperm(settings.num_q, generator=generator)[: settings.subset].to(self.device)
         noise = self._noise(len(batch), generator)
-        alpha, total = float(self.log_alpha.detach().exp()), len(batch)
+        alpha = float(self.log_alpha.detach().exp())
+        total = len(batch)
 
         def loss_of(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             part = batch.part(rows, self.device)
@@ -229,7 +233,8 @@ class OffPolicyEngine(NativeTrainEngine):
     ) -> dict[str, float]:
         bc_coef = algorithm.bc_coef
         noise = self._noise(len(batch), generator)
-        alpha, total = float(self.log_alpha.detach().exp()), len(batch)
+        alpha = float(self.log_alpha.detach().exp())
+        total = len(batch)
         labelled = batch.label_mask.sum().clamp_min(1)
 
         def loss_of(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -243,7 +248,8 @@ class OffPolicyEngine(NativeTrainEngine):
                 demos = {**part.inputs, "target": part.labels, "action_mask": part.label_mask}
                 share = part.label_mask.sum() / labelled
                 bc_loss = self.policy.sft_loss(demos)[0] * share
-                loss, metrics["bc_loss"] = loss + bc_coef * bc_loss, bc_loss.detach()
+                loss = loss + bc_coef * bc_loss
+                metrics["bc_loss"] = bc_loss.detach()
             return loss, metrics
 
         loss, metrics = self._backward(loss_of, total, self.actor_parameters)

@@ -78,7 +78,8 @@ class OnPolicyUpdate:
         stopped = False
         first_kl: Tensor | float | None = None
         mismatch: dict[str, float] | None = None
-        epochs, size = algorithm.update_epoch, self.engine.config.global_batch_size
+        epochs = algorithm.update_epoch
+        size = self.engine.config.global_batch_size
         minibatches = chunks.minibatches(size, epochs, generator)
         for _, minibatch in zip(self.engine.steps(epochs * -(-len(chunks) // size)), minibatches, strict=True):
             counts = counts_of(minibatch, algorithm, self.engine.device)
@@ -88,7 +89,8 @@ class OnPolicyUpdate:
                 )
             if draw_demos is not None:
                 bc_loss, scalars = self.engine.imitation_gradients(draw_demos(), weight=algorithm.bc_coef)
-                loss, metrics = loss + bc_loss, metrics | {f"bc_{name}": value for name, value in scalars.items()}
+                loss = loss + bc_loss
+                metrics = metrics | {f"bc_{name}": value for name, value in scalars.items()}
             apart = {name: metrics.pop(name) for name in MISMATCH_TERMS}
             mismatch = mismatch_metrics(apart) if mismatch is None else mismatch  # before the first step
             if first_kl is None and not bool(staleness.any()):

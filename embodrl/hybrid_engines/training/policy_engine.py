@@ -61,7 +61,8 @@ class EngineOptions:
     @classmethod
     def of(cls, config: Config) -> EngineOptions:
         """Return the options of a run."""
-        kept, stale = config.algorithm.kl.coef > 0, config.runner.max_staleness > 0
+        kept = config.algorithm.kl.coef > 0
+        stale = config.runner.max_staleness > 0
         return cls(config.actor, config.runner.max_iterations, kept, stale)
 
 
@@ -236,7 +237,8 @@ class PolicyTrainEngine(TrainEngine):
         Raises:
             NonFiniteError: the last steps were all not finite.
         """
-        grad_norm, where = self._clip_gradients(), ""
+        grad_norm = self._clip_gradients()
+        where = ""
         applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
         if applied:
             self.optimizer.step()

@@ -80,8 +80,10 @@ class RemoteTrainEngine(TrainEngine):
         sends_weights: bool = False,
         memory: Offload | None = None,
     ) -> None:
-        self.policy, self.group = policy, group
-        self._sends_weights, self.memory = sends_weights, memory
+        self.policy = policy
+        self.group = group
+        self._sends_weights = sends_weights
+        self.memory = memory
         self._behind = False  # the driver's policy is older than the trained one
         self.version = 0
         self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
@@ -105,13 +107,15 @@ class RemoteTrainEngine(TrainEngine):
         self._behind = True
         if not self._sends_weights:
             self.fetch()
-        self._counters, self.version = counters, counters["version"]
+        self._counters = counters
+        self.version = counters["version"]
         return metrics
 
     def imitate(self, batch: Batch, learning_rate: float, label_smoothing_bins: float) -> dict[str, float]:
         metrics, counters = self._call("imitate", batch, learning_rate, label_smoothing_bins)[0]
         self._behind = True
-        self._counters, self.version = counters, counters["version"]
+        self._counters = counters
+        self.version = counters["version"]
         return metrics
 
     def imitation_step(
@@ -191,7 +195,8 @@ class RemoteTrainEngine(TrainEngine):
         self._call("load_shards", str(directory.absolute()), dict(counters))
         read_whole(directory, "policy", self.policy.state_dict())
         self._behind = False
-        self._counters, self.version = dict(counters), int(counters["version"])
+        self._counters = dict(counters)
+        self.version = int(counters["version"])
 
     def state_num_bytes(self) -> int:
         return self._shapes.num_bytes

@@ -82,7 +82,8 @@ def save_state(state: ShardedState, directory: Path) -> FileFacts:
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of which no two share memory, which the safetensors library refuses; copies only where needed."""
-    seen, found = set[int](), dict[str, Tensor]()
+    seen = set[int]()
+    found = dict[str, Tensor]()
     for name, tensor in tensors.items():
         pointer = held(tensor).untyped_storage().data_ptr()
         found[name] = tensor.detach().clone() if pointer in seen else tensor
@@ -204,7 +205,8 @@ class _HashedStream:
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self.digest, self.num_bytes = hashlib.sha256(), 0
+        self.digest = hashlib.sha256()
+        self.num_bytes = 0
 
     def write(self, data: bytes) -> int:
         self.digest.update(data)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # they import torch's compiler: 1.5 s in every process
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-DP, TP = "dp", "tp"
+DP = "dp"
+TP = "tp"
 """Mesh dimensions: data parallel, which FSDP cuts over, and tensor parallel."""
 OTHER_FORWARDS = ("keys_values",)
 """Methods by which a block is run besides ``forward``."""

@@ -43,7 +43,8 @@ class SharedTrainEngine(PolicyTrainEngine):
     def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.group = mesh.get_group(DP)
-        self.num_shares, self.share = mesh[DP].size(), mesh.get_local_rank(DP)
+        self.num_shares = mesh[DP].size()
+        self.share = mesh.get_local_rank(DP)
         super().__init__(policy, options, policy.device)
         kept = self.policy_parameters if options.keep_reference else None
         self.reference = None if kept is None else [held(p).detach().clone() for p in kept]

@@ -89,7 +89,8 @@ class Message(Header):
     @classmethod
     def read(cls, fields: Fields) -> Self:
         """Return a message from what a transport delivered; an error of ``fields`` if it is none."""
-        checksums, tensors = fields.fields("checksums", {}), fields.fields("tensors", {}).content
+        checksums = fields.fields("checksums", {})
+        tensors = fields.fields("tensors", {}).content
         return cls(
             fields.integer("version"),
             fields.integer("base"),
@@ -154,7 +155,8 @@ class WeightSender(ABC):
             )
         # Decided before anything can fail: all ranks that gather must agree on what the next sync contains.
         full = full or self.trained is None or self.base is None
-        self.version, self.base = version, version if full or self.base is None else self.base
+        self.version = version
+        self.base = version if full or self.base is None else self.base
         moved = [0, 0]
         stream = self._stream(weights, full, moved)
         try:
@@ -246,7 +248,8 @@ class WeightReceiver(ABC):
     """
 
     def __init__(self, target: WeightTarget, layout: Layout | None = None) -> None:
-        self.target, self.layout = target, layout
+        self.target = target
+        self.layout = layout
         self.version: int | None = None
         self.base: int | None = None
 
@@ -293,7 +296,8 @@ class WeightReceiver(ABC):
 
     def _accept(self, header: Header, tensors: Mapping[str, Tensor]) -> SyncReport:
         self.target.update_weights(tensors.items(), header.version)
-        self.version, self.base = header.version, header.base
+        self.version = header.version
+        self.base = header.base
         return SyncReport(header.version, header.full, len(tensors), sum(map(num_bytes, tensors.values())))
 
 

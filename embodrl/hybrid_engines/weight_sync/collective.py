@@ -37,7 +37,8 @@ SENDER = 0
 _POLL_S = 0.005
 _CONNECT_POLL_S = 0.02
 _BACKLOG = 128
-_HERE, _CANCELLED = "here", "cancelled"
+_HERE = "here"
+_CANCELLED = "cancelled"
 
 
 def open_rendezvous(init_method: str, world_size: int, is_sender: bool = True, timeout_s: float = 60.0) -> Store:
@@ -162,7 +163,8 @@ class SyncGroup:
     def close(self) -> None:
         """Leave the group, which becomes unusable; processes that wait for this one get an error at once."""
         # Gloo closes its connections when nothing refers to the group; its abort() does not wake waiting processes.
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         if connection is not None and connection.data is not connection.control:
             connection.data.abort()
 
@@ -243,7 +245,8 @@ class CollectiveSender(StreamSender):
         verify: bool = False,
     ) -> None:
         super().__init__(trained, bucket_bytes, verify)
-        self.group, self._number = group, 0
+        self.group = group
+        self._number = 0
         self._buffer = torch.empty(0, dtype=torch.uint8, device=group.device)
 
     def _put(self, message: Message, check: Check) -> None:
@@ -297,7 +300,8 @@ class CollectiveReceiver(StreamReceiver):
 
     def __init__(self, target: WeightTarget, group: SyncGroup, layout: Layout | None = None) -> None:
         super().__init__(target, layout)
-        self.group, self._number = group, 0
+        self.group = group
+        self._number = 0
 
     @property
     def is_broken(self) -> bool:

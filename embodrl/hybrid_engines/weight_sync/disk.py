@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 VERSIONS_KEPT = 2
 FORMAT = 2
-MANIFEST, STABLE = "manifest.json", "STABLE"
+MANIFEST = "manifest.json"
+STABLE = "STABLE"
 _NAME = re.compile(r"v([0-9]{6,18})")
 _POLL_S = 0.05
 
@@ -94,7 +95,8 @@ class DiskSender(WeightSender):
             raise WeightSyncError(
                 f"weight sync by disk keeps {keep} versions", "keep at least 1", code="weight-sync-settings"
             )
-        self.directory, self.keep = Path(directory), keep
+        self.directory = Path(directory)
+        self.keep = keep
         self.version = next(iter(versions_in(self.directory)), None)
 
     def drop_newer(self, version: int) -> None:
@@ -102,7 +104,8 @@ class DiskSender(WeightSender):
         for other in versions_in(self.directory, stable=False):
             if other > version:
                 self._remove(other)
-        self.version, self.base = next(iter(versions_in(self.directory)), None), None
+        self.version = next(iter(versions_in(self.directory)), None)
+        self.base = None
 
     def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         final = version_path(self.directory, header.version)
@@ -125,7 +128,8 @@ class DiskSender(WeightSender):
         """Write a version without its mark; return the SHA-256 of its manifest."""
         files: dict[str, dict[str, int]] = {}
         for bucket in buckets(stream, self.bucket_bytes):
-            name, sums = f"bucket_{len(files):05d}.safetensors", [0]
+            name = f"bucket_{len(files):05d}.safetensors"
+            sums = [0]
             size = write_file(directory / name, _summed(safetensors_bytes(dict(bucket)), sums))
             files[name] = {"num_bytes": size, "crc32": sums[-1]}
         content = {"format": FORMAT, "version": header.version, "base": header.base, "files": files}

@@ -46,7 +46,8 @@ class MemorySender(StreamSender):
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         super().__init__(trained, bucket_bytes, verify)
-        self.pipes, self.stall_timeout_s = pipes, stall_timeout_s
+        self.pipes = pipes
+        self.stall_timeout_s = stall_timeout_s
 
     def _put(self, message: Message, check: Check) -> None:
         for number, pipe in enumerate(self.pipes):
@@ -94,7 +95,8 @@ class MemoryReceiver(StreamReceiver):
         self, target: WeightTarget, pipe: Pipe, layout: Layout | None = None, stall_timeout_s: float = STALL_TIMEOUT_S
     ) -> None:
         super().__init__(target, layout)
-        self.pipe, self.stall_timeout_s = pipe, stall_timeout_s
+        self.pipe = pipe
+        self.stall_timeout_s = stall_timeout_s
         self._begun: Message | None = None  # the begin that cut the previous sync short
         self._skipped: int | None = None  # version whose remaining messages are ignored
 
@@ -104,7 +106,8 @@ class MemoryReceiver(StreamReceiver):
 
     def _begin(self, timeout_s: float) -> Message | None:
         deadline = time.monotonic() + timeout_s
-        begun, self._begun = self._begun, None
+        begun = self._begun
+        self._begun = None
         while begun is None:
             try:
                 message = self._get(max(0.0, deadline - time.monotonic()))

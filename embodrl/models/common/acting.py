@@ -32,7 +32,8 @@ class ActingPolicy(VLAPolicy):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        self.num_action_chunks = config.num_action_chunks
+        self.action_dim = config.action_dim
 
     @property
     def device(self) -> torch.device:

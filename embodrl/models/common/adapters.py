@@ -27,7 +27,8 @@ from embodrl.models.common.config_file import read_file
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+DOWN = ".lora_A.weight"
+UP = ".lora_B.weight"
 MAX_RANK = 4096
 MAX_ALPHA = 2**20
 _NAMES_IN_MESSAGE = 10

@@ -74,12 +74,14 @@ class _BlockwiseAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """``q [B,H,Q,E]`` is scaled already; ``bias``, broadcastable to ``[B,H,Q,S]``, is added to the scores."""
         batch, heads, length, width = q.shape
-        groups, keep = k.shape[1], any(ctx.needs_input_grad)
+        groups = k.shape[1]
+        keep = any(ctx.needs_input_grad)
         # Heads that share keys are rows of one product, so that the keys need not be repeated.
         q = q.reshape(batch * groups, -1, width)
         k = k.flatten(0, 1)
         v = v.flatten(0, 1)
-        out, kept = v.new_empty(len(q), q.shape[1], v.shape[-1]), []
+        out = v.new_empty(len(q), q.shape[1], v.shape[-1])
+        kept = []
         for samples, rows in _blocks(batch, groups, q.shape[1] * k.shape[1]):
             scores = torch.bmm(q[rows], k[rows].transpose(-1, -2))
             if bias is not None:
@@ -89,7 +91,8 @@ class _BlockwiseAttention(torch.autograd.Function):
             if keep:
                 kept.append(weights)
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.batch, ctx.heads = batch, heads
+        ctx.batch = batch
+        ctx.heads = heads
         return out.view(batch, heads, length, -1)
 
     @staticmethod
@@ -108,7 +111,8 @@ class _BlockwiseAttention(torch.autograd.Function):
             d_scores = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, weights.dtype)
             torch.bmm(d_scores, k[rows], out=d_q[rows])
             torch.bmm(d_scores.transpose(-1, -2), q[rows], out=d_k[rows])
-        batch, heads = ctx.batch, ctx.heads
+        batch = ctx.batch
+        heads = ctx.heads
         d_q = d_q.view(batch, heads, -1, q.shape[-1])
         return d_q, d_k.view(batch, -1, *k.shape[1:]), d_v.view(batch, -1, *v.shape[1:]), None
 

@@ -34,9 +34,12 @@ class CfmSampler:
     def __init__(
         self, num_steps: int, num_samples: int, num_actions: int, action_dim: int, times: Times, keep_errors: bool
     ) -> None:
-        self.num_steps, self.num_samples = num_steps, num_samples
-        self.num_actions, self.action_dim = num_actions, action_dim
-        self.times, self.keep_errors = times, keep_errors
+        self.num_steps = num_steps
+        self.num_samples = num_samples
+        self.num_actions = num_actions
+        self.action_dim = action_dim
+        self.times = times
+        self.keep_errors = keep_errors
 
     @property
     def trained_steps(self) -> int:

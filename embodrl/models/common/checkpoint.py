@@ -333,7 +333,8 @@ def load_strict(
             finite or quantised. The module must not be used after that.
         FileDamagedError: a file differs from what embodrl wrote.
     """
-    aliases, ignore = aliases or {}, ignore or {}
+    aliases = aliases or {}
+    ignore = ignore or {}
     on_meta = torch.device(device).type == "meta"
     expected = module.state_dict()
     state: dict[str, Tensor] = {}
@@ -355,7 +356,8 @@ def load_strict(
                     if on_meta:
                         state[name] = torch.empty(shape, dtype=final, device="meta")
                         continue
-                    floating, exact = expected[name].is_floating_point(), torch.float32 if changed else final
+                    floating = expected[name].is_floating_point()
+                    exact = torch.float32 if changed else final
                     state[name] = _checked(reader.get_tensor(stored), stored, floating, exact, path)
                     if changed and adapters is not None:
                         state[name] = adapters.merged(name, state[name]).to(final)
@@ -523,7 +525,8 @@ def check_size(
     Raises:
         CheckpointError: with every difference.
     """
-    have, want = _flat(found, parts), _flat(wanted, parts)
+    have = _flat(found, parts)
+    want = _flat(wanted, parts)
     differences = [f"{name} {have[name]} instead of {want[name]}" for name in want if have[name] != want[name]]
     if differences:
         raise CheckpointError(

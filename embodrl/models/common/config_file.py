@@ -72,7 +72,8 @@ def read_sizes(known: Spec, fields: Fields, complete: bool = False) -> Spec:
     """
     changes: dict[str, object] = {}
     for field in dataclasses.fields(known):
-        name, value = field.name, getattr(known, field.name)
+        name = field.name
+        value = getattr(known, field.name)
         required = complete and field.default is dataclasses.MISSING
         if fields.content.get(name) is None and not required:
             continue
@@ -97,7 +98,8 @@ def read_vit(known: Spec, fields: Fields) -> Spec:
 
 def check_multiple(fields: Fields, whole: str, part: str) -> None:
     """Refuse dimensions of which one must divide the other, e.g. heads and width."""
-    larger, smaller = size(fields, whole), size(fields, part)
+    larger = size(fields, whole)
+    smaller = size(fields, part)
     if larger % smaller:
         fields.refuse(f"'{whole}' is {larger}, not a multiple of '{part}' = {smaller}")
 

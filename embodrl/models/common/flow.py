@@ -50,7 +50,8 @@ def denoising_times(num_steps: int) -> list[float]:
 
 def accumulated_times(num_steps: int) -> list[float]:
     """Return ``denoising_times`` as openpi's PI0Pytorch.sample_actions has them: 1 - 1/K - 1/K ... in float32."""
-    times, step = [torch.tensor(1.0)], torch.tensor(1.0 / num_steps)
+    times = [torch.tensor(1.0)]
+    step = torch.tensor(1.0 / num_steps)
     for _ in range(num_steps):
         times.append(times[-1] - step)
     return [float(tau) for tau in times]
@@ -83,7 +84,8 @@ def step_mean(x: Tensor, v: Tensor, tau: Tensor, delta: float, sigma: Tensor) ->
         sigma: ``float32[B,1,1]``.
     """
     later = tau - delta
-    data, noise = x - v * tau, x + v * (1.0 - tau)
+    data = x - v * tau
+    noise = x + v * (1.0 - tau)
     return data * (1.0 - later) + noise * (later - sigma.square() * delta / (2.0 * tau))
 
 
@@ -113,7 +115,8 @@ def integrate_with_features(
     velocity: Velocity, noise: Tensor, num_steps: int, times: Times = denoising_times
 ) -> tuple[Tensor, list[Tensor]]:
     """As ``integrate``; return the features ``[B,H,F]`` of the K steps, too."""
-    x, seen = noise, list[Tensor]()
+    x = noise
+    seen = list[Tensor]()
     for tau in times(num_steps)[:-1]:
         v, features = velocity(x, torch.full((len(x),), tau, device=x.device))
         seen.append(features)
@@ -193,7 +196,8 @@ class NoiseHead(nn.Module):
         super().__init__()
         sizes = [feature_dim, *hidden_sizes, action_dim]
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
-        self.low, self.high = 2.0 * math.log(std_min), 2.0 * math.log(std_max)
+        self.low = 2.0 * math.log(std_min)
+        self.high = 2.0 * math.log(std_max)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw weights of variance 1/fan_in, a hundredth of it in the last layer: std starts in the middle."""
@@ -295,7 +299,8 @@ class Sampler:
         generator: RandomSource | None,
         device: torch.device,
     ) -> Chain:
-        x, eps = standard_normal(shape, generator, device), standard_normal(shape, generator, device)
+        x = standard_normal(shape, generator, device)
+        eps = standard_normal(shape, generator, device)
         source = device if generator is None else generator.device
 
         def choose(size: list[int], one: torch.Generator | None) -> Tensor:
@@ -323,7 +328,8 @@ class Sampler:
         return Chain(x, logprobs, stored, kept["features"])
 
     def _evaluate_sde(self, velocity: Velocity, stored: dict[str, Tensor]) -> ChainEvaluation:
-        x, step = stored["flow_x"], stored["flow_step"]
+        x = stored["flow_x"]
+        step = stored["flow_step"]
         tau = self.times.to(x.device)[step]
         sigma = self.sigmas.to(x.device)[step][:, None, None]
         v, features = velocity(x, tau)

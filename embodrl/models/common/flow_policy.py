@@ -35,7 +35,8 @@ from embodrl.models.common.rtc import conditioned, drawn_delays, guided, prefix_
 from embodrl.models.common.value_head import ValueHead
 from embodrl.types import ActMode, ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
 
-TIME_ALPHA, TIME_LOW = 1.5, 0.001
+TIME_ALPHA = 1.5
+TIME_LOW = 0.001
 EVALUATION_NOISE_SEED = 0
 LEARNABLE = 5.0
 """Standard deviations or half ranges: statistics of the data leave few values beyond, those of other units most."""
@@ -116,7 +117,8 @@ class FlowPolicy(VLAPolicy):
         )
 
     def _make_sampler(self, noise_head: NoiseHead | None) -> Sampler | CfmSampler:
-        flow, chunk = self.flow, (self.num_action_chunks, self.action_dim)
+        flow = self.flow
+        chunk = (self.num_action_chunks, self.action_dim)
         if flow.method == "cfm":
             return CfmSampler(flow.num_steps, flow.num_samples, *chunk, type(self).euler_times, flow.keep_errors)
         return Sampler(flow.num_steps, flow.noise_level, *chunk, noise_head, flow.joint, flow.keep_errors)
@@ -302,17 +304,21 @@ class FlowPolicy(VLAPolicy):
                 code="policy-rtc-delay",
             )
         shape = (observation.batch_size, self.horizon, self.padded_action_dim)
-        target, weights = torch.zeros(shape), torch.zeros(shape)
+        target = torch.zeros(shape)
+        weights = torch.zeros(shape)
         length = min(prefix.actions.shape[1], self.action_horizon)
         actions = np.zeros((shape[0], self.action_horizon, self.action_dim))  # statistics may be of each step
         actions[:, :length] = prefix.actions[:, :length]
         units = self.scaled(self.relative_to(to_model(actions, self.gripper), observation))
         target[:, :length, : self.action_dim] = torch.from_numpy(units[:, :length])
-        delay, noise = torch.from_numpy(prefix.delay), self._evaluation_start(observation)
-        network, target = self.velocity(self.encode(self.preprocess(observation))), target.to(self.device)
+        delay = torch.from_numpy(prefix.delay)
+        noise = self._evaluation_start(observation)
+        network = self.velocity(self.encode(self.preprocess(observation)))
+        target = target.to(self.device)
         if self.rtc_max_delay:
             given = (torch.arange(self.horizon) < delay[:, None]).to(self.device)
-            velocity, noise = conditioned(network, given), torch.where(given[..., None], target, noise)
+            velocity = conditioned(network, given)
+            noise = torch.where(given[..., None], target, noise)
         else:
             held = prefix_weights(delay, torch.from_numpy(prefix.length), self.horizon)
             weights[..., : self.action_dim] = held[..., None]

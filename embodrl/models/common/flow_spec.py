@@ -99,7 +99,8 @@ def noise_range_is_not_empty(context: Context) -> Iterator[Finding]:
 def something_is_left_to_learn(context: Context) -> Iterator[Finding]:
     """Of the actions that are run, at least one is not given."""
     model = context.model(FlowModelConfig)
-    delay, chunk = model.flow.rtc_max_delay, model.num_action_chunks
+    delay = model.flow.rtc_max_delay
+    chunk = model.num_action_chunks
     if delay is not None and delay >= chunk:
         yield Finding(
             "model.flow.rtc_max_delay",
@@ -124,7 +125,8 @@ def value_is_of_the_observation(context: Context) -> Iterator[Finding]:
 @FLOW.rule("model.flow.method", "model.flow.keep_errors", "algorithm.loss_type")
 def loss_fits_the_sampling(context: Context) -> Iterator[Finding]:
     """FPO has ratios of flow-matching losses; negative-aware fine-tuning compares velocities with the rollout's."""
-    flow, others = context.model(FlowModelConfig).flow, ("algorithm.loss_type",)
+    flow = context.model(FlowModelConfig).flow
+    others = ("algorithm.loss_type",)
     if context.config.algorithm.loss_type == "fpo" and flow.method != "cfm":
         message = f"with {flow.method} ratios are those of log-probs, not of flow-matching losses"
         yield Finding("model.flow.method", message, "set it to cfm, or choose algorithm=ppo", "cfm", others=others)
@@ -293,6 +295,7 @@ def at_most(key: str, value: int, limit_key: str, limit: int, what: str) -> Iter
 
 def chunk_fits(model: ModelConfig, base: str, horizon: int, max_action_dim: int) -> Iterator[Finding]:
     """A chunk of actions fits into what the network predicts."""
-    chunk, dims = model.num_action_chunks, model.action_dim
+    chunk = model.num_action_chunks
+    dims = model.action_dim
     yield from at_most("model.num_action_chunks", chunk, f"{base}.action_horizon", horizon, "actions to run")
     yield from at_most("model.action_dim", dims, f"{base}.max_action_dim", max_action_dim, "action dimensions")

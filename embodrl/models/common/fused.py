@@ -52,7 +52,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        rows, d_out = x.view(-1, x.shape[-1]), gradients[0].reshape(-1, x.shape[-1])
+        rows = x.view(-1, x.shape[-1])
+        d_out = gradients[0].reshape(-1, x.shape[-1])
         d_x = torch.empty_like(rows)
         d_weight = torch.zeros(len(weight))
         wide_weight = weight.float()
@@ -100,7 +101,8 @@ class _SplitHeads(torch.autograd.Function):
         ctx: Any, x: Tensor, cos: Tensor | None, sin: Tensor | None, head_dim: int, counts: tuple[int, ...], turned: int
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.turned, ctx.shape = turned, x.shape
+        ctx.turned = turned
+        ctx.shape = x.shape
         heads = x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
         outputs = tuple(x.new_empty(len(x), count, x.shape[1], head_dim) for count in counts)
         parts = heads.split(counts, dim=1)
@@ -114,7 +116,8 @@ class _SplitHeads(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         d_x = gradients[0].new_empty(ctx.shape)
         heads = d_x.unflatten(-1, (-1, gradients[0].shape[-1])).transpose(1, 2)
-        parts, turned = heads.split([part.shape[1] for part in gradients], dim=1), ctx.turned
+        parts = heads.split([part.shape[1] for part in gradients], dim=1)
+        turned = ctx.turned
         _turn(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # the turn back
         for part, gradient in zip(parts[turned:], gradients[turned:], strict=True):
             part.copy_(gradient)

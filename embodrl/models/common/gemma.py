@@ -120,7 +120,8 @@ class GemmaAttention(nn.Module):
 
     def keys_values(self, x: Tensor, rope: Rotary, past: KeysValues | None) -> KeysValues:
         """Return keys and values ``[B,G,P+S,E]`` of what came before and of ``[B,S,W]``."""
-        keys, values = rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
+        keys = rotate(self._heads(self.k_proj(x)), rope)
+        values = self._heads(self.v_proj(x))
         if past is None:
             return keys, values
         return torch.cat([past[0], keys], dim=2), torch.cat([past[1], values], dim=2)

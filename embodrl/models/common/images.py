@@ -66,7 +66,8 @@ def pad_to_square(images: Tensor) -> Tensor:
     height, width = images.shape[1:3]
     side = max(height, width)
     padded = images.new_zeros(len(images), side, side, 3)
-    top, left = (side - height) // 2, (side - width) // 2
+    top = (side - height) // 2
+    left = (side - width) // 2
     padded[:, top : top + height, left : left + width] = images
     return padded
 
@@ -99,7 +100,8 @@ def crop_side_and_resize(images: Tensor, height: int, width: int, side: float) -
     antialiasing in float32, and the fraction of a grey level cut off.
     """
     rows, columns = (int(size * side) for size in images.shape[1:3])
-    top, left = round((images.shape[1] - rows) / 2.0), round((images.shape[2] - columns) / 2.0)
+    top = round((images.shape[1] - rows) / 2.0)
+    left = round((images.shape[2] - columns) / 2.0)
     cut = images[:, top : top + rows, left : left + columns].permute(0, 3, 1, 2).float() / 255.0
     resized = F.interpolate(cut, (height, width), mode="bilinear", antialias=True, align_corners=False)
     return (resized * 255.0).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
@@ -124,8 +126,10 @@ def resize_with_pad(images: Tensor, height: int, width: int, antialias: bool = T
 def picture_box(rows: int, columns: int, height: int, width: int) -> tuple[int, int, int, int]:
     """Return top, left, bottom and right of a picture of ``rows x columns`` after ``resize_with_pad``."""
     ratio = max(columns / width, rows / height)
-    inner_height, inner_width = int(rows / ratio), int(columns / ratio)
-    top, left = (height - inner_height) // 2, (width - inner_width) // 2
+    inner_height = int(rows / ratio)
+    inner_width = int(columns / ratio)
+    top = (height - inner_height) // 2
+    left = (width - inner_width) // 2
     return top, left, top + inner_height, left + inner_width
 
 
@@ -209,7 +213,8 @@ def _area_matrix(size: int, target: int, shrinks: bool) -> Tensor:
 
 def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """Keys' cubic convolution kernel with a = -1/2 (Keys, 1981)."""
-    x, a = np.abs(x), _BICUBIC_A
+    x = np.abs(x)
+    a = _BICUBIC_A
     inner = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     outer = (((x - 5.0) * x + 8.0) * x - 4.0) * a
     return np.where(x < 1.0, inner, np.where(x < 2.0, outer, 0.0))

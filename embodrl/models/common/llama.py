@@ -179,7 +179,8 @@ class LlamaModel(nn.Module):
 
     def __init__(self, spec: LlamaSpec, causal: bool) -> None:
         super().__init__()
-        self.spec, self.causal = spec, causal
+        self.spec = spec
+        self.causal = causal
         self.gradient_checkpointing = False
         # The builder of the model initializes it: initializing on the meta device would import torch's compiler.
         weight = torch.empty(spec.vocab_size, spec.hidden_size)
@@ -202,7 +203,8 @@ class LlamaModel(nn.Module):
             position_ids: ``int64[B,S]``; None counts from 0.
             first: no outputs of the tokens before are computed in the last layer.
         """
-        x, length = inputs_embeds, inputs_embeds.shape[1]
+        x = inputs_embeds
+        length = inputs_embeds.shape[1]
         if position_ids is None:
             position_ids = torch.arange(length, device=x.device)[None]
         rope = rotary(position_ids, self.spec, x.dtype)

@@ -174,7 +174,8 @@ def _merged(layer: nn.Module) -> Tensor:
 
 
 def _merged_later(layer: nn.Module) -> Tensor:
-    weight, factors = cast(Tensor, layer.weight), adapter_factors(layer)
+    weight = cast(Tensor, layer.weight)
+    factors = adapter_factors(layer)
     assert factors is not None
     dtype = torch.promote_types(weight.dtype, factors[0].dtype)
     return Deferred.of(weight.shape, dtype, lambda: _merged(layer))
@@ -212,12 +213,14 @@ def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
         )
     tensors: dict[str, Tensor] = {}
     modules: list[str] = []
-    scale, rank = 0.0, 0
+    scale = 0.0
+    rank = 0
     for name, layer in cast(dict[str, Any], adapted).items():
         modules.append(policy.public_name(name.removeprefix(NETWORK)))
         down, up = adapter_names(modules[-1])
         tensors |= {down: layer.lora_A[ADAPTER].weight.detach(), up: layer.lora_B[ADAPTER].weight.detach()}
-        scale, rank = float(layer.scaling[ADAPTER]), int(layer.r[ADAPTER])
+        scale = float(layer.scaling[ADAPTER])
+        rank = int(layer.r[ADAPTER])
     on_hub = None if Path(base).expanduser().exists() else parse(base)
     settings = {
         "peft_type": "LORA",

@@ -47,7 +47,8 @@ def read_values(fields: Fields, name: str, low: float = -MAX_STATISTIC) -> NDArr
 
 def read_range(fields: Fields, low: str, high: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the ends of each dimension's range, ``float64[A]`` each; none may be reversed."""
-    lower, upper = read_values(fields, low), read_values(fields, high)
+    lower = read_values(fields, low)
+    upper = read_values(fields, high)
     if len(lower) != len(upper):
         fields.refuse(f"'{low}' has {len(lower)} entries, '{high}' {len(upper)}")
     if reversed_ := np.flatnonzero(lower > upper).tolist():

@@ -55,7 +55,8 @@ class ObservationModel(nn.Module):
         self.net = ObservationNet(spec)
         self.register_buffer("state_mean", torch.zeros(spec.state_dim))
         self.register_buffer("state_std", torch.ones(spec.state_dim))
-        self.hidden, self.out = nn.Linear(self.net.num_features, HIDDEN), nn.Linear(HIDDEN, KINDS[kind])
+        self.hidden = nn.Linear(self.net.num_features, HIDDEN)
+        self.out = nn.Linear(HIDDEN, KINDS[kind])
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return logits ``float32[B,K]``."""
@@ -65,7 +66,8 @@ class ObservationModel(nn.Module):
     def standardize(self, state: Tensor) -> None:
         """Take the statistics of states ``float32[B,S]`` from here on; numbers that never change are left out."""
         if self.spec.state_dim:
-            self.state_mean, std = state.mean(0), state.std(0, correction=0)
+            self.state_mean = state.mean(0)
+            std = state.std(0, correction=0)
             self.state_std = torch.where(std > 1e-6, std, torch.inf)
 
     @property

@@ -27,7 +27,8 @@ class Cnn(nn.Module):
 
     def __init__(self, num_cameras: int, image_size: int, channels: Sequence[int], feature_dim: int) -> None:
         super().__init__()
-        sizes, side = (3 * num_cameras, *channels), image_size
+        sizes = (3 * num_cameras, *channels)
+        side = image_size
         self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, stride=2, padding=1) for a, b in pairwise(sizes))
         for _ in channels:
             side = (side + 1) // 2

@@ -26,7 +26,8 @@ from embodrl.models.common.checkpoint import check_link, readable
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums
 
-TOKEN_CONFIG, TOKEN_WEIGHTS = "rl_token.json", "rl_token.safetensors"
+TOKEN_CONFIG = "rl_token.json"
+TOKEN_WEIGHTS = "rl_token.safetensors"
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,12 @@ class RLToken(nn.Module):
 
     def __init__(self, spec: RLTokenSpec, facts: Mapping[str, object] | None = None) -> None:
         super().__init__()
-        self.spec, self.facts = spec, dict(facts or {})
+        self.spec = spec
+        self.facts = dict(facts or {})
         self.register_buffer("mean", torch.zeros(spec.places, spec.width))
         self.register_buffer("std", torch.ones(spec.width))
-        self.project, self.out = nn.Linear(spec.width, spec.size), nn.Linear(spec.size, spec.width)
+        self.project = nn.Linear(spec.width, spec.size)
+        self.out = nn.Linear(spec.size, spec.width)
         self.query = nn.Parameter(torch.randn(spec.size) * 0.02)
         self.encoder, self.decoder = (_transformer(spec) for _ in range(2))
         self.norm = nn.LayerNorm(spec.size)

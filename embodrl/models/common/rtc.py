@@ -36,7 +36,8 @@ def prefix_weights(delay: Tensor, length: Tensor, horizon: int) -> Tensor:
         horizon: H.
     """
     index = torch.arange(horizon, device=delay.device)[None]
-    start, end = delay[:, None], length[:, None]
+    start = delay[:, None]
+    end = length[:, None]
     c = (end - index).float() / (end - start + 1).float()
     fading = c * torch.expm1(c) / math.expm1(1.0)
     return torch.where(index < start, 1.0, torch.where(index < end, fading, 0.0))

@@ -20,7 +20,8 @@ from embodrl.models.common.init import init_matrix
 from embodrl.models.common.observation_net import Cnn
 from embodrl.models.gaussian.spec import GaussianArchitectureConfig
 
-LOG_STD_MIN, LOG_STD_MAX = -5.0, 2.0
+LOG_STD_MIN = -5.0
+LOG_STD_MAX = 2.0
 LAST_LAYER_GAIN = 0.01
 """A policy begins with actions around 0, whatever it sees."""
 _QUADRATURE = np.linspace(-8.0, 8.0, 129)
@@ -131,7 +132,8 @@ class GaussianModel(nn.Module):
         last = self.policy[-1]
         assert isinstance(last, nn.Linear)
         init_matrix(last.weight, generator, LAST_LAYER_GAIN)
-        middle, half = (LOG_STD_MAX + LOG_STD_MIN) / 2, (LOG_STD_MAX - LOG_STD_MIN) / 2
+        middle = (LOG_STD_MAX + LOG_STD_MIN) / 2
+        half = (LOG_STD_MAX - LOG_STD_MIN) / 2
         last.bias.data[last.out_features // 2 :] = math.atanh((math.log(self.spec.initial_std) - middle) / half)
 
     def normalise_state(self, mean: Sequence[float], std: Sequence[float]) -> None:

@@ -41,7 +41,8 @@ from embodrl.specs import MODELS
 from embodrl.storage.files import write_safetensors
 from embodrl.types import CHOSEN, ActMode, Observation, PolicyOutput, SamplingParams
 
-ACTOR_CONFIG, ACTOR_WEIGHTS = "small_actor.json", "small_actor.safetensors"
+ACTOR_CONFIG = "small_actor.json"
+ACTOR_WEIGHTS = "small_actor.safetensors"
 GREEDY = SamplingParams()
 PREFIX_INPUTS = ("prefix", "prompt_mean")
 """Of ``model.value_head.input``, those that are the mean of the prefix states."""
@@ -118,7 +119,8 @@ class ResidualPolicy(OnFrozenPolicy):
 
     @staticmethod
     def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
-        chunk, dims = base.num_action_chunks, base.action_dim
+        chunk = base.num_action_chunks
+        dims = base.action_dim
         return _mlp(chunk, dims, width + settings.max_state_dim + chunk * dims, settings)
 
     @torch.no_grad()
@@ -282,7 +284,8 @@ def actor_of(config: ModelConfig) -> tuple[SmallActorConfig, Path | None]:
         CheckpointError: there is no such checkpoint, or its actor is not the one that is configured.
         PolicyFileError: its settings are damaged.
     """
-    wanted, directory = config.small_actor, Path(config.model_path or config.warm_start or "builtin").expanduser()
+    wanted = config.small_actor
+    directory = Path(config.model_path or config.warm_start or "builtin").expanduser()
     if config.model_path is not None and not directory.is_dir() and parse(config.model_path) is not None:
         directory = directory if MODELS.entry(config.model_type).only_acts else checkpoint.resolve(config.model_path)
     if not (directory / ACTOR_CONFIG).is_file():

@@ -48,8 +48,10 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
 
     def __init__(self, model: GaussianModel, config: ModelConfig, value_head: ValueHead | None) -> None:
         super().__init__()
-        self.model, self.value_head = model, value_head
-        self.num_action_chunks, self.action_dim = config.num_action_chunks, config.action_dim
+        self.model = model
+        self.value_head = value_head
+        self.num_action_chunks = config.num_action_chunks
+        self.action_dim = config.action_dim
         self.detach_value = config.value_head.detach
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:

@@ -43,7 +43,8 @@ RULES = RuleSet()
 @RULES.rule("model.gaussian", "env.include_state", "env.cameras")
 def gaussian_policy_sees_something(context: Context) -> Iterator[Finding]:
     """There is an input, and pictures are as many as the CNN takes."""
-    shape, env = context.model(GaussianModelConfig).gaussian, context.config.env
+    shape = context.model(GaussianModelConfig).gaussian
+    env = context.config.env
     if not (shape.use_images or env.include_state):
         message = "neither pictures nor the state reach the policy: env.include_state is false"
         hint = "set env.include_state=true (model=mlp does), or model.gaussian.use_images=true"
@@ -119,9 +120,11 @@ def num_parameters(config: ModelConfig) -> int:
     total = 0
     inputs = config.gaussian.max_state_dim
     if shape.use_images:
-        side, planes = shape.image_size, 3 * shape.num_cameras
+        side = shape.image_size
+        planes = 3 * shape.num_cameras
         for before, after in pairwise((planes, *shape.channels)):
-            total, side = total + 9 * before * after, (side + 1) // 2
+            total = total + 9 * before * after
+            side = (side + 1) // 2
         total += shape.channels[-1] * side * side * shape.feature_dim
         inputs += shape.feature_dim
     sizes = (inputs, *shape.hidden_sizes, 2 * config.num_action_chunks * config.action_dim)

@@ -87,14 +87,18 @@ def build_openvla(
 
 def resize_filter(config: OpenVlaConfig, parts: ModelParts) -> str:
     """Return how pictures are resized: by the setting, as embodrl trained it, or by the dataset."""
-    own, raw = parts.model.config.own, parts.model.config.raw
+    own = parts.model.config.own
+    raw = parts.model.config.raw
     is_public = parts.directory is not None and OWN_SECTION not in raw
     if config.resize_filter != "auto":
-        found, origin = config.resize_filter, "setting model.resize_filter"
+        found = config.resize_filter
+        origin = "setting model.resize_filter"
     elif is_public and "libero" in parts.stats.key.lower():
-        found, origin = "lanczos_jpeg", f"dataset {parts.stats.key}"
+        found = "lanczos_jpeg"
+        origin = f"dataset {parts.stats.key}"
     else:
-        found, origin = own.text("resize_filter", "bicubic"), "default" if is_public else CONFIG_FILE
+        found = own.text("resize_filter", "bicubic")
+        origin = "default" if is_public else CONFIG_FILE
     if found not in ("bicubic", "lanczos_jpeg"):
         own.refuse(f"'resize_filter' is '{found}'")
     if parts.directory is not None:

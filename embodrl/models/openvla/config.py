@@ -28,8 +28,10 @@ PAD_TO_MULTIPLE_OF = 64
 LLAMA_PROMPT_END = 29871
 STATISTICS_FILE = "dataset_statistics.json"
 
-DINO_MEAN, DINO_STD = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
-SIGLIP_MEAN, SIGLIP_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+DINO_MEAN = (0.484375, 0.455078125, 0.40625)
+DINO_STD = (0.228515625, 0.2236328125, 0.224609375)
+SIGLIP_MEAN = (0.5, 0.5, 0.5)
+SIGLIP_STD = (0.5, 0.5, 0.5)
 
 KNOWN_VISION: dict[str, tuple[VitSpec, VitSpec]] = {
     "dinosiglip-vit-so-224px": (
@@ -233,7 +235,8 @@ def _vision(fields: Fields) -> tuple[VitSpec, VitSpec]:
 
 def _reject_other_models(fields: Fields) -> None:
     check_family(fields, ("openvla", "openvla_oft"))
-    source, family = fields.source, fields.content.get("model_type")
+    source = fields.source
+    family = fields.content.get("model_type")
     if family != "openvla":
         raise CheckpointError(
             f"{source}: model_type is '{family}', not 'openvla'", UNKNOWN_FAMILY, code="checkpoint-family"

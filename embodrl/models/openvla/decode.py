@@ -54,7 +54,8 @@ class ActionDecoder:
         self.spec = spec
         self.eps = spec.rms_norm_eps
         self.head_dim = spec.head_dim
-        self.heads, self.kv_heads = spec.num_attention_heads, spec.num_key_value_heads
+        self.heads = spec.num_attention_heads
+        self.kv_heads = spec.num_key_value_heads
         embedding = llama.model.embed_tokens.weight
         kind = embedding.device.type
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embedding.dtype
@@ -91,8 +92,10 @@ class ActionDecoder:
             visible = F.pad(attention_mask.bool(), (0, num_tokens), value=True)[:, None, None]
         with torch.autocast(prefix.device.type, enabled=False):
             hidden = self._forward(prefix, cos[:, :, :length], sin[:, :, :length], 0, bias, first)
-            prefix_hidden, hidden = hidden, hidden[:, -1]
-            tokens, logits = [], []
+            prefix_hidden = hidden
+            hidden = hidden[:, -1]
+            tokens = []
+            logits = []
             for place in range(num_tokens):
                 if place > 0:
                     at = length + place - 1
@@ -106,7 +109,8 @@ class ActionDecoder:
     def _forward(self, x: Tensor, cos: Tensor, sin: Tensor, start: int, mask: Tensor | None, first: int = 0) -> Tensor:
         batch, length, width = x.shape
         end = start + length
-        heads, kv_heads = self.heads, self.kv_heads
+        heads = self.heads
+        kv_heads = self.kv_heads
         for layer in self.layers:
             qkv = layer.qkv(self._norm(x, layer.norm1))
             qkv = qkv.view(batch, length, heads + 2 * kv_heads, self.head_dim).transpose(1, 2)
@@ -152,7 +156,8 @@ class ActionDecoder:
         ), values
 
     def _layer(self, layer: LlamaLayer, keys: Tensor, values: Tensor) -> _Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         return _Layer(
             layer.input_layernorm.weight,
             layer.post_attention_layernorm.weight,

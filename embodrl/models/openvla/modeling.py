@@ -104,7 +104,8 @@ class OpenVLAModel(nn.Module):
             attention_mask: ``int64[B,S]``, 0 at padding, which may be anywhere; None if there is none.
             first: what comes before is seen, and its own hidden states are not needed.
         """
-        positions, bias = None, None
+        positions = None
+        bias = None
         if attention_mask is not None:
             positions = token_positions(attention_mask)
             bias = causal_mask(attention_mask) if self.causal else attention_mask.bool()[:, None, None]

@@ -48,7 +48,8 @@ class OpenVLAPolicy(TokenPolicy):
         """
         inputs = self.with_patches(self.preprocess(observation))
         prefix, mask = self.prompt_embeddings(inputs)
-        batch, num_tokens = len(prefix), self.num_action_chunks * self.action_dim
+        batch = len(prefix)
+        num_tokens = self.num_action_chunks * self.action_dim
         noise = None
         if mode == "train":
             noise = exponential_noise((batch, num_tokens, self.bins.num_bins), generator, self.device)

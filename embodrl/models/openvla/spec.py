@@ -55,7 +55,8 @@ class OpenVlaConfig(ModelConfig):
     )
 
 
-DIMENSIONS, SHIPPED = RuleSet(), RuleSet()
+DIMENSIONS = RuleSet()
+SHIPPED = RuleSet()
 
 
 @DIMENSIONS.rule("model.model_type", "model.model_path", "model.architecture")
@@ -98,7 +99,8 @@ def shipped_weights_have_one_size(context: Context) -> Iterator[Finding]:
     model = context.model(OpenVlaConfig)
     if model.warm_start != BUILTIN or model.model_path is not None:
         return
-    shape, shipped = model.architecture.model_dump(), ArchitectureConfig().model_dump()
+    shape = model.architecture.model_dump()
+    shipped = ArchitectureConfig().model_dump()
     # prompts may be padded to any length; everything else is the shape of a weight
     changed = [name for name in shipped if name != "max_prompt_tokens" and shape[name] != shipped[name]]
     if changed:
@@ -115,7 +117,8 @@ def num_parameters(config: ModelConfig) -> int:
     """Return about how many parameters a policy without a checkpoint has: matrices only, no biases and norms."""
     assert isinstance(config, OpenVlaConfig)
     shape = config.architecture
-    vision, hidden = shape.dino.width + shape.siglip.width, shape.hidden_size
+    vision = shape.dino.width + shape.siglip.width
+    hidden = shape.hidden_size
     projector = vision * 4 * vision + 4 * vision * hidden + hidden**2
     layer = 4 * hidden**2 + 3 * hidden * shape.intermediate_size
     language = shape.num_hidden_layers * layer + 2 * VOCABULARY * hidden

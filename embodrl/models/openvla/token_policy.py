@@ -195,7 +195,8 @@ class TokenPolicy(PublicLayout):
     # Files -----------------------------------------------------------------------------------------------------------
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        parts, patches = self.parts(), num_cameras * self.model.config.num_patches
+        parts = self.parts()
+        patches = num_cameras * self.model.config.num_patches
         text = self.processor.max_prompt_tokens + self.num_action_chunks * self.action_dim
         return [(parts["vision"], patches), (parts["projector"], patches), (parts["language"], patches + text)]
 
@@ -237,7 +238,8 @@ class TokenPolicy(PublicLayout):
 
     def _pixels(self, images: Tensor) -> Tensor:
         """``uint8[B,(V,)H,W,3]`` to ``[B,6V,H,W]``, each image normalised for DINOv2 and for SigLIP."""
-        mean, std = self.get_buffer("_pixel_mean"), self.get_buffer("_pixel_std")
+        mean = self.get_buffer("_pixel_mean")
+        std = self.get_buffer("_pixel_std")
         flat = images.flatten(0, -4)
         halves = [normalize(flat, mean[i], std[i]) for i in range(2)]
         pixels = torch.cat(halves, dim=1).to(self.model.projector.fc1.weight.dtype)
@@ -248,7 +250,8 @@ class TokenPolicy(PublicLayout):
 
         The mask is None where nothing is padded, which lets attention take its fast path.
         """
-        input_ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        input_ids = inputs["input_ids"]
+        mask = inputs["attention_mask"]
         longest = int(mask.sum(dim=1).max())
         keep = slice(mask.shape[1] - (longest - 1), None)
         input_ids = torch.cat([input_ids[:, :1], input_ids[:, keep]], dim=1)

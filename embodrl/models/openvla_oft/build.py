@@ -106,10 +106,12 @@ def _proprio(
     """Return the projector of the state and what makes its input."""
     if not config.use_proprio:
         return None, None
-    norm_stats, stats = parts.model.config.norm_stats, None
+    norm_stats = parts.model.config.norm_stats
+    stats = None
     if is_public or norm_stats[parts.stats.key].content.get("proprio"):
         stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source, normalization_of(config))
-    dim, width = TINY_PROPRIO_DIM if stats is None else len(stats.q01), parts.model.config.llama.hidden_size
+    dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
+    width = parts.model.config.llama.hidden_size
     projector = _component(lambda: ProprioProjector(dim, width), PROPRIO, "use_proprio", parts, device, dtype)
     return projector, ProprioInput(dim, stats)
 

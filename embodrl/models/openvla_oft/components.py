@@ -99,7 +99,8 @@ def _merged(weight: Tensor, stored: dict[str, Tensor], layer: str, path: Path, r
     down, up = (stored.get(f"{layer}.lora_{factor}.default.weight") for factor in "AB")
     if down is None or up is None:
         raise PolicyFileError(f"{path} lacks factors of the adapter of {layer}", "fetch the checkpoint again")
-    rank, (down, up) = len(down), (down.flatten(1).float(), up.flatten(1).float())
+    rank = len(down)
+    (down, up) = (down.flatten(1).float(), up.flatten(1).float())
     if up.shape[1] != rank or (len(up), down.shape[1]) != weight.flatten(1).shape:
         raise PolicyFileError(f"{path}: the adapter of {layer} does not fit its layer", "fetch the checkpoint again")
     alpha = min(rank, MAX_DEFAULT_ALPHA)

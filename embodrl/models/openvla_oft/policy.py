@@ -111,7 +111,8 @@ class OpenVLAOFTPolicy(TokenPolicy):
     def action_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the hidden states ``[B,C*A,D]`` that actions are read from, and ``[B,D]`` for the value."""
         prefix, prefix_mask = self.prompt_embeddings(inputs)
-        length, num_tokens = prefix.shape[1], self.num_action_chunks * self.action_dim
+        length = prefix.shape[1]
+        num_tokens = self.num_action_chunks * self.action_dim
         sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
         mask = None if prefix_mask is None else F.pad(prefix_mask, (0, sequence.shape[1] - length), value=1)
         first = self.first_read(length)

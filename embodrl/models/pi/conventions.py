@@ -134,8 +134,10 @@ def with_lerobots_age(
         section: of the settings.
     """
     foreign = "type" in fields and OWN_SECTION not in fields
-    padded, bars = settings.padded_state_in_prompt, settings.dark_bars
-    old, origin = False, "openpi"
+    padded = settings.padded_state_in_prompt
+    bars = settings.dark_bars
+    old = False
+    origin = "openpi"
     if OWN_SECTION in fields:
         origin = CONFIG_FILE
     elif foreign and None in (padded if config.discrete_state else False, bars):

@@ -89,7 +89,8 @@ def _features(policy: PiPolicy) -> tuple[dict[str, object], dict[str, object]]:
 
 
 def _config(policy: PiPolicy, cameras: Sequence[str]) -> dict[str, object]:
-    config, (state, action) = policy.model.config, _features(policy)
+    config = policy.model.config
+    (state, action) = _features(policy)
     size = config.siglip.image_size
     pictures = {IMAGES + name: {"type": "VISUAL", "shape": [3, size, size]} for name in cameras}
     return {
@@ -118,7 +119,8 @@ def _modes(policy: PiPolicy) -> dict[str, str]:
 
 
 def _write_processors(policy: PiPolicy, directory: Path) -> None:
-    config, (state, action) = policy.model.config, _features(policy)
+    config = policy.model.config
+    (state, action) = _features(policy)
     modes = _modes(policy)
     normalizer: dict[str, object] = {
         "eps": config.normalization.eps,

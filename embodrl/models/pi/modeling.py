@@ -35,7 +35,8 @@ from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.common.siglip import SiglipTower
 from embodrl.models.pi.config import PiConfig
 
-MIN_PERIOD, MAX_PERIOD = 4e-3, 4.0
+MIN_PERIOD = 4e-3
+MAX_PERIOD = 4.0
 
 
 class MultiModalProjector(nn.Module):
@@ -73,9 +74,11 @@ class PaliGemmaModel(nn.Module):
         """
         if image_mask is not None:
             needed = image_mask.any(dim=0)
-            pixels, image_mask = pixels[:, needed], image_mask[:, needed]
+            pixels = pixels[:, needed]
+            image_mask = image_mask[:, needed]
         longest = int(prompt_mask.sum(dim=1).max())
-        ids, prompt_mask = ids[:, :longest], prompt_mask[:, :longest]
+        ids = ids[:, :longest]
+        prompt_mask = prompt_mask[:, :longest]
         x = torch.cat([self.embed_images(pixels), self.language_model.embed(ids)], dim=1)
         # Without a mask attention is faster in every layer.
         if bool(prompt_mask.all()) and (image_mask is None or bool(image_mask.all())):
@@ -220,7 +223,8 @@ class PiModel(ExpertNetwork):
         return self.paligemma.language_model.finish(context.last_input, context.prefix_rope, mask)
 
     def velocity(self, context: PiContext, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        exact, condition = self.action_out_proj.weight.dtype, None
+        exact = self.action_out_proj.weight.dtype
+        condition = None
         with full_precision(x):
             tokens = self.action_in_proj(x.to(exact))
             time = time_embedding(tau, self.config.expert.width).to(exact)

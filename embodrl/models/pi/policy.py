@@ -99,7 +99,8 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
         return save_lerobot(self, directory, cameras)
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        parts, patches = self.parts(), num_cameras * self.model.config.siglip.num_patches
+        parts = self.parts()
+        patches = num_cameras * self.model.config.siglip.num_patches
         prefix = patches + self.model.config.max_prompt_tokens
         counts = [(parts["vision"], patches), (parts["language"], prefix)]
         return [

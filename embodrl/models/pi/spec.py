@@ -74,7 +74,8 @@ class PiModelConfig(FlowModelConfig):
     )
 
 
-RULES, OF_PI0 = RuleSet(), RuleSet()
+RULES = RuleSet()
+OF_PI0 = RuleSet()
 
 MISSING_CONFIG = (
     "openpi's train_pytorch.py writes none. Write config.json with the values of your TrainConfig's model, by default"
@@ -88,7 +89,8 @@ MISSING_CONFIG = (
 )
 def pi_dimensions_fit(context: Context) -> Iterator[Finding]:
     """Patches tile the image, heads divide widths, and actions and cameras have room, in a tiny pi0 or pi0.5."""
-    config, base = context.config, "model.pi"
+    config = context.config
+    base = "model.pi"
     if config.model.model_path is not None:
         return
     shape = context.model(PiModelConfig).pi

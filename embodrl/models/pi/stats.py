@@ -114,7 +114,8 @@ def read_lerobot(directory: Path) -> tuple[dict[str, Fields], Normalization | No
         CheckpointError: a file is corrupt, names a method that is not supported, or has actions scaled back in another
             way than they were scaled in training.
     """
-    before, after = lerobot_steps(directory), lerobot_steps(directory, LEROBOT_AFTER_FILE)
+    before = lerobot_steps(directory)
+    after = lerobot_steps(directory, LEROBOT_AFTER_FILE)
     _check_steps(directory, [*before, *after])
     found = _normalizer(directory, before, "normalizer_processor")
     if found is None:
@@ -260,7 +261,8 @@ def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | 
         stats.refuse(f"no {' and no '.join(lacking)}: compute them from the dataset")
     if method == "quantiles":
         return Quantiles(*read_range(stats, "q01", "q99"), eps)
-    mean, std = read_values(stats, "mean"), read_values(stats, "std", low=0.0)
+    mean = read_values(stats, "mean")
+    std = read_values(stats, "std", low=0.0)
     if len(mean) != len(std):
         stats.refuse(f"'mean' has {len(mean)} entries, 'std' {len(std)}")
     return MeanStd(mean, std, eps)

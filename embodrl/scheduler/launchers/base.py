@@ -74,7 +74,8 @@ class Job:
         Raises:
             EmbodrlError: no other process could.
         """
-        module, name = self.worker_class.__module__, self.worker_class.__qualname__
+        module = self.worker_class.__module__
+        name = self.worker_class.__qualname__
         if module == "__main__" or "<" in name or "." in name:
             raise EmbodrlError(
                 f"the class {name} of {module} can't be imported by another process",

@@ -41,7 +41,8 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 class _ProcessWorker(Running):
     def __init__(self, job: Job, on_death: Callable[[WorkerError], None], limits: Limits) -> None:
-        self._job, self._on_death = job, on_death
+        self._job = job
+        self._on_death = on_death
         shared = _shared_channels(job)
         context = context_message(job.group, job.rank, job.world_size, job.place, job.rendezvous)
         start = {
@@ -139,7 +140,8 @@ class _ProcessWorker(Running):
                 hint = "see its last output; `embodrl doctor` checks memory and drivers"
                 error = WorkerDied(f"{name} {reason}", hint, rank, log_tail=tail)
             self._dead = error
-            pending, self._pending = list(self._pending.values()), {}
+            pending = list(self._pending.values())
+            self._pending = {}
         failed_to_start = self._started.done() and self._started.exception() is not None
         if not self._closing and not failed_to_start:
             self._on_death(error)

@@ -333,7 +333,8 @@ class RayLauncher(Launcher):
         self._children = children or {}
         self._limits = limits or Limits()
         self._watchers: dict[int, Any] = {}  # by machine
-        self._timeout_s, self._owned = timeout_s, not self._ray.is_initialized()
+        self._timeout_s = timeout_s
+        self._owned = not self._ray.is_initialized()
         if self._owned:
             os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home directory
             path = os.pathsep.join([_PACKAGE_ROOT, *(entry for entry in sys.path if entry)])
@@ -401,7 +402,8 @@ class RayLauncher(Launcher):
 
     def _ask_address(self, actor: Any, job: Job, machine: RayMachine) -> str:
         """Wait for the first of a group, and return where the others meet it."""
-        asked, deadline = actor.address.remote(), time.monotonic() + self._timeout_s
+        asked = actor.address.remote()
+        deadline = time.monotonic() + self._timeout_s
         while not self._ray.wait([asked], timeout=_LOOK_S)[0]:
             if (died := self._lost(job, machine)) is not None:
                 raise died

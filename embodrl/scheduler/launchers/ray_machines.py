@@ -74,7 +74,8 @@ class Reservation:
     def __init__(
         self, ray: ModuleType, places: Sequence[ProcessPlace], children: Mapping[int, int], timeout_s: float
     ) -> None:
-        self._ray, self._group = ray, None
+        self._ray = ray
+        self._group = None
         needs = _needs(places)
         found = self._await_machines(max(needs) + 1, timeout_s)
         # What a machine lacks altogether will not become free.
