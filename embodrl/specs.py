@@ -535,7 +535,7 @@ ENVS = Registry(
     "environment",
     SimulatorSpec,
     "embodrl.envs",
-    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "gymnasium", "libero", "toy", "dataset")},
+    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "toy", "dataset")},
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
 """Names of those that models without weights have."""
@@ -545,9 +545,6 @@ MODELS = Registry(
     "embodrl.models",
     {
         "openvla": "embodrl.models.openvla.spec:SPEC",
-        "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
-        "pi0": "embodrl.models.pi.spec:PI0",
-        "pi05": "embodrl.models.pi.spec:PI05",
         "gaussian": "embodrl.models.gaussian.spec:SPEC",
     },
 )
@@ -589,16 +586,8 @@ PIPELINES = Registry(
 )
 
 
-PROTOCOLS = Registry(
-    "protocol",
-    ProtocolSpec,
-    builtin={
-        name: f"embodrl.envs.libero.protocols:{name.upper()}"
-        for name in ("openvla", "openvla_oft", "openpi", "simplevla", "rlinf")
-    },
-)
-
-
+PROTOCOLS = Registry("protocol", ProtocolSpec, "embodrl.eval_protocols")
+"""Settings of published evaluations."""
 ENGINES = Registry(
     "engine",
     EngineSpec,

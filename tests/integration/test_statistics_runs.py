@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import embodrl
 from embodrl.data.load import load_demos
 from embodrl.extras.export.checkpoint import export_checkpoint
-from embodrl.models.pi.stats import read_lerobot, read_openpi
+from embodrl.extras.pi.stats import read_lerobot, read_openpi
 from embodrl.pipelines.load import load_config
 from embodrl.runs.data_check import check_data
 

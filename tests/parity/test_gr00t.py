@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t import dit
 from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.parity import gr00t as parity
-from embodrl.models.common import dit
 from embodrl.models.common.flow import denoising_times, integrate, reversed_velocity
 
 FIXTURE = Path(__file__).parents[3] / "shared" / "parity" / "gr00t_n1_5_action_head"

@@ -14,11 +14,11 @@ from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from embodrl.errors import CheckpointError
 from embodrl.extras.parity import pi as parity
+from embodrl.extras.pi import modeling
+from embodrl.extras.pi.modeling import PiModel
+from embodrl.extras.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 from embodrl.models.common import gemma
 from embodrl.models.common.flow import reversed_velocity
-from embodrl.models.pi import modeling
-from embodrl.models.pi.modeling import PiModel
-from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "parity"
 pytestmark = pytest.mark.skipif(

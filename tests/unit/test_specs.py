@@ -227,7 +227,7 @@ def test_a_policy_without_a_method_is_named() -> None:
 
 def test_a_module_of_gymnasium_that_is_missing_is_named() -> None:
     pytest.importorskip("gymnasium")
-    from embodrl.envs.gymnasium.env import _make
+    from embodrl.extras.gymnasium.env import _make
 
     with raises_code("gymnasium-module-missing") as caught:
         _make("no_such_module_at_all:MyArm-v0", 5)

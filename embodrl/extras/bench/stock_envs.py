@@ -85,7 +85,7 @@ def asynchronous(make: Callable[[], object], num_envs: int, preload: list[str]) 
 
 def libero(options: dict[str, Any]) -> tuple[Step, int]:
     """Return what steps LIBERO's SubprocVectorEnv, and A."""
-    from embodrl.envs.libero.sim import import_libero
+    from embodrl.extras.libero.sim import import_libero
 
     package = import_libero(options["assets"])
     envs_of_libero = importlib.import_module("libero.libero.envs")

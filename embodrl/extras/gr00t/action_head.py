@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.extras.gr00t.config import ActionHeadSpec
-from embodrl.models.common.dit import ContextMask, DiffusionTransformer, KeyValue, SelfAttentionTransformer
+from embodrl.extras.gr00t.dit import ContextMask, DiffusionTransformer, KeyValue, SelfAttentionTransformer
 from embodrl.models.common.gemma import per_token
 
 MAX_PERIOD = 10000.0

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.gr00t.dit import TransformerSpec
 from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, Keys
 from embodrl.extras.gr00t.spec import Gr00tArchitectureConfig, Gr00tFeatureBlocks, Gr00tSizes
 from embodrl.fields import Fields
@@ -29,7 +30,6 @@ from embodrl.models.common.config_file import (
     read_vit,
     size,
 )
-from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import stats_content, stats_sets
 from embodrl.models.common.patches import SO400M_224, SiglipSpec
 

@@ -24,6 +24,7 @@ from embodrl.extras.gr00t.config import (
     tiny_head,
     tiny_qwen,
 )
+from embodrl.extras.gr00t.dit import TransformerSpec
 from embodrl.extras.gr00t.qwen3_vl import VisionSpec
 from embodrl.extras.gr00t.robots import NEW_EMBODIMENT
 from embodrl.extras.gr00t.sidecars import EMBODIMENT_IDS, EMBODIMENT_IDS_N1_6, Sidecars, identity_sidecars
@@ -38,7 +39,6 @@ from embodrl.models.common.config_file import (
     read_sizes,
     size,
 )
-from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.norm_stats import StatsSets
 
 CROP_FRACTION = 0.95

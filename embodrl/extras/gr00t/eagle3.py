@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from embodrl.extras.gr00t.qwen3_vl import VisionSpec
+from embodrl.extras.pi.siglip import SiglipTower
 from embodrl.models.common.init import init_linears
 from embodrl.models.common.patches import SiglipSpec
-from embodrl.models.common.siglip import SiglipTower
 
 
 class FlatPatches(nn.Module):

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.extras.gr00t.dit import ContextMask, KeyValue
 from embodrl.extras.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.extras.gr00t.processing import Gr00tProcessor, load_chat_tokenizer
 from embodrl.extras.gr00t.robots import RobotStats
 from embodrl.models.common import checkpoint
-from embodrl.models.common.dit import ContextMask, KeyValue
 from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
 from embodrl.models.common.flow_policy import FlowPolicy
 from embodrl.models.common.flow_spec import FlowModelConfig

@@ -19,9 +19,9 @@ from torch import Tensor
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
 from embodrl.extras.lerobot_policy.spec import LeRobotConfig
+from embodrl.extras.remote_policy.acting import ActingPolicy
 from embodrl.fields import Fields
 from embodrl.models.base import LoadReport
-from embodrl.models.common.acting import ActingPolicy
 from embodrl.models.common.checkpoint import resolve
 from embodrl.models.common.config_file import fields_of
 from embodrl.processes import bootstrap

@@ -11,6 +11,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import ActionHeadSpec
+from embodrl.extras.gr00t.dit import TransformerSpec
 from embodrl.extras.parity.common import (
     INPUTS_FILE,
     LOGITS_TOLERANCE,
@@ -23,7 +24,6 @@ from embodrl.extras.parity.common import (
 )
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
-from embodrl.models.common.dit import TransformerSpec
 
 WEIGHTS_FILE = "model.safetensors"
 DEFAULTS = {"dit_heads": 2, "vl_heads": 2}

@@ -7,6 +7,22 @@ from pathlib import Path
 import torch
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.openvla_oft.components import (
+    ACTION_HEAD,
+    PROPRIO,
+    VISION,
+    component_file,
+    film_tensors,
+    load_component,
+)
+from embodrl.extras.openvla_oft.config import choose_proprio_stats
+from embodrl.extras.openvla_oft.modeling import (
+    ActionHead,
+    ProprioProjector,
+    append_action_places,
+    at_action_places,
+    instruction_mean,
+)
 from embodrl.extras.parity.common import ACTION_TOLERANCE, LOGITS_TOLERANCE, Comparison, compare
 from embodrl.extras.parity.openvla import (
     action_columns,
@@ -16,22 +32,6 @@ from embodrl.extras.parity.openvla import (
 )
 from embodrl.models.base import LoadReport
 from embodrl.models.common.norm_stats import choose_stats
-from embodrl.models.openvla_oft.components import (
-    ACTION_HEAD,
-    PROPRIO,
-    VISION,
-    component_file,
-    film_tensors,
-    load_component,
-)
-from embodrl.models.openvla_oft.config import choose_proprio_stats
-from embodrl.models.openvla_oft.modeling import (
-    ActionHead,
-    ProprioProjector,
-    append_action_places,
-    at_action_places,
-    instruction_mean,
-)
 
 KEEP_STOP_TOKEN = True
 """By default, as in the known recording; ``embodrl.keep_stop_token`` of the fixture's config.json says otherwise."""

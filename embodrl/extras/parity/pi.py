@@ -23,14 +23,14 @@ from embodrl.extras.parity.common import (
     read_settings,
     read_tensors,
 )
+from embodrl.extras.pi.config import PiConfig
+from embodrl.extras.pi.modeling import PiModel
+from embodrl.extras.pi.weights import aliases_and_ignored
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.flow import accumulated_times
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.patches import SiglipSpec
-from embodrl.models.pi.config import PiConfig
-from embodrl.models.pi.modeling import PiModel
-from embodrl.models.pi.weights import aliases_and_ignored
 
 WEIGHTS_FILE = "model.safetensors"
 DEFAULTS = {"siglip_heads": 2, "gemma_heads": 8, "num_steps": 10}

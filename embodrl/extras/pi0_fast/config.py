@@ -7,12 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.pi0_fast.spec import Pi0FastArchitectureConfig
-from embodrl.fields import Fields
-from embodrl.models.common.config_file import OWN_SECTION, check_family, read_file
-from embodrl.models.common.gemma import GemmaSpec
-from embodrl.models.common.patches import SiglipSpec
-from embodrl.models.pi.config import (
+from embodrl.extras.pi.config import (
     BY_DEVIATION,
     BY_QUANTILES,
     PUBLIC,
@@ -21,7 +16,12 @@ from embodrl.models.pi.config import (
     from_lerobot,
     variant_name,
 )
-from embodrl.models.pi.tokenizer import PALIGEMMA
+from embodrl.extras.pi.tokenizer import PALIGEMMA
+from embodrl.extras.pi0_fast.spec import Pi0FastArchitectureConfig
+from embodrl.fields import Fields
+from embodrl.models.common.config_file import OWN_SECTION, check_family, read_file
+from embodrl.models.common.gemma import GemmaSpec
+from embodrl.models.common.patches import SiglipSpec
 
 NAME = "pi0_fast"
 ACTION_TOKENIZER = "lerobot/fast-action-tokenizer"

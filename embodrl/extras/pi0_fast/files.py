@@ -8,12 +8,12 @@ from pathlib import Path
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
+from embodrl.extras.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
 from embodrl.extras.pi0_fast.codec import SETTINGS_FILE, TOKENIZER_FILE, ActionCodec, read_codec
 from embodrl.extras.pi0_fast.config import FastConfig
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
-from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
 
 CODEC_DIRECTORY = "action_tokenizer"
 """Where lerobot puts the action tokenizer of a policy."""

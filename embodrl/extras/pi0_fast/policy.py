@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
+from embodrl.extras.pi.stats import PiStats
+from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.extras.pi.weights import in_float32, neutral_norm
 from embodrl.extras.pi0_fast.codec import ActionCodec
 from embodrl.extras.pi0_fast.config import PUBLIC_FAST
 from embodrl.extras.pi0_fast.files import CODEC_DIRECTORY, public_state, state_dims, write_processors
@@ -33,9 +36,6 @@ from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.sampling import action_entropy, action_log_probs, draw, exponential_noise
 from embodrl.models.common.value_head import ValueHead, masked_mean
-from embodrl.models.pi.stats import PiStats
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
-from embodrl.models.pi.weights import in_float32, neutral_norm
 from embodrl.types import TOKEN_MASK, ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 BEGIN = "Action: "

@@ -15,9 +15,9 @@ import torch
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
+from embodrl.extras.remote_policy.acting import ActingPolicy
 from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
 from embodrl.models.base import LoadReport
-from embodrl.models.common.acting import ActingPolicy
 from embodrl.serving.clients import Client
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.gymnasium.env import resized
 from embodrl.envs.real_time.safety import Command
 from embodrl.envs.simulator import SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules
 from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.extras.gymnasium.env import resized
 from embodrl.names import import_object
 
 if TYPE_CHECKING:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from embodrl.extras.pi.config import Normalization
+from embodrl.extras.pi.stats import choose, identity_set
+from embodrl.extras.pi.tokenizer import tiny_tokenizer
 from embodrl.extras.smolvla import files
 from embodrl.extras.smolvla.config import SmolVlaConfig
 from embodrl.extras.smolvla.modeling import SmolVlaModel
@@ -16,9 +19,6 @@ from embodrl.models.common.config_file import CONFIG_FILE, fields_of
 from embodrl.models.common.heads import build_noise_head, build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import choose, identity_set
-from embodrl.models.pi.tokenizer import tiny_tokenizer
 
 TINY_STATS_KEY = "maniskill"
 _SIZES = ("siglip", "vlm", "expert", "scale_factor", "max_action_dim", "action_horizon")

@@ -13,15 +13,15 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from embodrl.extras.pi.config import Normalization
+from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
+from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 from embodrl.extras.smolvla.config import SmolVlaConfig
 from embodrl.fields import Fields
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
-from embodrl.models.common.fetched_tokenizer import fetch_tokenizer
 from embodrl.models.common.limits import check_vocabulary
-from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 
 PREFIX = "model."
 LEROBOT_EPS = 1e-8

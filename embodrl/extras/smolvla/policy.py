@@ -11,21 +11,21 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from embodrl.extras.pi.expert_policy import ExpertPolicy
+from embodrl.extras.pi.stats import PiStats
+from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.extras.smolvla import files
 from embodrl.extras.smolvla.config import PUBLIC
 from embodrl.extras.smolvla.modeling import SmolContext, SmolVlaModel
 from embodrl.extras.smolvla.processing import SmolProcessor
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.expert_policy import ExpertPolicy
 from embodrl.models.common.flow import NoiseHead
 from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.value_head import ValueHead, masked_mean
-from embodrl.models.pi.stats import PiStats
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
 
 
 class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):

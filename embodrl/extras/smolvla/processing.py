@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.errors import EmbodrlError
+from embodrl.extras.pi.stats import Scaling, cut
+from embodrl.extras.pi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.extras.smolvla.config import SmolVlaConfig
 from embodrl.models.common.limits import check_cameras, check_prompt
-from embodrl.models.pi.stats import Scaling, cut
-from embodrl.models.pi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.types import Observation
 
 MAX_CAMERAS = 8

@@ -165,7 +165,7 @@ SITES = {
     "config/schema/tagged.py": "",
     "data/lerobot.py": "",
     "data/video_file.py": "",
-    "envs/gymnasium/env.py": "env.id",
+    "extras/gymnasium/env.py": "env.id",
     "envs/pool/worker_main.py": "extensions",
     "extras/bench/cli.py": "",
     "extras/bench/envs.py": "",

@@ -28,8 +28,8 @@ from tokenizers import Tokenizer, models
 
 from embodrl.cli.model import families
 from embodrl.config.schema import model_settings
+from embodrl.extras.pi.weights import EXPERT_HEAD
 from embodrl.models.common.checkpoint import stored_shapes, weight_files
-from embodrl.models.pi.weights import EXPERT_HEAD
 from embodrl.models.registry import build_policy
 from embodrl.runs import random_model
 from embodrl.runs.random_model import random_policy, write_random_model

@@ -16,9 +16,9 @@ from transformers import Siglip2VisionConfig, Siglip2VisionModel
 from embodrl.errors import CheckpointError
 from embodrl.extras.gr00t import eagle3
 from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN16Config
+from embodrl.extras.gr00t.dit import TransformerSpec
 from embodrl.extras.gr00t.modeling import Gr00tN16Model
 from embodrl.extras.gr00t.qwen3_vl import VisionSpec
-from embodrl.models.common.dit import TransformerSpec
 
 PUBLIC = {name: value for name, value in N1_7.items() if name != "vl_self_attention_cfg"}
 PUBLIC |= {"model_type": "Gr00tN1d6", "model_name": "nvidia/Eagle-Block2A-2B-v2", "action_horizon": 50}

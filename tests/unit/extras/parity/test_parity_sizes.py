@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from embodrl.errors import CheckpointError
 from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import ActionHeadSpec
+from embodrl.extras.gr00t.dit import TransformerSpec
+from embodrl.extras.openvla_oft.modeling import append_action_places, at_action_places
 from embodrl.extras.parity import gr00t as gr00t_parity
 from embodrl.extras.parity import openvla as openvla_parity
 from embodrl.extras.parity import openvla_oft as oft_parity
 from embodrl.extras.parity import pi as pi_parity
 from embodrl.extras.parity.common import Comparison
+from embodrl.extras.pi.config import PiConfig
+from embodrl.extras.pi.modeling import PiModel
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.checkpoint import write_json
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.dit import TransformerSpec
 from embodrl.models.common.flow import integrate
 from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.norm_stats import choose_stats, stats_sets
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.openvla.modeling import OpenVLAModel
-from embodrl.models.openvla_oft.modeling import append_action_places, at_action_places
-from embodrl.models.pi.config import PiConfig
-from embodrl.models.pi.modeling import PiModel
 
 HEAD = ActionHeadSpec(
     dit=TransformerSpec(2, 3, 8),
