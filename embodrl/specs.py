@@ -435,6 +435,20 @@ class ServeProtocolSpec(Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SmallActorSpec(Entry):
+    """A small actor that learns on a frozen policy.
+
+    ``target`` is a class with the class methods ``base_config`` and ``build`` of
+    ``embodrl.extras.small_actors.on_frozen.OnFrozenPolicy``.
+
+    Attributes:
+        engine: class derived from ``OffPolicyEngine`` that trains it, as ``module:Class``; None: ``OffPolicyEngine``.
+    """
+
+    engine: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerbSpec(Entry):
     """A verb of the command line. ``target`` is a function whose parameters are typer's, or a ``typer.Typer`` of verbs.
 
@@ -603,6 +617,8 @@ SERVE_PROTOCOLS = Registry(
 )
 VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
 """Verbs of the command line that are not the core's; GROUP.NAME is one below a group, e.g. ``env.serve``."""
+SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors")
+"""What ``model.small_actor.kind`` chooses."""
 ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers")
 
 

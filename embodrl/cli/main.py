@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, data, env, model, pipeline
+from embodrl.cli import config, env
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
@@ -76,7 +76,7 @@ add(app, collect)
 add(app, sft)
 add(app, resume)
 add(app, fetch)
-for module, name in ((config, "config"), (env, "env"), (data, "data"), (model, "model"), (pipeline, "pipeline")):
+for module, name in ((config, "config"), (env, "env")):
     app.add_typer(module.app, name=name, short_help=summary(module.about))
 add(app, list_names, "list")
 add(app, doctor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from embodrl.errors import CheckpointError, EmbodrlError
-from embodrl.specs import MODELS, ModelSpec, RegisteredName
+from embodrl.specs import MODELS, SMALL_ACTORS, ModelSpec, RegisteredName
 
 if TYPE_CHECKING:
     import torch
@@ -80,13 +80,14 @@ def build_policy(
     """
     from embodrl.models.base import VLAPolicy
     from embodrl.models.common.lora import continue_adapters
+    from embodrl.models.common.small_actor import actor_of
     from embodrl.models.common.trainable import apply_trainable
-    from embodrl.models.gaussian.on_frozen import actor_of, build_on_frozen, value_head_of
 
     build = MODELS.get(SupportedModel(config.model_type))
     actor, directory = actor_of(config)
-    if actor.kind is not None:
-        config = value_head_of(config, actor)
+    on_top = None if actor.kind is None else SMALL_ACTORS.get(actor.kind)
+    if on_top is not None:
+        config = on_top.base_config(config, actor)
     try:
         policy, report = build(config, device=device, dtype=dtype, seed=seed)
     except TypeError as error:
@@ -112,6 +113,6 @@ def build_policy(
             "give the base model as model.model_path, or leave model.lora_path out",
             code="adapter-base",
         )
-    if actor.kind is not None:
-        policy = build_on_frozen(policy, config, actor, directory, report, seed)
+    if on_top is not None:
+        policy = on_top.build(policy, config, actor, directory, report, seed)
     return policy, report

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,13 @@ from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions, PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
-from embodrl.hybrid_engines.training.rlt import RltEngine
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.scheduler.worker import dispatch
-from embodrl.specs import ENGINES, LOSSES
+from embodrl.specs import ENGINES, LOSSES, SMALL_ACTORS
 from embodrl.workers.policy import build_policy, configure_torch
 from embodrl.workers.weights import SendingWorker
 
@@ -96,9 +95,10 @@ def make_native_engine(config: Config, deployment: Deployment, policy: VLAPolicy
     if loss.off_policy and not loss.imitates:
         settings = config.algorithm.off_policy
         seed = config.runner.seed
-        if config.algorithm.loss_type == "rlt":
-            return RltEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
-        return OffPolicyEngine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
+        actor = config.model.small_actor.kind
+        own = None if actor is None else SMALL_ACTORS.entry(actor).engine
+        engine = OffPolicyEngine if own is None else cast("type[OffPolicyEngine]", import_object(own))
+        return engine(policy, EngineOptions.of(config), policy.device, settings, seed, cores)
     return _native_engine(config, policy, cores, shares_weights=not deployment.rolls_out_in_processes)
 
 

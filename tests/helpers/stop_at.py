@@ -32,7 +32,7 @@ POINTS = {
     "publish": "embodrl.storage.checkpoint:publish_directory",
     "store": "embodrl.data.replay:ReplayBuffer.add",
     "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
-    "learn_rlt": "embodrl.hybrid_engines.training.rlt:RltEngine._update_actor",
+    "learn_rlt": "embodrl.extras.small_actors.rlt_engine:RltEngine._update_actor",
     "learn_offline": "embodrl.learners.offline:OfflineLearner.imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "log_late": "embodrl.reporting.sinks:MetricsLogger.log_late",

@@ -14,11 +14,10 @@ from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from embodrl.errors import CheckpointError
 from embodrl.extras.parity import pi as parity
-from embodrl.extras.pi import modeling
+from embodrl.extras.pi import gemma, modeling
+from embodrl.extras.pi.flow import reversed_velocity
 from embodrl.extras.pi.modeling import PiModel
 from embodrl.extras.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
-from embodrl.models.common import gemma
-from embodrl.models.common.flow import reversed_velocity
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "parity"
 pytestmark = pytest.mark.skipif(

@@ -20,10 +20,11 @@ from embodrl.extras.gr00t.processing import (
 from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, Keys, choose_keys, choose_robot, identity_metadata
 from embodrl.extras.gr00t.spec import Gr00tModelConfig
 from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION
-from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets

@@ -28,10 +28,11 @@ from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, RobotStats
 from embodrl.extras.gr00t.sidecars import PROCESSOR_FILE, with_statistics
 from embodrl.extras.gr00t.spec import Gr00tN17ModelConfig, Gr00tTiledSizes
 from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.pi.flow_spec import FlowModelConfig
+from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
-from embodrl.models.common.flow_spec import FlowModelConfig
-from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import given_sets

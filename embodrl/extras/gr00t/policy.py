@@ -20,10 +20,11 @@ from embodrl.extras.gr00t.dit import ContextMask, KeyValue
 from embodrl.extras.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.extras.gr00t.processing import Gr00tProcessor, load_chat_tokenizer
 from embodrl.extras.gr00t.robots import RobotStats
+from embodrl.extras.pi.flow import NoiseHead, Velocity, reversed_velocity
+from embodrl.extras.pi.flow_policy import FlowPolicy
+from embodrl.extras.pi.flow_spec import FlowModelConfig
+from embodrl.extras.pi.noise_head import save_noise_head
 from embodrl.models.common import checkpoint
-from embodrl.models.common.flow import NoiseHead, Velocity, reversed_velocity
-from embodrl.models.common.flow_policy import FlowPolicy
-from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize
 from embodrl.models.common.lora import merged_state_dict
@@ -216,7 +217,8 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
 
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""
-        save_heads(directory, self.value_head, self.noise_head)
+        save_heads(directory, self.value_head)
+        save_noise_head(directory, self.noise_head)
         for name, content in self.model.config.files().items():
             (directory / name).parent.mkdir(exist_ok=True)
             checkpoint.write_json(directory / name, content)

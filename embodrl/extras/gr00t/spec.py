@@ -9,8 +9,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import Fraction, PositiveInt, Section
-from embodrl.interface import ZERO_CLOSES, Interface
-from embodrl.models.common.flow_spec import (
+from embodrl.extras.pi.flow_spec import (
     ACTIONS,
     FlowModelConfig,
     SiglipConfig,
@@ -20,6 +19,7 @@ from embodrl.models.common.flow_spec import (
     flow_family,
     libero_interface,
 )
+from embodrl.interface import ZERO_CLOSES, Interface
 
 
 class Gr00tSizes(Section):

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.pi.flow import Times, Velocity, denoising_times, integrate
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.common.flow import Times, Velocity, denoising_times, integrate
 
 LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 1e-5

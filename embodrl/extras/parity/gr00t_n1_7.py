@@ -22,10 +22,10 @@ from embodrl.extras.parity.common import (
     compare,
     read_tensors,
 )
+from embodrl.extras.pi.flow import integrate, reversed_velocity
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.common.flow import integrate, reversed_velocity
 
 WEIGHTS_FILE = "model.safetensors"
 NUM_STEPS = 4

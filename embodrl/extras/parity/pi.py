@@ -24,12 +24,12 @@ from embodrl.extras.parity.common import (
     read_tensors,
 )
 from embodrl.extras.pi.config import PiConfig
+from embodrl.extras.pi.flow import accumulated_times
+from embodrl.extras.pi.gemma import GemmaSpec
 from embodrl.extras.pi.modeling import PiModel
 from embodrl.extras.pi.weights import aliases_and_ignored
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
-from embodrl.models.common.flow import accumulated_times
-from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.patches import SiglipSpec
 
 WEIGHTS_FILE = "model.safetensors"

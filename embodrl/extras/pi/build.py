@@ -11,6 +11,7 @@ from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.extras.pi.config import Normalization, PiConfig, Variant
 from embodrl.extras.pi.conventions import with_conventions
 from embodrl.extras.pi.modeling import PiModel
+from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.extras.pi.policy import PiPolicy, default_value_input
 from embodrl.extras.pi.processing import PiProcessor
 from embodrl.extras.pi.spec import MISSING_CONFIG, PiModelConfig
@@ -21,7 +22,7 @@ from embodrl.fields import Fields
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of, read_file
-from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 

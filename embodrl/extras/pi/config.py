@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.pi.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.extras.pi.spec import PiArchitectureConfig
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (
@@ -27,7 +28,6 @@ from embodrl.models.common.config_file import (
     read_vit,
     size,
 )
-from embodrl.models.common.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.models.common.patches import SO400M_224, SiglipSpec
 
 Variant = Literal["pi0", "pi05"]

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from embodrl.extras.pi.config import PiConfig
 from embodrl.extras.pi.expert_policy import ExpertNetwork, Towers
-from embodrl.extras.pi.siglip import SiglipTower
-from embodrl.models.common.gemma import (
+from embodrl.extras.pi.gemma import (
     GemmaLayer,
     GemmaModel,
     GemmaSpec,
@@ -33,6 +32,7 @@ from embodrl.models.common.gemma import (
     per_token,
     rotary,
 )
+from embodrl.extras.pi.siglip import SiglipTower
 from embodrl.models.common.patches import SiglipSpec
 
 MIN_PERIOD = 4e-3

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from embodrl.errors import EmbodrlError
 from embodrl.extras.pi.config import PUBLIC, Variant
 from embodrl.extras.pi.expert_policy import ExpertPolicy
+from embodrl.extras.pi.flow import NoiseHead, accumulated_times
+from embodrl.extras.pi.flow_spec import FlowModelConfig
 from embodrl.extras.pi.modeling import PiContext, PiModel
+from embodrl.extras.pi.noise_head import save_noise_head
 from embodrl.extras.pi.processing import PiProcessor
 from embodrl.extras.pi.stats import ASSETS, STATS_FILE, PiStats
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.extras.pi.weights import in_float32, neutral_norm, public_state
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.common.flow import NoiseHead, accumulated_times
-from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
@@ -130,7 +131,8 @@ class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
     def write_files(self, directory: Path) -> None:
         """Write what ``save_pretrained`` writes beside the weights."""
         precision = str(self.model.dtype).removeprefix("torch.")
-        save_heads(directory, self.value_head, self.noise_head)
+        save_heads(directory, self.value_head)
+        save_noise_head(directory, self.noise_head)
         checkpoint.write_json(directory / CONFIG_FILE, self.model.config.to_dict(precision))
         assets = directory / ASSETS / self.robot_stats.key
         assets.mkdir(parents=True)

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import NonNegativeInt, PositiveInt, Section
-from embodrl.models.common.config_file import own_section
-from embodrl.models.common.flow_spec import (
+from embodrl.extras.pi.flow_spec import (
     WHOLE_PICTURES,
     FlowModelConfig,
     SiglipConfig,
@@ -19,6 +18,7 @@ from embodrl.models.common.flow_spec import (
     flow_family,
     vlm_fits,
 )
+from embodrl.models.common.config_file import own_section
 
 
 class PiArchitectureConfig(Section):

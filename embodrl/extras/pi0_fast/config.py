@@ -16,11 +16,11 @@ from embodrl.extras.pi.config import (
     from_lerobot,
     variant_name,
 )
+from embodrl.extras.pi.gemma import GemmaSpec
 from embodrl.extras.pi.tokenizer import PALIGEMMA
 from embodrl.extras.pi0_fast.spec import Pi0FastArchitectureConfig
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import OWN_SECTION, check_family, read_file
-from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.patches import SiglipSpec
 
 NAME = "pi0_fast"

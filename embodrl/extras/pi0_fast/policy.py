@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
+from embodrl.extras.pi.flow_policy import LEARNABLE
 from embodrl.extras.pi.stats import PiStats
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.extras.pi.weights import in_float32, neutral_norm
@@ -29,7 +30,6 @@ from embodrl.extras.pi0_fast.modeling import FastModel
 from embodrl.extras.pi0_fast.processing import FastProcessor
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE
-from embodrl.models.common.flow_policy import LEARNABLE
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
@@ -321,7 +321,7 @@ class FastPolicy(PublicLayout):
         stats = self.robot_stats
         dims = state_dims(stats) or config.inputs.max_action_dim
         precision = str(self.model.dtype).removeprefix("torch.")
-        save_heads(directory, self.value_head, None)
+        save_heads(directory, self.value_head)
         checkpoint.write_json(
             directory / CONFIG_FILE, config.to_dict(self.action_dim, dims, precision, config.inputs.num_images)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from embodrl.extras.pi.config import Normalization
+from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.extras.pi.stats import choose, identity_set
 from embodrl.extras.pi.tokenizer import tiny_tokenizer
 from embodrl.extras.smolvla import files
@@ -16,7 +17,7 @@ from embodrl.extras.smolvla.spec import SmolVlaModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
-from embodrl.models.common.heads import build_noise_head, build_value_head
+from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 

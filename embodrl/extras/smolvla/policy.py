@@ -12,6 +12,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from embodrl.extras.pi.expert_policy import ExpertPolicy
+from embodrl.extras.pi.flow import NoiseHead
+from embodrl.extras.pi.flow_spec import FlowModelConfig
+from embodrl.extras.pi.noise_head import save_noise_head
 from embodrl.extras.pi.stats import PiStats
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.extras.smolvla import files
@@ -20,8 +23,6 @@ from embodrl.extras.smolvla.modeling import SmolContext, SmolVlaModel
 from embodrl.extras.smolvla.processing import SmolProcessor
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.flow import NoiseHead
-from embodrl.models.common.flow_spec import FlowModelConfig
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.lora import merged_state_dict
 from embodrl.models.common.public_layout import PublicLayout
@@ -119,7 +120,8 @@ class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
         stats = self.robot_stats
         state = fields_of(stats.raw, stats.key).fields("state", {})
         state_dim = len(state.items("mean")) if "mean" in state else config.max_state_dim
-        save_heads(directory, self.value_head, self.noise_head)
+        save_heads(directory, self.value_head)
+        save_noise_head(directory, self.noise_head)
         files.write_config(directory, config, self.action_dim, state_dim, own_section)
         files.write_processors(directory, config, stats, self.action_dim, state_dim)
         self.processor.tokenizer.save(directory)

@@ -1,4 +1,4 @@
-"""Heads that embodrl adds to a family's network: the critic and, with Flow-Noise, the noise of denoising steps.
+"""Heads that embodrl adds to a family's network: the critic, and others such as the noise of denoising steps.
 
 Each lives in a file of its own, so that the rest stays a plain checkpoint of its family.
 """
@@ -14,17 +14,14 @@ import torch
 from embodrl.config.schema import ModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
-from embodrl.models.common.flow import NoiseHead
-from embodrl.models.common.flow_spec import FlowModelConfig
-from embodrl.models.common.value_head import FeatureTap, ValueHead
+from embodrl.models.common.value_head import DrawnHead, FeatureTap, ValueHead
 from embodrl.storage.files import write_safetensors
 
 logger = logging.getLogger(__name__)
 
 VALUE_HEAD_FILE = "value_head.safetensors"
-NOISE_HEAD_FILE = "noise_head.safetensors"
 
-Head = TypeVar("Head", ValueHead, NoiseHead)
+Head = TypeVar("Head", bound=DrawnHead)
 
 
 def build_value_head(
@@ -49,46 +46,28 @@ def build_value_head(
         CheckpointError: its file is corrupt.
     """
     if not config.add_value_head:
-        _ignore(directory, VALUE_HEAD_FILE, "model.add_value_head is false", report)
+        ignore_head(directory, VALUE_HEAD_FILE, "model.add_value_head is false", report)
         return None
     outputs = config.num_action_chunks if config.value_head.output == "action" else 1
     head = ValueHead(input_dim, config.value_head.hidden_sizes, outputs).to(device)
-    return _fill(head, "value_head", "model.value_head asks for another shape", directory, report, device, generator)
+    return fill_head(
+        head, "value_head", "model.value_head asks for another shape", directory, report, device, generator
+    )
 
 
-def build_noise_head(
-    config: FlowModelConfig,
-    feature_dim: int,
-    action_dim: int,
-    directory: Path | None,
-    report: LoadReport,
-    device: torch.device | str,
-    generator: torch.Generator,
-) -> NoiseHead | None:
-    """Return Flow-Noise's head, from the checkpoint if that has one; None with Flow-SDE.
-
-    It reads an action's features, ``float32[..., feature_dim]``; ``action_dim`` is padded. Rest: ``build_value_head``.
-    """
-    if config.flow.method != "flow_noise":
-        _ignore(directory, NOISE_HEAD_FILE, f"model.flow.method is {config.flow.method}", report)
-        return None
-    head = NoiseHead(feature_dim, action_dim, config.flow.noise_std_min, config.flow.noise_std_max).to(device)
-    return _fill(head, "noise_head", "the network has another size", directory, report, device, generator)
+def save_heads(directory: Path, value_head: ValueHead | FeatureTap | None) -> None:
+    """Write the critic, if there is one."""
+    if value_head is not None and not isinstance(value_head, FeatureTap):
+        write_safetensors(directory / VALUE_HEAD_FILE, value_head.state_dict())
 
 
-def save_heads(directory: Path, value_head: ValueHead | None, noise_head: NoiseHead | None) -> None:
-    """Write the heads that there are."""
-    for head, name in ((value_head, VALUE_HEAD_FILE), (noise_head, NOISE_HEAD_FILE)):
-        if head is not None and not isinstance(head, FeatureTap):
-            write_safetensors(directory / name, head.state_dict())
-
-
-def _ignore(directory: Path | None, name: str, reason: str, report: LoadReport) -> None:
+def ignore_head(directory: Path | None, name: str, reason: str, report: LoadReport) -> None:
+    """Note in the report that the file of a head is not used, if there is one."""
     if directory is not None and (directory / name).is_file():
         report.ignored[name] = reason
 
 
-def _fill(
+def fill_head(
     head: Head,
     role: str,
     mismatch: str,
@@ -97,6 +76,20 @@ def _fill(
     device: torch.device | str,
     generator: torch.Generator,
 ) -> Head:
+    """Return a head, from ``{role}.safetensors`` if the checkpoint has it in the same shape; else with new weights.
+
+    Args:
+        head: to fill.
+        role: what the head is called in reports.
+        mismatch: reason for the report where the file holds a whole head of another shape.
+        directory: of the checkpoint, or None.
+        report: filled in.
+        device: of the head, which is always float32.
+        generator: source of new weights.
+
+    Raises:
+        CheckpointError: its file is corrupt.
+    """
     if torch.device(device).type != "meta":  # there, drawing would import torch's compiler
         head.init_weights(generator)  # even if overwritten, so that later draws do not depend on the checkpoint
     name = f"{role}.safetensors"

@@ -79,3 +79,13 @@ def smoothed_targets(num_bins: int, sigma: float, device: torch.device) -> Tenso
     bins = torch.arange(num_bins, dtype=torch.float64)
     weights = torch.exp(-0.5 * ((bins[None] - bins[:, None]) / sigma) ** 2)
     return (weights / weights.sum(dim=1, keepdim=True)).float().to(device)
+
+
+def standard_normal(shape: Sequence[int], generator: RandomSource | None, device: torch.device, dim: int = 0) -> Tensor:
+    """Return ``float32`` draws made on the generator's device; ``dim`` is the axis of the batch."""
+    source = device if generator is None else generator.device
+
+    def draw(size: list[int], one: torch.Generator | None) -> Tensor:
+        return torch.randn(size, generator=one, device=source)
+
+    return draw_rows(draw, shape, generator, dim).to(device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,15 @@ from torch.nn import functional as F
 LAST_LAYER_STD = 0.02
 
 
-class ValueHead(nn.Module):
+class DrawnHead(nn.Module, ABC):
+    """A head that draws its own first weights."""
+
+    @abstractmethod
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw new weights."""
+
+
+class ValueHead(DrawnHead):
     """GELU MLP without a bias in its last layer, in float32 whatever the precision of its input.
 
     Args:

@@ -20,11 +20,11 @@ from embodrl.models.base import LoadReport, OffPolicyActor, VLAPolicy
 from embodrl.models.common import checkpoint
 from embodrl.models.common.condition import signs_of
 from embodrl.models.common.config_file import CONFIG_FILE, check_family, read_file, size
-from embodrl.models.common.flow import standard_normal
 from embodrl.models.common.heads import build_value_head, save_heads
 from embodrl.models.common.images import resize_area
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_stats
+from embodrl.models.common.sampling import standard_normal
 from embodrl.models.common.value_head import ValueHead
 from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
 from embodrl.models.gaussian.spec import GaussianModelConfig
@@ -205,7 +205,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         """Write config.json, the weights and the value head."""
         with checkpoint.policy_directory(directory) as staging:
             checkpoint.save_weights(self.model.state_dict(), staging, one_file=True)
-            save_heads(staging, self.value_head, None)
+            save_heads(staging, self.value_head)
             checkpoint.write_json(staging / CONFIG_FILE, {"model_type": FAMILY, **asdict(self.model.spec)})
 
 

@@ -232,7 +232,7 @@ class TokenPolicy(PublicLayout):
 
     def save_extras(self, directory: Path) -> None:
         """Write what is not part of the network."""
-        save_heads(directory, self.value_head, None)
+        save_heads(directory, self.value_head)
 
     # Parts -----------------------------------------------------------------------------------------------------------
 

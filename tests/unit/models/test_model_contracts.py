@@ -28,9 +28,9 @@ from tiny_families import (
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.models import contract
+from embodrl.extras.model_tools import contract
+from embodrl.extras.model_tools.contract import Subject, reached_groups, row_problems, stray_gradients
 from embodrl.models.base import VLAPolicy
-from embodrl.models.contract import Subject, reached_groups, row_problems, stray_gradients
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
 from embodrl.types import TOKEN_MASK, PolicyOutput, SamplingParams

@@ -21,9 +21,9 @@ from embodrl.cli.main import app
 from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
+from embodrl.extras.pipeline_show.draw import to_mermaid, to_svg, to_text
 from embodrl.names import import_object
 from embodrl.pipelines.builtin import NODES
-from embodrl.pipelines.draw import to_mermaid, to_svg, to_text
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.load import load_config
 from embodrl.pipelines.select import build_graph, default_name

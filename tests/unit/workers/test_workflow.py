@@ -374,8 +374,7 @@ def test_an_error_of_the_policy_reaches_all_who_asked() -> None:
 
 
 def test_rows_draw_from_their_own_generators_whatever_their_company() -> None:
-    from embodrl.models.common.flow import standard_normal
-    from embodrl.models.common.sampling import exponential_noise
+    from embodrl.models.common.sampling import exponential_noise, standard_normal
 
     def rows(*seeds: int) -> RowGenerators:
         return RowGenerators(tuple(torch.Generator().manual_seed(seed) for seed in seeds))

@@ -26,12 +26,12 @@ from embodrl.extras.parity import openvla_oft as oft_parity
 from embodrl.extras.parity import pi as pi_parity
 from embodrl.extras.parity.common import Comparison
 from embodrl.extras.pi.config import PiConfig
+from embodrl.extras.pi.flow import integrate
+from embodrl.extras.pi.gemma import GemmaSpec
 from embodrl.extras.pi.modeling import PiModel
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.checkpoint import write_json
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.flow import integrate
-from embodrl.models.common.gemma import GemmaSpec
 from embodrl.models.common.norm_stats import choose_stats, stats_sets
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.openvla.modeling import OpenVLAModel

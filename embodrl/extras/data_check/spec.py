@@ -1,0 +1,7 @@
+"""The verbs of `embodrl data`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="data", target="embodrl.extras.data_check.cli:app")

@@ -1,0 +1,7 @@
+"""The verbs of `embodrl model`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="model", target="embodrl.extras.model_tools.cli:app")

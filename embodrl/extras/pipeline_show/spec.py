@@ -1,0 +1,7 @@
+"""The verbs of `embodrl pipeline`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="pipeline", target="embodrl.extras.pipeline_show.cli:app")

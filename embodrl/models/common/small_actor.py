@@ -1,0 +1,46 @@
+"""Which small actor a policy has on top of it: that of the configuration or of its checkpoint.
+
+The actors themselves are registered in ``embodrl.specs.SMALL_ACTORS``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from embodrl.config.schema import ModelConfig, SmallActorConfig
+from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.fields import read_fields
+from embodrl.hub import parse
+from embodrl.models.common import checkpoint
+from embodrl.specs import MODELS
+
+ACTOR_CONFIG = "small_actor.json"
+
+
+def actor_of(config: ModelConfig) -> tuple[SmallActorConfig, Path | None]:
+    """Return the small actor that a configuration or its checkpoint has, and the checkpoint's directory if that has it.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or its actor is not the one that is configured.
+        PolicyFileError: its settings are damaged.
+    """
+    wanted = config.small_actor
+    directory = Path(config.model_path or config.warm_start or "builtin").expanduser()
+    if config.model_path is not None and not directory.is_dir() and parse(config.model_path) is not None:
+        directory = directory if MODELS.entry(config.model_type).only_acts else checkpoint.resolve(config.model_path)
+    if not (directory / ACTOR_CONFIG).is_file():
+        return wanted, None
+    checkpoint.check_link(directory / ACTOR_CONFIG, directory)
+    fields = read_fields(directory / ACTOR_CONFIG, PolicyFileError, "save the policy again")
+    try:
+        stored = SmallActorConfig.model_validate_json(json.dumps(dict(fields.content)))
+    except ValueError as error:
+        raise PolicyFileError(f"{directory / ACTOR_CONFIG}: {error}", "save the policy again") from error
+    if stored.kind is None or (wanted.kind is not None and stored != wanted):
+        raise CheckpointError(
+            f"{directory} has a small actor with {stored.model_dump()}, and {wanted.model_dump()} is wanted",
+            "leave model.small_actor out, which takes that of the checkpoint, or set it to the same",
+            code="small-actor-differs",
+        )
+    return stored, directory
