@@ -306,6 +306,9 @@ class FunctionSpec(Entry):
         imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for what reads all there is.
+        parts: ``module:function`` that makes the parts of a run with this loss, as ``embodrl.trainer.parts.build``
+            does; None for what learns from rollouts.
+        rules: checks of the configuration that run when it is chosen.
     """
 
     needs_values: bool = False
@@ -315,6 +318,8 @@ class FunctionSpec(Entry):
     imitates: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
+    parts: str | None = None
+    rules: tuple[RuleSet, ...] = ()
 
     @property
     def learns_from_records(self) -> bool:
@@ -435,6 +440,17 @@ class ServeProtocolSpec(Entry):
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkflowRunnerSpec(Entry):
+    """What plays the episodes of workflows. ``target`` is a class whose arguments are those of ``LockstepRunner``.
+
+    Attributes:
+        collector: class derived from ``SyncCollector``, for synchronous runs, as ``module:Class``.
+    """
+
+    collector: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SmallActorSpec(Entry):
     """A small actor that learns on a frozen policy.
 
@@ -486,10 +502,11 @@ class FunctionRegistry(Registry[FunctionSpec]):
         kind: of the functions.
         builtin: name -> ``module:SPEC``.
         arguments: where the ``FunctionArguments`` are, as ``module:attribute``.
+        group: entry points that name further specs; "" for none.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str], arguments: str) -> None:
-        super().__init__(kind, FunctionSpec, builtin=builtin)
+    def __init__(self, kind: str, builtin: Mapping[str, str], arguments: str, group: str = "") -> None:
+        super().__init__(kind, FunctionSpec, group, builtin)
         self.arguments = arguments
 
     def entry(self, name: str) -> FunctionSpec:
@@ -573,9 +590,10 @@ LOSSES = FunctionRegistry(
     "loss",
     {
         name: f"embodrl.algorithms.spec:{name.upper()}"
-        for name in ("actor_critic", "actor", "fpo", "nft", "sac", "rlt", "iql", "recap", "dagger")
+        for name in ("actor_critic", "actor", "fpo", "nft", "sac", "rlt", "dagger")
     },
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
+    "embodrl.losses",
 )
 PIPELINES = Registry(
     "pipeline",
@@ -617,6 +635,8 @@ SERVE_PROTOCOLS = Registry(
 )
 VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
 """Verbs of the command line that are not the core's; GROUP.NAME is one below a group, e.g. ``env.serve``."""
+WORKFLOW_RUNNERS = Registry("runner of workflows", WorkflowRunnerSpec, "embodrl.workflow_runners")
+"""What plays the episodes of ``rollout.workflow``; the first one does."""
 SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors")
 """What ``model.small_actor.kind`` chooses."""
 ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers")

@@ -77,11 +77,11 @@ LARGER: dict[str, Shape] = {
     "embodrl/reporting/console.py:Console": Shape(attributes=20),
     "embodrl/reporting/sinks.py:MetricsLogger": Shape(arguments=7),
     "embodrl/runs/collect.py:DemoCollector": Shape(attributes=21),
-    "embodrl/scheduler/launchers/ray.py:_RayWorker": Shape(arguments=7),
+    "embodrl/extras/ray/launcher.py:_RayWorker": Shape(arguments=7),
     "embodrl/workers/async_collector.py:AsyncCollector": Shape(attributes=20),
     "embodrl/workers/remote_backend.py:RemoteBackend": Shape(attributes=25, arguments=7),
-    "embodrl/workers/task_runner.py:AsyncTaskRunner": Shape(attributes=20),
-    "embodrl/workers/workflow_runner.py:WorkflowCollector": Shape(arguments=7),
+    "embodrl/extras/workflows/task_runner.py:AsyncTaskRunner": Shape(attributes=20),
+    "embodrl/extras/workflows/runner.py:WorkflowCollector": Shape(arguments=7),
 }
 """path:Class -> what it may have: what was larger when the limits were set."""
 

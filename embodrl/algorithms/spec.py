@@ -85,18 +85,6 @@ NONE = FunctionSpec(
     off_policy=True,
     ignores=("gae_lambda",),
 )
-IQL = FunctionSpec(
-    name="iql",
-    target="embodrl.algorithms.offline:advantage_weights",
-    description="implicit Q-learning on a dataset: imitation weighted by advantages",
-    offline=True,
-)
-RECAP = FunctionSpec(
-    name="recap",
-    target="embodrl.algorithms.offline:advantage_indicator",
-    description="imitation of a dataset whose instructions say whether the advantage is positive",
-    offline=True,
-)
 SAC = FunctionSpec(
     name="sac",
     target="embodrl.algorithms.off_policy:sac",

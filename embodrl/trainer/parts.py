@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -24,28 +25,24 @@ from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.dagger import DaggerLearner
-from embodrl.learners.iql import IqlCritics
-from embodrl.learners.offline import OfflineLearner
-from embodrl.learners.offline_data import load_offline
 from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
-from embodrl.models.common.observation_net import ObservationSpec
+from embodrl.names import import_object
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import WorkerGroup
+from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.specs import LOSSES
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, drop_missing_warm_start
 from embodrl.trainer.session import RunSession
-from embodrl.workers.actor import launch_trainers, make_native_engine, make_train_engine
+from embodrl.workers.actor import launch_trainers, make_native_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.offline import OfflineBackend
 from embodrl.workers.policy import build_policy, check_memory, resolve_device
 from embodrl.workers.remote_backend import (
     RemoteBackend,
@@ -60,6 +57,9 @@ from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightCha
 
 logger = logging.getLogger(__name__)
 
+PartsBuilder = Callable[[RunSession, Config, torch.device, Callable[[], bool], ExitStack], Parts]
+"""Called with the session, the configuration that weights come from, and the last three arguments of ``build``."""
+
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     """Return what starts the actor and rollout processes of a run; None if the driver does everything itself.
@@ -73,13 +73,10 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     if not (acts or trains):
         return None
     limits = Limits(config.cluster.heartbeat_timeout_s, config.cluster.stall_timeout_s)
-    if config.cluster.launcher == "process":
-        return ProcessLauncher(limits)
-    from embodrl.scheduler.launchers.ray import RayLauncher
-
     places = [*(deployment.of("actor") if trains else ()), *(deployment.of("rollout") if acts else ())]
     simulators = Counter(place.node for place in deployment.of("env")) if acts else None
-    return RayLauncher(places, config.cluster.ray_address, children=simulators, limits=limits)
+    launcher = cast("type[Launcher]", LAUNCHERS.get(config.cluster.launcher))
+    return launcher.for_run(places, simulators, config.cluster, limits)
 
 
 def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
@@ -99,8 +96,8 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     closing.enter_context(MemoryWatch())
     config = session.config
     weights_from = config if session.checkpoint is None else drop_missing_warm_start(config)
-    if LOSSES.entry(config.algorithm.loss_type).offline:
-        return _build_offline(session, weights_from, device, stopped, closing)
+    if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
+        return cast("PartsBuilder", import_object(own))(session, weights_from, device, stopped, closing)
     launcher = make_launcher(config, session.deployment)
     if launcher is not None:
         closing.callback(launcher.close)
@@ -143,7 +140,7 @@ def _build_local(
     acting = make_rollout_engine(config, policy, threads, memory=memory, weights_dir=published)
     rewards = RewardWorker(config, tuple(pool.spec.tasks))
     rewards.check(pool.spec)
-    should_stop = _also_lost(engine, stopped)
+    should_stop = also_lost(engine, stopped)
     collector = make_collector(config, pool, acting, should_stop, needs_frames(config), rewards.judge)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
     evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
@@ -188,7 +185,7 @@ def _build_remote(
     )
     closing.callback(weights.close)
     logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
-    rollouts = RemoteBackend(config, group, channels, weights, policy, engine, _also_lost(engine, stopped))
+    rollouts = RemoteBackend(config, group, channels, weights, policy, engine, also_lost(engine, stopped))
     rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
     return _with_records(config, Parts(policy, engine, rollouts, rewards), None)
 
@@ -212,8 +209,8 @@ def _make_engine(
     return RemoteTrainEngine(config, policy, group, pipes is not None, memory), group
 
 
-def _also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], bool]:
-    """Return ``stopped``, which raises at once if a training process has died meanwhile."""
+def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], bool]:
+    """Return ``stopped``, which raises as soon as a training process has died."""
 
     def should_stop() -> bool:
         engine.check()
@@ -238,39 +235,6 @@ def _with_records(config: Config, parts: Parts, pool: EnvPool | None) -> Parts:
         assert isinstance(parts.engine, OffPolicyEngine), "the configuration was checked"
         learner = SmallActorLearner(parts.engine, stores, config.algorithm)
     return replace(parts, stores=stores, record_learner=learner)
-
-
-def _build_offline(
-    session: RunSession,
-    weights_from: Config,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-) -> Parts:
-    """As ``build``, of a run that learns from a dataset: simulators start with the first evaluation."""
-    config = session.config
-    deployment = session.deployment
-    log_dir = session.directory / "logs"
-    launcher = make_launcher(config, deployment)
-    if launcher is not None:
-        closing.callback(launcher.close)
-    policy = build_policy(weights_from, device)
-    data, seen = load_offline(config, policy)
-    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher)
-    closing.callback(engine.close)
-    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
-    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, _also_lost(engine, stopped))
-    closing.callback(rollouts.close)
-    critics = None if seen is None else make_critics(config, policy, seen)
-    learner = OfflineLearner(config, policy, engine, data, critics)
-    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data, learner)
-
-
-def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
-    """Return the critics of an offline run, which look at this part of observations."""
-    chunk = policy.num_action_chunks * policy.action_dim
-    algorithm = config.algorithm
-    return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)
 
 
 def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) -> DemoDraws:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -25,12 +25,13 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
+from embodrl.names import import_object
 from embodrl.processes.liveness import hurry
+from embodrl.specs import WORKFLOW_RUNNERS, WorkflowRunnerSpec
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
 from embodrl.workers.reward import Episode, RewardWorker
 from embodrl.workers.staleness import StalenessGate
-from embodrl.workers.workflow_runner import WorkflowRunner
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class EpisodeRunner(Protocol):
         ...
 
 
+def workflow_runner() -> WorkflowRunnerSpec:
+    """Return what plays the episodes of ``rollout.workflow``: the first that is registered."""
+    return WORKFLOW_RUNNERS.all()[0]
+
+
 def make_runners(
     config: Config,
     pool: EnvPool,
@@ -79,7 +85,9 @@ def make_runners(
     if config.rollout.workflow is None:
         return [*make_lockstep_runners(config, pool, engine, keep_frames, judge)]
     parts = pool.split(config.rollout.pipeline_stages)
-    return [WorkflowRunner(config, part, engine, keep_frames) for part in parts]
+    runner = workflow_runner().target
+    make = cast("Callable[..., EpisodeRunner]", import_object(runner) if isinstance(runner, str) else runner)
+    return [make(config, part, engine, keep_frames) for part in parts]
 
 
 class AsyncCollector:

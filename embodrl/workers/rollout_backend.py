@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 from embodrl.config.schema import Config
 from embodrl.envs.pool.faults import FaultCounts
@@ -17,11 +18,11 @@ from embodrl.hybrid_engines.copies import frozen_copy
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
-from embodrl.workers.async_collector import AsyncCollector, make_runners
+from embodrl.names import import_object
+from embodrl.workers.async_collector import AsyncCollector, make_runners, workflow_runner
 from embodrl.workers.collector import WHOLE, Collector, Share, SyncCollector
 from embodrl.workers.evaluator import EvalResult, Evaluator
 from embodrl.workers.reward import Episode
-from embodrl.workers.workflow_runner import WorkflowCollector
 
 
 class RolloutBackend(ABC):
@@ -144,7 +145,8 @@ def make_sync_collector(
     judge: Callable[[Episode], int] | None = None,
 ) -> SyncCollector:
     """Return the collector of a synchronous run, which calls ``judge`` with each episode that has ended."""
-    collector = SyncCollector if config.rollout.workflow is None else WorkflowCollector
+    own = None if config.rollout.workflow is None else workflow_runner().collector
+    collector = SyncCollector if own is None else cast("type[SyncCollector]", import_object(own))
     made = collector(config, pool, engine, should_stop, keep_frames, share)
     made.judge = judge
     return made

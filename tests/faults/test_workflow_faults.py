@@ -11,9 +11,9 @@ import numpy as np
 from expect import raises_code
 from test_env_faults import wait_until_gone
 
-from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvWorkerDied
+from embodrl.extras.workflows.async_pool import AsyncPool
 
 FORWARD = {"actions": np.full((2, 7), 0.01, np.float32)}
 

@@ -33,7 +33,7 @@ POINTS = {
     "store": "embodrl.data.replay:ReplayBuffer.add",
     "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
     "learn_rlt": "embodrl.extras.small_actors.rlt_engine:RltEngine._update_actor",
-    "learn_offline": "embodrl.learners.offline:OfflineLearner.imitate",
+    "learn_offline": "embodrl.extras.offline.learner:OfflineLearner.imitate",
     "log": "embodrl.reporting.sinks:MetricsLogger.log",
     "log_late": "embodrl.reporting.sinks:MetricsLogger.log_late",
     "add_episode": "embodrl.data.raw:RawWriter.add",

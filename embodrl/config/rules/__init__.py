@@ -16,7 +16,6 @@ from embodrl.config.rules import (
     interface,
     model,
     off_policy,
-    offline,
     offload,
     pipeline,
     protocol,
@@ -33,7 +32,7 @@ from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
 from embodrl.config.rules.verbs import Verb, concerns, reads, settings_without_effect
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigProblem
-from embodrl.specs import ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, VERBS, VerbSpec
+from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS, VerbSpec
 
 __all__ = [
     "NOTES",
@@ -52,7 +51,6 @@ __all__ = [
     "interface",
     "model",
     "off_policy",
-    "offline",
     "offload",
     "pipeline",
     "protocol",
@@ -105,11 +103,12 @@ def run_rules(
 
     protocols = [SERVE_PROTOCOLS.entry(name) for name in context.config.serve.protocols] if verb == "serve" else []
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
-    specs = [spec for spec in (context.simulator, context.family, *engines.values(), *protocols) if spec is not None]
+    chosen = (context.simulator, context.family, context.loss, *engines.values(), *protocols)
+    specs = [spec for spec in chosen if spec is not None]
     specs += _specs_of_verb(verb, context)
-    chosen = [rules for spec in specs for rules in spec.rules]
-    every = [*RULES, *(rule for one in chosen for rule in one.rules), *further_rules]
-    notes = [*NOTES, *(note for one in chosen for note in one.notes)]
+    sets = [rules for spec in specs for rules in spec.rules]
+    every = [*RULES, *(rule for one in sets for rule in one.rules), *further_rules]
+    notes = [*NOTES, *(note for one in sets for note in one.notes)]
     later = [rule for rule in every if verb == "plan" and rule.here]
     ignored = (
         [] if verb is None else [context.problem(each, "") for each in settings_without_effect(verb, context.tree)]
@@ -127,7 +126,7 @@ def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:
 
 def shipped_rules() -> RuleSet:
     """Return all rules that come with embodrl, for the references in docs/."""
-    registries = (ENVS, MODELS, ENGINES, SERVE_PROTOCOLS, VERBS)
+    registries = (ENVS, MODELS, ENGINES, LOSSES, SERVE_PROTOCOLS, VERBS)
     specs = [registry.entry(name) for registry in registries for name in registry.shipped()]
     sets = {id(rules): rules for spec in specs for rules in spec.rules}.values()  # families share some
     return RuleSet(

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodrl.algorithms.offline import (
+from embodrl.data.demos import Demos
+from embodrl.data.load import load_demos
+from embodrl.data.replay import POLICY
+from embodrl.errors import EmbodrlError, UsageError
+from embodrl.extras.offline.algorithm import (
     advantage_indicator,
     n_step_advantages,
     rewards_to_go,
     steps_to_go_rewards,
     two_hot,
 )
-from embodrl.data.advantages import Column, check_labelled_format, frame_numbers, sidecar, write_sidecar
-from embodrl.data.demos import Demos
-from embodrl.data.load import load_demos
-from embodrl.data.replay import POLICY
-from embodrl.errors import EmbodrlError, UsageError
+from embodrl.extras.offline.labels import Column, check_labelled_format, frame_numbers, sidecar, write_sidecar
 from embodrl.extras.rewards.observe import (
     Fitting,
     fit,

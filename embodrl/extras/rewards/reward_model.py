@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodrl.algorithms.offline import rewards_to_go, steps_to_go_rewards, two_hot
 from embodrl.config.rules.reward import REWARD_MODEL
 from embodrl.data.demos import Demos
 from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError, UsageError
+from embodrl.extras.offline.algorithm import rewards_to_go, steps_to_go_rewards, two_hot
 from embodrl.extras.rewards.observe import (
     Fitting,
     fit,

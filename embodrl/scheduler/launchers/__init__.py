@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from embodrl.registry import Entry, Registry
 
-LAUNCHERS = Registry("launcher", Entry)
+LAUNCHERS = Registry("launcher", Entry, "embodrl.launchers")
 LAUNCHERS.add(
     "inline", "embodrl.scheduler.launchers.inline:InlineLauncher", "all in this process, one after the other; to debug"
 )
 LAUNCHERS.add(
     "process", "embodrl.scheduler.launchers.process:ProcessLauncher", "a process each on this machine, shared memory"
 )
-LAUNCHERS.add("ray", "embodrl.scheduler.launchers.ray:RayLauncher", "Ray actors, on several machines")

@@ -11,8 +11,10 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from embodrl.config.schema import ClusterConfig
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerError, WorkerHung, WorkerRaised
+from embodrl.processes.liveness import Limits
 from embodrl.processes.serve import ErrorReport
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.worker import Worker
@@ -115,6 +117,28 @@ class Running(ABC):
 
 class Launcher(ABC):
     """Brings up workers and makes the channels between them."""
+
+    @classmethod
+    def for_run(
+        cls,
+        places: Sequence[ProcessPlace],
+        simulators: Mapping[int, int] | None,
+        cluster: ClusterConfig,
+        limits: Limits,
+    ) -> Launcher:
+        """Return the launcher of a run.
+
+        Args:
+            places: places of all processes that it will start.
+            simulators: number of simulator processes that these will start, by machine of the placement.
+            cluster: section ``cluster``.
+            limits: when a worker counts as hung.
+
+        Raises:
+            MissingDependencyError: a package is missing.
+            EmbodrlError: what the launcher asks for is not available.
+        """
+        return cls()
 
     @abstractmethod
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:

@@ -12,10 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from embodrl.config.schema import ClusterConfig
+from embodrl.deployment import ProcessPlace
 from embodrl.errors import ChannelError, EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
 from embodrl.processes.child import ChildHungError, ChildProcess
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
@@ -201,6 +203,16 @@ class ProcessLauncher(Launcher):
         self._limits = limits or Limits()
         self._rendezvous = RendezvousFiles()
         self._channels: list[SharedChannel] = []
+
+    @classmethod
+    def for_run(
+        cls,
+        places: Sequence[ProcessPlace],
+        simulators: Mapping[int, int] | None,
+        cluster: ClusterConfig,
+        limits: Limits,
+    ) -> Launcher:
+        return cls(limits)
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
         if job.place.node != 0:

@@ -16,13 +16,13 @@ from tiny_families import build
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
-from embodrl.data.advantages import frame_numbers, read_indicator, sidecar, write_sidecar
 from embodrl.data.load import load_demos
 from embodrl.data.replay import EXPERT
 from embodrl.errors import ConfigError, EmbodrlError, FileDamagedError
+from embodrl.extras.offline.labels import frame_numbers, read_indicator, sidecar, write_sidecar
+from embodrl.extras.offline.load import load_offline
 from embodrl.extras.rewards.label import LabelSettings, label, positive_frames
 from embodrl.extras.rewards.observe import Fitting, held_out_episodes, spearman
-from embodrl.learners.offline_data import load_offline
 from embodrl.models.common.observation_model import ObservationModel
 from embodrl.pipelines.load import load_config
 

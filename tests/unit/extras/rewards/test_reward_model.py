@@ -169,7 +169,7 @@ def test_what_a_run_refuses(classifier: Path, progress: Path, data: Path, tmp_pa
     with raises_code("reward-model-can-judge", ConfigError):
         judged(data)
     assert judged(classifier, "runner.max_staleness=1", "rollout.own_process=true").reward.judged
-    for wrong in ("env.include_state=false", "rollout.workflow='embodrl.workers.workflow:ChunkWorkflow'"):
+    for wrong in ("env.include_state=false", "rollout.workflow='embodrl.extras.workflows.workflow:ChunkWorkflow'"):
         with raises_code("reward-model-can-judge", ConfigError):
             judged(classifier, wrong)
     with raises_code("one-reward", ConfigError):

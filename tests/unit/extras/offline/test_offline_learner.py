@@ -17,11 +17,11 @@ from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.offline import Led, OfflineData
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.extras.offline.iql import IqlCritics
+from embodrl.extras.offline.learner import OfflineLearner, told_advantages
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.objective import normalized
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.learners.iql import IqlCritics
-from embodrl.learners.offline import OfflineLearner, told_advantages
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationSpec
 
 S = 8

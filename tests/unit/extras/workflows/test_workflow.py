@@ -17,16 +17,22 @@ from embodrl.algorithms.episodes import split_episodes
 from embodrl.config import load_config
 from embodrl.data.rng import RowGenerators
 from embodrl.envs.environment import ToolResult
-from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, EnvError, WorkflowError
+from embodrl.extras.workflows.async_pool import AsyncPool
+from embodrl.extras.workflows.runner import WorkflowCollector
+from embodrl.extras.workflows.workflow import (
+    ChunkWorkflow,
+    EpisodeTask,
+    RolloutWorkflow,
+    Trajectory,
+    stack_trajectories,
+)
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.async_collector import AsyncCollector, make_runners
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
-from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
-from embodrl.workers.workflow_runner import WorkflowCollector
 
 CHUNK = 3
 NUM_ENVS = 12
@@ -392,7 +398,7 @@ def test_rows_draw_from_their_own_generators_whatever_their_company() -> None:
 
 def test_workflows_run_ahead_of_training_stage_by_stage() -> None:
     """What an episode draws follows from its numbers, so that one without interference is as in turns."""
-    overrides = ["rollout.workflow=embodrl.workers.workflow:ChunkWorkflow", "runner.max_iterations=3"]
+    overrides = ["rollout.workflow=embodrl.extras.workflows.workflow:ChunkWorkflow", "runner.max_iterations=3"]
     ahead = [*overrides, "runner.max_staleness=1", "rollout.pipeline_stages=2", "env.num_processes=2"]
     config = load_config([*SETTINGS, *ahead]).config
     with make_pool(config, NUM_ENVS) as pool:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from embodrl.workers import task_runner
-from embodrl.workers.task_runner import AsyncTaskRunner
+from embodrl.extras.workflows import task_runner
+from embodrl.extras.workflows.task_runner import AsyncTaskRunner
 
 LONG = 60.0  # seconds that pass only where something is broken
 

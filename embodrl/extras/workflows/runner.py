@@ -17,7 +17,6 @@ import numpy as np
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.environment import Environment
-from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import (
     EnvQuarantined,
@@ -28,14 +27,15 @@ from embodrl.errors import (
     RolloutEngineError,
     WorkflowError,
 )
+from embodrl.extras.workflows.async_pool import AsyncPool
+from embodrl.extras.workflows.task_runner import AsyncTaskRunner, TaskResult
+from embodrl.extras.workflows.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
 from embodrl.names import import_workflow
 from embodrl.specs import LOSSES
 from embodrl.workers.collector import WHOLE, Metrics, Share, Snapshot, SyncCollector
 from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, ShardMeta, meta_of, shard_meta
-from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
-from embodrl.workers.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
 
 logger = logging.getLogger(__name__)
 

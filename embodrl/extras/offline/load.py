@@ -16,11 +16,11 @@ from torch import Tensor
 
 from embodrl.algorithms.off_policy import chunk_return, n_step_return
 from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
-from embodrl.data.advantages import read_indicator
 from embodrl.data.demos import Demos, Outcomes
 from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.offline import Led, OfflineData
 from embodrl.errors import EmbodrlError
+from embodrl.extras.offline.labels import read_indicator
 from embodrl.learners.replay import check_rewards, no_rewards, paid
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_model import network_inputs

@@ -14,7 +14,7 @@ import pytest
 from expect import open_descriptors, raises_code
 
 from embodrl.errors import TaskIdTaken, TaskQueueFull, TaskRunnerError
-from embodrl.workers.task_runner import AsyncTaskRunner, TaskResult
+from embodrl.extras.workflows.task_runner import AsyncTaskRunner, TaskResult
 
 LONG = 60.0  # seconds that pass only where something is broken
 

@@ -13,7 +13,7 @@ from tiny_families import build
 from embodrl.config.schema import Config
 from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError
-from embodrl.learners.offline_data import load_offline, what_chunks_led_to
+from embodrl.extras.offline.load import load_offline, what_chunks_led_to
 from embodrl.pipelines.load import load_config
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from expect import raises_code
 
-from embodrl.envs.pool.async_pool import AsyncPool
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError
+from embodrl.extras.workflows.async_pool import AsyncPool
 
 LONG = 60.0  # seconds that pass only where something is broken
 FORWARD = {"actions": np.full((2, 7), 0.3, np.float32)}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind, value_of
 from embodrl.config.schema import OffPolicyConfig
 
+RULES = RuleSet()
 DATA = "algorithm.off_policy.demos"
 # What such an algorithm needs of other sections, and why.
 NEEDS: tuple[tuple[str, object, str], ...] = (
@@ -27,11 +28,9 @@ READ = {"iql": ("demos", "num_q", "critic_hidden_sizes", "layer_norm", "tau", "n
 """Settings of ``algorithm.off_policy`` that each loss reads."""
 
 
-@rule("algorithm", "actor", "rollout", "reward.fn", "runner.max_staleness", "cluster")
+@RULES.rule("algorithm", "actor", "rollout", "reward.fn", "runner.max_staleness", "cluster")
 def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
     """Nothing is set that such an algorithm would have to ignore."""
-    if not context.loss.offline:
-        return
     others = ("algorithm.loss_type",)
     for key, wanted, reason in NEEDS:
         if value_of(context.config, key) != wanted:
@@ -44,12 +43,10 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 
-@rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
+@RULES.rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
 def offline_has_data(context: Context) -> Iterator[Finding]:
     """What is learned from is named, and there."""
     settings = context.config.algorithm.off_policy
-    if not context.loss.offline:
-        return
     others = ("algorithm.loss_type",)
     if settings.demos is None:
         hint = f"set {DATA} to a directory of `embodrl collect`"
@@ -59,7 +56,7 @@ def offline_has_data(context: Context) -> Iterator[Finding]:
         yield Finding(DATA, message, "make it: embodrl collect collect.output_dir=...", "a directory")
 
 
-@rule("algorithm.offline.tag", DATA, "algorithm.loss_type")
+@RULES.rule("algorithm.offline.tag", DATA, "algorithm.loss_type")
 def labels_are_there(context: Context) -> Iterator[Finding]:
     """RECAP reads labels, which `embodrl label` writes."""
     algorithm = context.config.algorithm
@@ -72,11 +69,9 @@ def labels_are_there(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.offline.tag", message, f"embodrl label {data} --tag {tag}", others=(DATA,))
 
 
-@note("algorithm.off_policy", "algorithm.loss_type")
+@RULES.note("algorithm.off_policy", "algorithm.loss_type")
 def offline_keys_without_effect(context: Context) -> Iterator[Finding]:
     """Settings of replay buffers and temperatures, which there are none of."""
-    if not context.loss.offline:
-        return
     loss = context.config.algorithm.loss_type
     for name in OffPolicyConfig.model_fields:
         if name not in READ.get(loss, ("demos",)) and context.by_user(key := f"algorithm.off_policy.{name}"):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.algorithms.off_policy import critic_loss, soft_update
-from embodrl.algorithms.offline import expectile_loss
 from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig, OptimConfig
 from embodrl.data.offline import OfflineData
 from embodrl.errors import CheckpointError, NonFiniteError
+from embodrl.extras.offline.algorithm import expectile_loss
 from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT
 from embodrl.models.common.observation_net import ObservationNet, ObservationSpec

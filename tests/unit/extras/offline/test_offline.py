@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from embodrl.algorithms.offline import (
+from embodrl.extras.offline.algorithm import (
     advantage_indicator,
     advantage_weights,
     expectile_loss,

@@ -15,9 +15,9 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, WorkflowError
+from embodrl.extras.workflows.runner import MAX_ATTEMPTS
+from embodrl.extras.workflows.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
 from embodrl.workers.env import make_pool
-from embodrl.workers.workflow import ChunkWorkflow, EpisodeTask, Trajectory, stack_trajectories
-from embodrl.workers.workflow_runner import MAX_ATTEMPTS
 
 
 @pytest.fixture(scope="module")

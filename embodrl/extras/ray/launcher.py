@@ -19,17 +19,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from embodrl.config.schema import ClusterConfig
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, MissingDependencyError, WorkerDied, WorkerError
+from embodrl.extras.ray.machines import RayMachine, Reservation
+from embodrl.extras.ray.watcher import Watcher
 from embodrl.processes.child import LOG_TAIL_BYTES
 from embodrl.processes.codec import Blobs
 from embodrl.processes.liveness import Limits, hurry, start_beating
 from embodrl.processes.serve import describe_error
-from embodrl.processes.watcher import Watcher
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, free_port, hung_error, raised, settle
 from embodrl.scheduler.launchers.host import Host, context_message, environment
-from embodrl.scheduler.launchers.ray_machines import RayMachine, Reservation
 from embodrl.scheduler.messages import CODEC
 
 RESERVE_TIMEOUT_S = 60.0
@@ -355,6 +356,16 @@ class RayLauncher(Launcher):
             except BaseException:  # a signal too must not leave actors and a reservation; raised again
                 self.close()
                 raise
+
+    @classmethod
+    def for_run(
+        cls,
+        places: Sequence[ProcessPlace],
+        simulators: Mapping[int, int] | None,
+        cluster: ClusterConfig,
+        limits: Limits,
+    ) -> Launcher:
+        return cls(places, cluster.ray_address, children=simulators, limits=limits)
 
     def start(self, job: Job, on_death: Callable[[WorkerError], None]) -> Running:
         """Bring up a worker; see ``Launcher.start``.

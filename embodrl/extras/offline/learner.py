@@ -7,14 +7,14 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.offline import advantage_weights
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.offline import OfflineData
+from embodrl.extras.offline.algorithm import advantage_weights
+from embodrl.extras.offline.iql import IqlCritics
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.learners.base import LearnerState
-from embodrl.learners.iql import IqlCritics
 from embodrl.learners.records import RecordLearner
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.condition import Condition, conditioned

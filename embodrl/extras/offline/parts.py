@@ -1,0 +1,56 @@
+"""The parts of a run that learns from a dataset alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from embodrl.config.schema import Config
+from embodrl.extras.offline.backend import OfflineBackend
+from embodrl.extras.offline.iql import IqlCritics
+from embodrl.extras.offline.learner import OfflineLearner
+from embodrl.extras.offline.load import load_offline
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.learners.rollout import Parts
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.observation_net import ObservationSpec
+from embodrl.trainer.parts import also_lost, make_launcher
+from embodrl.trainer.session import RunSession
+from embodrl.workers.actor import make_train_engine
+from embodrl.workers.policy import build_policy
+from embodrl.workers.reward import RewardWorker
+
+
+def build(
+    session: RunSession,
+    weights_from: Config,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+) -> Parts:
+    """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
+    config = session.config
+    deployment = session.deployment
+    log_dir = session.directory / "logs"
+    launcher = make_launcher(config, deployment)
+    if launcher is not None:
+        closing.callback(launcher.close)
+    policy = build_policy(weights_from, device)
+    data, seen = load_offline(config, policy)
+    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher)
+    closing.callback(engine.close)
+    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, also_lost(engine, stopped))
+    closing.callback(rollouts.close)
+    critics = None if seen is None else make_critics(config, policy, seen)
+    learner = OfflineLearner(config, policy, engine, data, critics)
+    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data, learner)
+
+
+def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
+    """Return the critics of an offline run, which look at this part of observations."""
+    chunk = policy.num_action_chunks * policy.action_dim
+    algorithm = config.algorithm
+    return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)
