@@ -37,7 +37,7 @@ from soak_verdict import Check, growth
 from embodrl.errors import RemotePolicyError
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
-from embodrl.serving.clients import Client
+from embodrl.extras.serving.clients import Client
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation
 from embodrl.wire import TOKEN_VARIABLE

@@ -427,8 +427,8 @@ class ServeProtocolSpec(Entry):
         settings: the class of the section ``serve.NAME``, derived from ``WireKeysConfig``, or ``module:Class``.
         rules: checks of the configuration that run when it is served.
         has_tls: its clients can speak TLS.
-        client: class derived from ``embodrl.serving.clients.Client`` with which model=remote asks such a server, or
-            ``module:Class``; None: there is none.
+        client: class derived from ``Client`` with which model=remote asks such a server, or ``module:Class``; None:
+            there is none.
         schemes: of the URLs that it is for, e.g. ``ws``.
     """
 
@@ -624,15 +624,10 @@ ENGINES = Registry(
     "engine",
     EngineSpec,
     "embodrl.engines",
-    {name: f"embodrl.hybrid_engines.spec:{name.upper()}" for name in ("native", "fsdp", "remote")},
+    {name: f"embodrl.hybrid_engines.spec:{name.upper()}" for name in ("native", "fsdp")},
 )
 """Backends of training and of rollouts."""
-SERVE_PROTOCOLS = Registry(
-    "protocol of a policy server",
-    ServeProtocolSpec,
-    "embodrl.protocols",
-    {name: f"embodrl.serving.spec:{name.upper()}" for name in ("openpi", "http")},
-)
+SERVE_PROTOCOLS = Registry("protocol of a policy server", ServeProtocolSpec, "embodrl.protocols")
 VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
 """Verbs of the command line that are not the core's; GROUP.NAME is one below a group, e.g. ``env.serve``."""
 WORKFLOW_RUNNERS = Registry("runner of workflows", WorkflowRunnerSpec, "embodrl.workflow_runners")

@@ -17,7 +17,6 @@ from embodrl.cli.evaluate import evaluate
 from embodrl.cli.fetch import fetch
 from embodrl.cli.list import list_names
 from embodrl.cli.resume import resume
-from embodrl.cli.serve import serve
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
 from embodrl.processes.ending import own_process
@@ -71,7 +70,6 @@ def about(
 
 add(app, train)
 add(app, evaluate, "eval")
-add(app, serve)
 add(app, collect)
 add(app, sft)
 add(app, resume)

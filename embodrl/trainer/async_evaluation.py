@@ -19,6 +19,7 @@ from embodrl.errors import OutputError, WeightSyncError, WorkerDied
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.buckets import Named, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.restarts import RestartBudget
@@ -26,7 +27,6 @@ from embodrl.reporting.metrics_file import METRICS_FILE, Row, parse_row
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
-from embodrl.serving.weights import WeightSource
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
 from embodrl.workers.collector import Share, share_config

@@ -47,7 +47,7 @@ def number_in(frame: bytes) -> tuple[int, int]:
 
 @pytest.mark.parametrize("requests, idle, versions", SIZES)
 def test_no_reply_is_lost_reordered_or_of_another_version(requests, idle, versions, tmp_path, monkeypatch):
-    monkeypatch.setattr("embodrl.serving.weights.LOOK_S", 0.01)
+    monkeypatch.setattr("embodrl.hybrid_engines.weight_sync.follower.LOOK_S", 0.01)
     wanted = 2 * (idle + CLIENTS) + 500
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < wanted:
         pytest.skip(f"needs {wanted} open files (ulimit -n)")

@@ -11,8 +11,8 @@ from typing import Any
 
 from embodrl.config.schema import section_in
 from embodrl.extras.protocols.spec import ActServeConfig
-from embodrl.serving.core import explain
-from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
+from embodrl.extras.serving.core import explain
+from embodrl.extras.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
 from embodrl.wire.codec import read_json, write_json
 
 

@@ -15,8 +15,8 @@ from embodrl.config.schema import section_in
 from embodrl.errors import WireError
 from embodrl.extras.protocols.gr00t_codec import groot_envelope, groot_msgpack_default, groot_npy_default
 from embodrl.extras.protocols.spec import GrootServeConfig
-from embodrl.serving.core import explain
-from embodrl.serving.listener import Listener, Service
+from embodrl.extras.serving.core import explain
+from embodrl.extras.serving.listener import Listener, Service
 from embodrl.wire import door
 from embodrl.wire.codec import need, pack, unpack
 from embodrl.wire.keys import Part, split

@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from embodrl.extras.protocols.gr00t_codec import groot_envelope, groot_npy_default
-from embodrl.serving.clients import (
+from embodrl.extras.serving.clients import (
     MAX_BYTES,
     PROBE_S,
     PROBE_TIMEOUT_S,

@@ -23,8 +23,8 @@ from embodrl.config.schema import section_in
 from embodrl.errors import EmbodrlError, WireError
 from embodrl.extras.protocols.pickled import MODULE, PickledRecord, read_pickle
 from embodrl.extras.protocols.spec import LerobotServeConfig
-from embodrl.serving.core import explain
-from embodrl.serving.listener import CLOSE_S, Listener, Service
+from embodrl.extras.serving.core import explain
+from embodrl.extras.serving.listener import CLOSE_S, Listener, Service
 from embodrl.types import Observation
 from embodrl.wire import door
 from embodrl.wire.codec import need

@@ -18,9 +18,9 @@ from embodrl import __version__
 from embodrl.config.schema import section_in
 from embodrl.errors import WireError
 from embodrl.extras.protocols.spec import VlaEvalKeysConfig
-from embodrl.serving.core import explain
-from embodrl.serving.listener import HttpListener, Service
-from embodrl.serving.session import Session
+from embodrl.extras.serving.core import explain
+from embodrl.extras.serving.listener import HttpListener, Service
+from embodrl.extras.serving.session import Session
 from embodrl.wire.codec import HINT, Map, array_of, need, pack, unpack
 
 PROTOCOL_VERSION = 1

@@ -17,8 +17,8 @@ from embodrl.data.rng import RandomSource
 from embodrl.errors import RemotePolicyError
 from embodrl.extras.remote_policy.acting import ActingPolicy
 from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
+from embodrl.extras.serving.clients import Client
 from embodrl.models.base import LoadReport
-from embodrl.serving.clients import Client
 from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
 
 _T = TypeVar("_T")

@@ -14,7 +14,7 @@ from embodrl.names import import_object
 from embodrl.specs import SERVE_PROTOCOLS, ModelSpec
 
 if TYPE_CHECKING:
-    from embodrl.serving.clients import Client
+    from embodrl.extras.serving.clients import Client
 
 
 def clients() -> dict[str, Any]:

@@ -36,11 +36,11 @@ from embodrl.extras.store.weights import download_versions
 from embodrl.fields import Fields, read_regular_file
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.weight_sync.follower import WeightFollower, WeightSource
 from embodrl.learners.replay import reward_settings
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
 from embodrl.runs.collect import StepwiseActor, frame_rate
-from embodrl.serving.weights import WeightFollower, WeightSource
 from embodrl.storage.atomic import output_errors
 from embodrl.storage.json_file import write_text_file
 from embodrl.trainer.stop import StopSignal

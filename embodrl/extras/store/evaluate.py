@@ -15,9 +15,9 @@ from embodrl.extras.store.parts import DONE, RESULTS, open_store
 from embodrl.extras.store.store import Retry, Store
 from embodrl.extras.store.weights import download_versions
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.reporting.progress import Progress
 from embodrl.runs.evaluate import evaluation_of
-from embodrl.serving.weights import WeightSource
 from embodrl.trainer.stop import StopSignal
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator

@@ -14,7 +14,7 @@ from embodrl.errors import RemotePolicyError
 from embodrl.extras.remote_policy.policy import build_remote
 from embodrl.extras.remote_policy.spec import RemoteConfig
 from embodrl.extras.remote_policy.spec import clients as remote_clients
-from embodrl.serving import clients
+from embodrl.extras.serving import clients
 from embodrl.specs import SERVE_PROTOCOLS
 from embodrl.types import Observation, SamplingParams
 
@@ -209,4 +209,4 @@ def test_a_protocol_from_outside_brings_its_client(monkeypatch):
     policy, _ = build("standin://host:1", num_action_chunks=1, action_dim=2)
     assert (ask(policy, seen(1, 2)) == seen(1, 2).state[:, None]).all()
     policy.connection.close()
-    assert remote_clients()["ws"] == "embodrl.serving.clients:OpenpiClient"
+    assert remote_clients()["ws"] == "embodrl.extras.serving.clients:OpenpiClient"

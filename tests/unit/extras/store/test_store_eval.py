@@ -8,7 +8,7 @@ from embodrl.extras.store.parts import DONE, RESULTS, status_lines
 from embodrl.extras.store.store import Store
 from embodrl.extras.store.weights import upload_versions
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
-from embodrl.serving.weights import WeightSource
+from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 
 
 def test_versions_are_measured_as_they_come_and_once(tmp_path):

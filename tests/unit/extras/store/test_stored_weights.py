@@ -8,7 +8,7 @@ from embodrl.errors import StoreError
 from embodrl.extras.store.store import Store
 from embodrl.extras.store.weights import download_versions, newest_version, upload_versions
 from embodrl.hybrid_engines.weight_sync.disk import STABLE, DiskSender, versions_in
-from embodrl.serving.weights import WeightSource
+from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 
 
 def weights(value: float):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from embodrl import __version__
 from embodrl.errors import ServingError, WireError
-from embodrl.serving.core import explain
-from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
-from embodrl.serving.rollout import answer_of, computation
-from embodrl.serving.session import Session
-from embodrl.serving.weights import stable_directory
+from embodrl.extras.serving.core import explain
+from embodrl.extras.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
+from embodrl.extras.serving.rollout import answer_of, computation
+from embodrl.extras.serving.session import Session
+from embodrl.hybrid_engines.weight_sync.follower import stable_directory
 from embodrl.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
 
 if TYPE_CHECKING:
@@ -141,5 +141,5 @@ class ApiListener(HttpListener):
         return self.web.json_response(content)
 
     async def _openapi(self, request: Request) -> StreamResponse:
-        text = (files("embodrl.serving") / "openapi.json").read_text(encoding="utf-8")
+        text = (files("embodrl.extras.serving") / "openapi.json").read_text(encoding="utf-8")
         return self.web.Response(text=text, content_type="application/json")

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import EmbodrlError, ServingError, WireError
-from embodrl.serving.core import ModelCore
-from embodrl.serving.weights import WeightSource
+from embodrl.extras.serving.core import ModelCore
+from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.types import Observation
 from embodrl.wire.codec import need
 from embodrl.wire.door import Door

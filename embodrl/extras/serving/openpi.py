@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from embodrl.errors import EmbodrlError
-from embodrl.serving.core import explain
-from embodrl.serving.listener import HttpListener, Service
+from embodrl.extras.serving.core import explain
+from embodrl.extras.serving.listener import HttpListener, Service
 from embodrl.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 

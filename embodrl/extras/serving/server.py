@@ -14,12 +14,12 @@ from pathlib import Path
 
 from embodrl.config.schema import Config, ServeConfig
 from embodrl.errors import ServingError
+from embodrl.extras.serving.core import ModelCore
+from embodrl.extras.serving.listener import Listener, Service
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.weight_sync.follower import WeightFollower
 from embodrl.processes.ending import SecondSignal, owns_process
 from embodrl.processes.guard import keep_time, release_signals, watch_signals
-from embodrl.serving.core import ModelCore
-from embodrl.serving.listener import Listener, Service
-from embodrl.serving.weights import WeightFollower
 from embodrl.specs import SERVE_PROTOCOLS
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from expect import raises_code
 
-from embodrl.cli.serve import arguments_of
+from embodrl.extras.serving.cli import arguments_of
 from embodrl.pipelines.load import load_config
 
 

@@ -8,7 +8,7 @@ import pytest
 from served import TOKEN, served, websocket
 from served_http import picture
 
-from embodrl.serving.listener import HttpListener
+from embodrl.extras.serving.listener import HttpListener
 from embodrl.wire import door
 
 HALF = b"GET /he"

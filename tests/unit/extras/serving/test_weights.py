@@ -8,9 +8,9 @@ from served import MeanPolicy, engine_of, served, wanted
 from test_core import seen
 
 from embodrl.errors import EmbodrlError, WeightSyncError
+from embodrl.extras.serving import weights as module
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender, versions_in
-from embodrl.serving import weights as module
-from embodrl.serving.weights import WeightFollower, WeightSource
+from embodrl.hybrid_engines.weight_sync.follower import WeightFollower, WeightSource
 
 
 def send(directory, policy: MeanPolicy, version: int) -> None:

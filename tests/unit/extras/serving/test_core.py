@@ -13,11 +13,11 @@ from expect import raises_code
 from served import MeanPolicy, config_of, engine_of, wanted
 
 from embodrl.errors import ServingError
+from embodrl.extras.serving import core as core_module
+from embodrl.extras.serving.core import ModelCore, explain
+from embodrl.extras.serving.server import PolicyServer
+from embodrl.extras.serving.stall import BatchWatch
 from embodrl.processes.ending import REPEAT_S, SecondSignal
-from embodrl.serving import core as core_module
-from embodrl.serving.core import ModelCore, explain
-from embodrl.serving.server import PolicyServer
-from embodrl.serving.stall import BatchWatch
 from embodrl.types import Observation
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from embodrl.config.schema import Config
-from embodrl.runs.serve import describe
+from embodrl.extras.serving.verb import describe
 
 
 def lines(source=None, **model) -> str:

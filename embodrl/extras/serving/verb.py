@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from embodrl.config import LoadedConfig
 from embodrl.config.policy_card import SHIPPED_POLICY, policy_directory
 from embodrl.config.schema import Config
+from embodrl.extras.serving.server import PolicyServer
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.policies import PolicySource
-from embodrl.serving.server import PolicyServer
 from embodrl.trainer.files import PUBLISHED_DIR
 from embodrl.trainer.provenance import compute_text
 from embodrl.workers.policy import build_policy, check_memory, check_policy_decoding, configure_torch, num_threads

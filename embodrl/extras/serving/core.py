@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from embodrl.config.schema import ServeConfig
 from embodrl.errors import EmbodrlError, ServingError
+from embodrl.extras.serving.metrics import Metrics
+from embodrl.extras.serving.stall import BatchWatch
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.batching import BatchPump, Request
-from embodrl.serving.metrics import Metrics
-from embodrl.serving.stall import BatchWatch
 from embodrl.types import ChunkPrefix, Observation, PolicyOutput
 
 logger = logging.getLogger(__name__)

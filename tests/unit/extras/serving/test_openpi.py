@@ -13,7 +13,7 @@ from expect import raises_code
 from served import TOKEN, raw, served, wanted, websocket
 
 from embodrl.errors import ServingError
-from embodrl.serving import listener
+from embodrl.extras.serving import listener
 from embodrl.wire.codec import openpi_envelope, unpack
 
 aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.serving.core import ModelCore
+from embodrl.extras.serving.core import ModelCore
 from embodrl.types import Observation
 
 
