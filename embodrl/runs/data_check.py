@@ -19,7 +19,8 @@ from embodrl.data.load import is_lerobot, load_demos
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
-from embodrl.types import Observation, SamplingParams
+from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.workers.play import Play, PlayedChunk, Recorder, take_turns
 
 SIDE = 64
 """Pixels that pictures are reduced to where no policy looks at them."""
@@ -199,6 +200,40 @@ def picture_difference(before: NDArray[np.uint8], seen: NDArray[np.uint8], views
     return float(np.abs(before[:, views].astype(np.float64) - seen).mean())
 
 
+class _Repeated(Recorder):
+    """Acts as demonstrations do, an episode in each environment, and keeps what that leads to.
+
+    Args:
+        demos: of which.
+        episodes: B of them.
+
+    Attributes:
+        seen: ``uint8[B,V,H,W,3]``, the first pictures.
+        success: ``bool[B]``, the task was solved again.
+    """
+
+    def __init__(self, demos: Demos, episodes: list[int]) -> None:
+        self.demos = demos
+        self.spans = [np.flatnonzero(demos.episode == n) for n in episodes]
+        self.seen = np.zeros(0, np.uint8)
+        self.success = np.zeros(len(episodes), np.bool_)
+
+    def schedule(self, play: Play) -> NDArray[np.bool_] | None:
+        active = np.array([play.number < len(span) for span in self.spans])
+        return active if active.any() else None
+
+    def choose(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        frames = [span[min(number, len(span) - 1)] for span in self.spans]
+        actions = np.clip(self.demos.actions[frames], -1, 1)[:, None]
+        return PolicyOutput(actions, torch.zeros(actions.shape), None, {})
+
+    def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
+        self.seen = observation.images.copy()
+
+    def after(self, chunk: PlayedChunk) -> None:
+        self.success |= chunk.step.success & chunk.active
+
+
 def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[str], recorded: list[str]) -> Replay:
     from embodrl.workers.env import check_simulator, make_pool
 
@@ -213,18 +248,15 @@ def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[st
         for first in range(0, len(rows), width):
             group = rows[first : first + width]
             padded = [*group, *([group[-1]] * (width - len(group)))]
+            repeated = _Repeated(demos, padded)
+            play = Play(pool, repeated.choose, [repeated], repeated.schedule)
             seeds = np.array([demos.seeds[n] or 0 for n in padded], np.int64)
-            seen = pool.reset(seeds, np.array([tasks.index(demos.tasks[n]) for n in padded], np.int32)).images
-            spans = [np.flatnonzero(demos.episode == n) for n in padded]
-            before = demos.images[[span[0] for span in spans]]
-            difference = picture_difference(before[: len(group)], seen[: len(group)], views)
+            play.begin(seeds, np.array([tasks.index(demos.tasks[n]) for n in padded], np.int32))
+            take_turns([play])
+            before = demos.images[[span[0] for span in repeated.spans[: len(group)]]]
+            difference = picture_difference(before, repeated.seen[: len(group)], views)
             differences += [] if difference is None else [difference]
-            success = np.zeros(width, np.bool_)
-            for step in range(max(len(span) for span in spans)):
-                active = np.array([step < len(span) for span in spans])
-                actions = np.stack([demos.actions[span[min(step, len(span) - 1)]] for span in spans])
-                success |= pool.step(np.clip(actions, -1, 1)[:, None], active).success & active
-            solved += success[: len(group)].tolist()
+            solved += repeated.success[: len(group)].tolist()
     succeeded = [demos.success[n] is not False for n in rows]
     mean = float(np.mean(differences)) if differences else None
     return Replay(len(rows), float(np.mean(solved)), float(np.mean(succeeded)), mean)

@@ -23,9 +23,9 @@ from embodrl.extras.robot.devices import Device, Keyboard, SpaceMouse
 from embodrl.extras.robot.spec import DEVICES
 from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.runs.collect import acting_policy
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation
+from embodrl.workers.policy import acting_policy
 
 logger = logging.getLogger(__name__)
 

@@ -39,6 +39,12 @@ class Pool:
         self.begun += zip(seeds.tolist(), tasks.tolist(), strict=True)
         return self.env.reset(seeds, tasks, rows)
 
+    def step_async(self, actions, active):
+        self.sent = actions
+
+    def wait(self):
+        return self.step(self.sent)
+
     def step(self, actions):
         step = self.env.chunk_step(actions, np.ones(ENVS, np.bool_))
         if self.lose:  # as the pool marks an episode that a fault has ended
