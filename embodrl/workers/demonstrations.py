@@ -5,8 +5,9 @@ Shapes: B environments, C actions in a chunk, A action dimensions.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.reporting.progress import Progress
-from embodrl.types import TOKEN_MASK, EnvSpec, Observation, PolicyOutput
+from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
 from embodrl.workers.play import Play, PlayedChunk, Recorder, take_turns
 from embodrl.workers.policy import RecordedPolicy
 
@@ -31,34 +32,23 @@ COMMIT_EPISODES = 50
 SHOWN = "action"
 """In ``PolicyOutput.forward_inputs``: what a demonstration shows, ``float32[B,A]``, if not what is executed."""
 
-Assign = Callable[[NDArray[np.int64]], "tuple[NDArray[np.int64], NDArray[np.int32]]"]
-"""Returns the seeds and tasks of the attempts that begin in some environments, in place of those that were there."""
 
+class Demonstrator(ABC):
+    """Chooses single actions ``float32[B,1,A]``; ``forward_inputs`` has what else a demonstration keeps, by its column.
 
-class Actor(Protocol):
-    """A ``Choose`` of single actions for all environments, which is told where attempts begin.
-
-    ``forward_inputs`` of what it returns are columns of the demonstrations, by name.
+    Both methods raise EnvWorkerDied or EnvTimeout where a simulator process is lost.
     """
 
+    @abstractmethod
     def begin(self, rows: NDArray[np.int64]) -> None:
-        """Attempts have begun in ``rows``.
+        """Attempts have begun in ``rows``."""
 
-        Raises:
-            EnvWorkerDied, EnvTimeout: a simulator process is lost.
-        """
-        ...
-
+    @abstractmethod
     def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
-        """Choose the next actions ``float32[B,1,A]``.
-
-        Raises:
-            EnvWorkerDied, EnvTimeout: a simulator process is lost.
-        """
-        ...
+        """Choose the next action of every environment; a ``Choose``."""
 
 
-class Experts:
+class Experts(Demonstrator):
     """The scripted experts of a simulator, slowed down and perturbed as ``collect`` says.
 
     Args:
@@ -94,7 +84,7 @@ class Experts:
         return _output(executed, {SHOWN: expert})
 
 
-class StepwiseActor:
+class StepwiseActor(Demonstrator):
     """A policy one action at a time: it is asked again where its chunk is used up, or an episode begins.
 
     Args:
@@ -116,25 +106,21 @@ class StepwiseActor:
     def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
         empty = np.array([row for row, left in enumerate(self._left) if not left], np.int64)
         if len(empty):
-            self._ask(observation.select(empty), empty)
+            asked = observation.select(empty)
+            output = self.engine.act(asked, False) if self.sample else self.engine.decide(asked, "greedy")
+            self._versions[empty] = output.version
+            for row, chunk, each in zip(empty, output.actions, self._log_probs(output), strict=True):
+                self._left[row] = list(zip(chunk, each, strict=True))
         actions, log_probs = zip(*(left.pop(0) for left in self._left), strict=True)
         columns: dict[str, NDArray[np.generic]] = {} if None in log_probs else {LOG_PROB: np.array(log_probs)}
-        columns[POLICY_VERSION] = self._versions.copy()
-        columns[ACTED_BY] = np.full(len(actions), POLICY, np.int64)
+        columns |= {POLICY_VERSION: self._versions.copy(), ACTED_BY: np.full(len(actions), POLICY, np.int64)}
         return _output(np.stack(actions), columns)
 
-    def _ask(self, asked: Observation, rows: NDArray[np.int64]) -> None:
-        output = self.engine.act(asked, False) if self.sample else self.engine.decide(asked, "greedy")
-        each = self._log_probs(output)
-        for number, row in enumerate(rows):
-            known = [None] * len(output.actions[number]) if each is None else list(each[number])
-            self._left[row] = list(zip(output.actions[number], known, strict=True))
-        self._versions[rows] = output.version
-
-    def _log_probs(self, output: PolicyOutput) -> NDArray[np.float32] | None:
-        """Return ``float32[B,C]``; None of tokens that stand for a whole chunk, and where nothing was drawn."""
-        drawn = self.sample and TOKEN_MASK not in output.forward_inputs
-        return output.logprobs.sum(dim=2).float().cpu().numpy() if drawn else None
+    def _log_probs(self, output: PolicyOutput) -> NDArray[Any]:
+        """Return ``float32[B,C]``; of None for tokens that stand for a whole chunk, and where nothing was drawn."""
+        if not self.sample or TOKEN_MASK in output.forward_inputs:
+            return np.full(output.actions.shape[:2], None)
+        return output.logprobs.sum(dim=2).float().cpu().numpy()
 
 
 def _output(executed: NDArray[np.float32], columns: dict[str, NDArray[np.generic]]) -> PolicyOutput:
@@ -142,79 +128,8 @@ def _output(executed: NDArray[np.float32], columns: dict[str, NDArray[np.generic
     return PolicyOutput(executed[:, None], torch.zeros(len(executed), 1, 0), None, known)
 
 
-class DemoRecorder(Recorder):
-    """Keeps every step of the present attempts: what was seen, shown and executed, and what that led to.
-
-    Args:
-        spec: of the environments.
-        acted: names of the columns that say how actions came about, apart from log-probs.
-
-    Attributes:
-        seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the present attempts.
-    """
-
-    def __init__(self, spec: EnvSpec, acted: Sequence[str] = ()) -> None:
-        self.tasks = spec.tasks
-        self.acted = acted
-        self.seeds = np.zeros(spec.num_envs, np.int64)
-        self.task_ids = np.zeros(spec.num_envs, np.int32)
-        self._instructions: list[str] = []
-        self._steps: list[list[dict[str, NDArray[np.generic]]]] = [[] for _ in range(spec.num_envs)]
-
-    def restart(self, rows: NDArray[np.int64], seeds: NDArray[np.int64], tasks: NDArray[np.int32]) -> None:
-        """Forget the attempts in ``rows``, for others of these seeds and tasks."""
-        self.seeds[rows] = seeds
-        self.task_ids[rows] = tasks
-        for row in rows:
-            self._steps[row] = []
-
-    def before(self, observation: Observation, output: PolicyOutput) -> PolicyOutput:
-        self._instructions = list(observation.instruction)
-        known = {name: tensor.numpy() for name, tensor in output.forward_inputs.items()}
-        columns = {"images": observation.images, "state": observation.state, EXECUTED: output.actions[:, 0], **known}
-        for row, steps in enumerate(self._steps):
-            steps.append({name: np.array(values[row]) for name, values in columns.items()})
-        return output
-
-    def after(self, chunk: PlayedChunk) -> None:
-        for row, steps in enumerate(self._steps):
-            steps[-1][REWARD] = np.array(chunk.step.reward[row, 0])
-            steps[-1][TERMINATED] = np.array(chunk.step.terminated[row, 0])
-
-    def episode(self, row: int, success: bool, name: str | None = None) -> DemoEpisode:
-        """Return the attempt of an environment.
-
-        Args:
-            row: of the environment.
-            success: the task was solved.
-            name: ``DemoEpisode.id``.
-        """
-        steps = self._steps[row]
-
-        def column(key: str) -> NDArray[np.generic]:
-            return np.stack([step[key] for step in steps])
-
-        executed = column(EXECUTED).astype(np.float32)
-        results = (column(REWARD).astype(np.float32), column(TERMINATED).astype(np.bool_))
-        log_probs = column(LOG_PROB).astype(np.float32) if all(LOG_PROB in step for step in steps) else None
-        return DemoEpisode(
-            images=column("images").astype(np.uint8, copy=False),
-            state=column("state").astype(np.float32, copy=False),
-            actions=column(SHOWN).astype(np.float32) if SHOWN in steps[0] else executed,
-            instruction=self._instructions[row],
-            task=self.tasks[self.task_ids[row]],
-            seed=int(self.seeds[row]),
-            success=success,
-            outcomes=Outcomes(
-                executed, column(REWARD).astype(np.float32), column(TERMINATED).astype(np.bool_), log_probs
-            ),
-            acted={key: column(key) for key in self.acted},
-            id=name,
-        )
-
-
-class Attempts:
-    """The play of an attempt in every environment, and of another one wherever one has ended.
+class Attempts(Recorder):
+    """The play of an attempt in every environment, and of another one wherever one has ended; keeps their steps.
 
     An attempt that a fault has ended is replaced like any other. Where a simulator process is lost between two steps,
     all attempts start over: no step tells which of them were its own.
@@ -222,18 +137,34 @@ class Attempts:
     Args:
         pool: started, without auto-reset.
         actor: acts in all environments.
-        assign: chooses what is attempted.
-        demos: keeps the attempts.
-        keeper: called after ``demos``, takes the attempts that have ended.
+        assign: returns the seeds and tasks of the attempts that begin in some environments.
+        keeper: takes the attempts that have ended.
+        acted: names of the columns that say how actions came about, apart from log-probs.
+
+    Attributes:
+        pool: the environments.
+        seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the present attempts.
     """
 
-    def __init__(self, pool: EnvPool, actor: Actor, assign: Assign, demos: DemoRecorder, keeper: Recorder) -> None:
+    def __init__(
+        self,
+        pool: EnvPool,
+        actor: Demonstrator,
+        assign: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int32]]],
+        keeper: Recorder,
+        acted: Sequence[str] = (),
+    ) -> None:
+        self.pool = pool
         self.actor = actor
         self.assign = assign
-        self.demos = demos
+        self.acted = acted
         self._every = np.arange(pool.spec.num_envs)
+        self.seeds = np.zeros(pool.spec.num_envs, np.int64)
+        self.task_ids = np.zeros(pool.spec.num_envs, np.int32)
+        self._instructions: list[str] = []
+        self._steps: list[list[dict[str, NDArray[np.generic]]]] = [[] for _ in self._every]
         self._is_over: Callable[[], bool] = lambda: False
-        self._play = Play(pool, self._choose, [demos, keeper], self._schedule)
+        self._play = Play(pool, self._choose, [self, keeper], self._schedule)
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Play until ``is_over`` returns True, which is asked before every step.
@@ -251,27 +182,58 @@ class Attempts:
         return None if self._is_over() else np.ones(len(self._every), np.bool_)
 
     def _begin(self, rows: NDArray[np.int64]) -> Observation:
-        play = self._play
-        while True:
-            seeds, tasks = self.assign(rows)
-            self.demos.restart(rows, seeds, tasks)
-            restarts = play.pool.faults.restarts
-            play.observation = play.pool.reset(seeds, tasks, rows)
-            # A restarted process has begun all its episodes again, and no result of a step says so.
-            if play.pool.faults.restarts == restarts:
-                try:
-                    self.actor.begin(rows)
-                    return play.observation
-                except (EnvWorkerDied, EnvTimeout):
-                    pass  # the next reset restarts it
-            rows = self._every
+        restarts = self.pool.faults.restarts
+        self.seeds[rows], self.task_ids[rows] = self.assign(rows)
+        for row in rows:
+            self._steps[row] = []
+        self._play.observation = observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
+        # A process that was restarted has begun all its episodes again, and no result of a step says so.
+        if self.pool.faults.restarts == restarts:
+            try:
+                self.actor.begin(rows)
+                return observation
+            except (EnvWorkerDied, EnvTimeout):
+                pass  # the next reset restarts it
+        return self._begin(self._every)
 
     def _choose(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
-        while True:
-            try:
-                return self.actor(observation, active, number)
-            except (EnvWorkerDied, EnvTimeout):
-                observation = self._begin(self._every)
+        try:
+            return self.actor(observation, active, number)
+        except (EnvWorkerDied, EnvTimeout):
+            return self._choose(self._begin(self._every), active, number)
+
+    def before(self, observation: Observation, output: PolicyOutput) -> PolicyOutput:
+        self._instructions = list(observation.instruction)
+        known = {name: tensor.numpy() for name, tensor in output.forward_inputs.items()}
+        columns = {"images": observation.images, "state": observation.state, EXECUTED: output.actions[:, 0], **known}
+        for row, steps in enumerate(self._steps):
+            steps.append({name: np.array(values[row]) for name, values in columns.items()})
+        return output
+
+    def after(self, chunk: PlayedChunk) -> None:
+        for row, steps in enumerate(self._steps):
+            steps[-1] |= {
+                REWARD: np.array(chunk.step.reward[row, 0]),
+                TERMINATED: np.array(chunk.step.terminated[row, 0]),
+            }
+
+    def episode(self, row: int, success: bool, name: str | None = None) -> DemoEpisode:
+        """Return the attempt in an environment, as ``DemoEpisode`` with ``success`` and the id ``name``."""
+        steps = self._steps[row]
+        columns: dict[str, Any] = {key: np.stack([step[key] for step in steps]) for key in steps[-1]}
+        executed = columns[EXECUTED].astype(np.float32)
+        return DemoEpisode(
+            columns["images"],
+            columns["state"],
+            columns.get(SHOWN, executed),
+            self._instructions[row],
+            self.pool.spec.tasks[self.task_ids[row]],
+            int(self.seeds[row]),
+            success,
+            Outcomes(executed, columns[REWARD], columns[TERMINATED], columns.get(LOG_PROB)),
+            {key: columns[key] for key in self.acted},
+            name,
+        )
 
 
 class DemoCollector(Recorder):
@@ -318,8 +280,7 @@ class DemoCollector(Recorder):
         )
         if writer.progress is not None:
             self._continue(writer.progress)
-        self._demos = DemoRecorder(pool.spec)
-        self._play = Attempts(pool, self._make_actor(config, pool, policy), self._assign, self._demos, self)
+        self._play = Attempts(pool, self._make_actor(config, pool, policy), self._assign, self)
         self._tell: Callable[[int, str], None] = lambda done, note: None
 
     def _continue(self, progress: Fields) -> None:
@@ -334,7 +295,7 @@ class DemoCollector(Recorder):
         for name in ("kept", "tried", "solved", "lost"):
             getattr(self, name)[:] = progress.numbers(name, len(self.tasks))
 
-    def _make_actor(self, config: Config, pool: EnvPool, policy: RecordedPolicy | None) -> Actor:
+    def _make_actor(self, config: Config, pool: EnvPool, policy: RecordedPolicy | None) -> Demonstrator:
         if policy is None:
             seed = self.settings.seed
             continued = self.writer.progress is not None
@@ -376,20 +337,20 @@ class DemoCollector(Recorder):
     def after(self, chunk: PlayedChunk) -> None:
         for row in np.flatnonzero(chunk.ended):
             self._keep(int(row), bool(chunk.step.success[row]))
-        np.add.at(self.lost, self._demos.task_ids[chunk.lost], 1)
+        np.add.at(self.lost, self._play.task_ids[chunk.lost], 1)
         self._tell(int(self.kept.sum()), f"success {self.solved.sum() / max(self.tried.sum(), 1):.0%}")
         if chunk.step.done.any():
             self._refuse_failing_actors()
             self._refuse_losing_simulators()
 
     def _keep(self, row: int, success: bool) -> None:
-        task = self._demos.task_ids[row]
+        task = self._play.task_ids[row]
         self.tried[task] += 1
         self.solved[task] += success
         if not (success or self.settings.keep_failures) or self.kept[task] >= self.wanted[task]:
             return
         self.kept[task] += 1
-        self.writer.add(self._demos.episode(row, success))
+        self.writer.add(self._play.episode(row, success))
         if self.kept.sum() % COMMIT_EPISODES == 0:
             self.commit()
 

@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -45,8 +45,8 @@ from embodrl.serving.weights import WeightFollower, WeightSource
 from embodrl.storage.atomic import output_errors
 from embodrl.storage.json_file import write_text_file
 from embodrl.trainer.stop import StopSignal
-from embodrl.types import EnvSpec, Observation, PolicyOutput
-from embodrl.workers.demonstrations import Attempts, DemoRecorder, StepwiseActor
+from embodrl.types import Observation, PolicyOutput
+from embodrl.workers.demonstrations import Attempts, Demonstrator, StepwiseActor
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.play import PlayedChunk, Recorder
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
@@ -56,9 +56,10 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "collect_metrics.jsonl"
 ID_FILE = "collector.id"
 MAX_ID = 64
+COUNTS = ("finished", "solved", "corrected")
 
 
-class CorrectedActor:
+class CorrectedActor(Demonstrator):
     """A policy from which somebody may intervene.
 
     Args:
@@ -81,47 +82,6 @@ class CorrectedActor:
         columns = output.forward_inputs | {ACTED_BY: torch.from_numpy(acted_by)}
         columns.pop(LOG_PROB, None)  # of an episode, all or none are the policy's own
         return replace(output, actions=actions[:, None], forward_inputs=columns)
-
-
-class NumberedAttempts:
-    """Which attempt runs in each environment: number n has the same seed and task whenever it is run.
-
-    Args:
-        seed, key: what the seeds of attempts follow from.
-        spec: of the environments.
-        progress: of a collection to continue; None begins one.
-
-    Attributes:
-        numbers: ``int64[B]``, of the present attempts.
-        drawn: numbers that were ever begun.
-    """
-
-    def __init__(self, seed: int, key: int, spec: EnvSpec, progress: Fields | None) -> None:
-        self._seeds = (seed, key)
-        self._num_tasks = len(spec.tasks)
-        self.drawn = 0 if progress is None else progress.integer("next")
-        self._again = [] if progress is None else [int(number) for number in progress.numbers("open", low=0)]
-        self.numbers = np.zeros(spec.num_envs, np.int64)
-        self.draw(range(spec.num_envs))
-
-    def draw(self, rows: Iterable[int]) -> None:
-        """Take the next numbers for some environments, first those that an earlier collection has not finished."""
-        for row in rows:
-            if not self._again:
-                self._again.append(self.drawn)
-                self.drawn += 1
-            self.numbers[row] = self._again.pop(0)
-
-    def assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """Return the seeds and tasks of the attempts in ``rows``."""
-        numbers = self.numbers[rows]
-        drawn = [np.random.SeedSequence([*self._seeds, int(n)]).generate_state(1)[0] for n in numbers]
-        seeds = 2**30 + np.array(drawn, np.int64) // 4  # far above the seeds of evaluations
-        return seeds, (numbers % self._num_tasks).astype(np.int32)
-
-    def progress(self) -> dict[str, object]:
-        """Return what continues from here: the next number, and those that are not finished."""
-        return {"next": self.drawn, "open": sorted([*self.numbers.tolist(), *self._again])}
 
 
 class PolicyCollector(Recorder):
@@ -148,31 +108,42 @@ class PolicyCollector(Recorder):
         intervention: Intervention | None = None,
         log: Callable[[dict[str, MetricValue]], object] | None = None,
     ) -> None:
-        self.pool = pool
         self.engine = engine
         self.shards = shards
         self.name = store_settings(config).collector
         self.intervention = intervention
         self._log = log
         self._since_s = time.monotonic()
-        earlier = shards.progress
-        self.finished = 0 if earlier is None else earlier.integer("finished")
-        self.solved = 0 if earlier is None else earlier.integer("solved")
-        self.corrected = 0 if earlier is None else earlier.integer("corrected")
-        key = zlib.crc32(self.name.encode())
-        begun = 0 if earlier is None else earlier.integer("next")
-        engine.generators = engine.make_generators([config.runner.seed, key, begun])
+        self._seeds = (config.collect.seed, zlib.crc32(self.name.encode()))
+        self._wanted = config.collect.num_episodes
+        earlier = shards.progress or Fields({"next": 0, "open": [], **dict.fromkeys(COUNTS, 0)}, "progress")
+        self.finished = earlier.integer("finished")
+        self.solved = earlier.integer("solved")
+        self.corrected = earlier.integer("corrected")
+        self._next = earlier.integer("next")
+        self._again = [int(number) for number in earlier.numbers("open", low=0)]
+        engine.generators = engine.make_generators([config.runner.seed, self._seeds[1], self._next])
         policy = StepwiseActor(engine, pool.spec.num_envs, sample=True)
         actor = policy if intervention is None else CorrectedActor(policy, intervention)
-        self._numbered = NumberedAttempts(config.collect.seed, key, pool.spec, earlier)
-        self._demos = DemoRecorder(pool.spec, (POLICY_VERSION, ACTED_BY))
-        self._play = Attempts(pool, actor, self._numbered.assign, self._demos, self)
-        self._wanted = config.collect.num_episodes
+        self.numbers = np.array([self._draw() for _ in range(pool.spec.num_envs)])
+        self._attempts = Attempts(pool, actor, self._assign, self, (POLICY_VERSION, ACTED_BY))
 
     def progress(self) -> dict[str, object]:
-        """Return what a later process continues from."""
-        counts = {"finished": self.finished, "solved": self.solved, "corrected": self.corrected}
-        return {**self._numbered.progress(), **counts}
+        """Return what continues from here: the next number, and those that are not finished."""
+        begun = {"next": self._next, "open": sorted([*self.numbers.tolist(), *self._again])}
+        return {**begun, "finished": self.finished, "solved": self.solved, "corrected": self.corrected}
+
+    def _draw(self) -> int:
+        if self._again:
+            return self._again.pop(0)
+        self._next += 1
+        return self._next - 1
+
+    def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        numbers = self.numbers[rows]
+        drawn = [np.random.SeedSequence([*self._seeds, int(n)]).generate_state(1)[0] for n in numbers]
+        seeds = 2**30 + np.array(drawn, np.int64) // 4  # far above the seeds of evaluations
+        return seeds, (numbers % len(self._attempts.pool.spec.tasks)).astype(np.int32)
 
     def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
         """Collect until exactly so many episodes are finished, or until asked to stop.
@@ -188,7 +159,7 @@ class PolicyCollector(Recorder):
             tell(self.finished, self._note())
             return self.finished >= num_episodes or should_stop()
 
-        self._play.run(is_over)
+        self._attempts.run(is_over)
 
     def _note(self) -> str:
         """Return how it goes; with the share of episodes in which somebody corrected the policy, if somebody may."""
@@ -198,18 +169,18 @@ class PolicyCollector(Recorder):
 
     def after(self, chunk: PlayedChunk) -> None:
         """Hand on what has ended; what was lost to a fault keeps its number, and is run again."""
-        numbers = self._numbered.numbers
-        rows = np.flatnonzero(chunk.ended)
-        rows = rows[np.argsort(numbers[rows])][: self._wanted - self.finished].tolist()
+        order = np.argsort(self.numbers)
+        rows = order[chunk.ended[order]][: self._wanted - self.finished].tolist()
         if not rows:
             return
         episodes = [
-            self._demos.episode(row, bool(chunk.step.success[row]), f"{self.name}-{numbers[row]:08d}") for row in rows
+            self._attempts.episode(row, bool(chunk.step.success[row]), f"{self.name}-{self.numbers[row]:08d}")
+            for row in rows
         ]
         self.finished += len(episodes)
         self.solved += sum(episode.success for episode in episodes)
         self.corrected += sum(bool((np.asarray(one.acted[ACTED_BY]) != POLICY).any()) for one in episodes)
-        self._numbered.draw(rows)
+        self.numbers[rows] = [self._draw() for _ in rows]
         self.shards.add(episodes, self.progress())
         if self._log is not None:
             self._log(self._metrics(episodes))
@@ -236,7 +207,7 @@ class PolicyCollector(Recorder):
     def _control(self) -> dict[str, list[float]]:
         """Return how control has gone in each process; of one that is lost meanwhile, nothing."""
         try:
-            answers = self.pool.call("status")
+            answers = self._attempts.pool.call("status")
         except (EnvWorkerDied, EnvTimeout):
             return {}
         found: dict[str, list[float]] = {}

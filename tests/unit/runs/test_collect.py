@@ -71,11 +71,8 @@ class LocalPool:
         self.sent = actions
 
     def wait(self):
-        return self.step(self.sent)
-
-    def step(self, actions):
         self.num_steps += 1
-        return self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
+        return self.env.chunk_step(self.sent, np.ones(NUM_ENVS, np.bool_))
 
 
 def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> DemoCollector:
@@ -208,11 +205,11 @@ def test_a_policy_that_hardly_succeeds_is_recorded_only_with_its_failures(tmp_pa
 class LosingPool(LocalPool):
     """The first chunk is lost: the process is restarted, and all episodes begin again."""
 
-    def step(self, actions):
+    def wait(self):
         if self.num_steps:
-            return super().step(actions)
+            return super().wait()
         self.num_steps, self.faults.restarts = 1, 1
-        step = self.env.chunk_step(actions, np.zeros(NUM_ENVS, np.bool_))
+        step = self.env.chunk_step(self.sent, np.zeros(NUM_ENVS, np.bool_))
         step.truncated[:, 0] = True
         return step
 
@@ -232,8 +229,8 @@ class BreakingPool(LocalPool):
         super().__init__()
         self.whole, self.ends = whole, 0
 
-    def step(self, actions):
-        step = self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
+    def wait(self):
+        step = self.env.chunk_step(self.sent, np.ones(NUM_ENVS, np.bool_))
         for row in np.flatnonzero(step.done):
             self.ends += 1
             if not (self.whole and self.ends % self.whole == 0):

@@ -43,10 +43,7 @@ class Pool:
         self.sent = actions
 
     def wait(self):
-        return self.step(self.sent)
-
-    def step(self, actions):
-        step = self.env.chunk_step(actions, np.ones(ENVS, np.bool_))
+        step = self.env.chunk_step(self.sent, np.ones(ENVS, np.bool_))
         if self.lose:  # as the pool marks an episode that a fault has ended
             self.lose = False
             step.valid[1] = False
