@@ -202,10 +202,10 @@ def collect(
     Raises:
         EmbodrlError: the configuration is invalid, something is missing, or the experts or the simulator failed.
     """
-    from embodrl.runs.collect import acting_policy
     from embodrl.runs.collect import collect as run
     from embodrl.runs.policies import find_policy
     from embodrl.workers.env import places_here
+    from embodrl.workers.policy import acting_policy
 
     if policy is None:
         loaded = _measured(_load(config, overrides, "collect"))

@@ -11,7 +11,7 @@ from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, loa
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
-    from embodrl.runs.collect import RecordedPolicy
+    from embodrl.workers.policy import RecordedPolicy
 
 
 def collect(
@@ -64,8 +64,8 @@ def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tup
     """Load the configuration of a policy, and the policy."""
     from embodrl.config.compose import assignment
     from embodrl.hub import is_hub_id
-    from embodrl.runs.collect import acting_policy
     from embodrl.runs.policies import find_policy
+    from embodrl.workers.policy import acting_policy
 
     if "://" in text and not is_hub_id(text):
         loaded = load_measured(["model=remote", assignment("model.url", text), *rest], config, verb="record")

@@ -198,6 +198,7 @@ class Play:
         clock = time.perf_counter()
         assert self.observation is not None
         output = self.choose(self.observation, active, self.number)
+        # Not a local variable: `choose` may have reset the environments, where their simulators were lost.
         for recorder in self.recorders:
             output = recorder.before(self.observation, output)
         # Copied: a simulator that is restarted meanwhile writes into the memory of the observation.

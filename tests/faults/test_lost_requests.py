@@ -19,8 +19,8 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvQuarantined
 from embodrl.reporting.progress import Progress
-from embodrl.runs.collect import DemoCollector
 from embodrl.types import PolicyOutput
+from embodrl.workers.demonstrations import DemoCollector
 from embodrl.workers.evaluator import Evaluator
 
 SETTINGS = [
@@ -68,7 +68,7 @@ def test_a_collection_restarts_its_attempts(name: str, number: int, tmp_path: Pa
         pool.doom(name, number)
         collector = DemoCollector(config, pool, RawWriter(tmp_path))
         collector.run(Progress("collect", 1, "episodes", "off"))
-        collector.close()
+        collector.close({})
         assert pool.left <= 0 and pool.faults.restarts == 1
     assert collector.kept.tolist() == [12] and collector.solved.tolist() == collector.tried.tolist()
     episodes = json.loads((tmp_path / "index.json").read_text())["episodes"]

@@ -15,11 +15,13 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
 from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
 from embodrl.data.load import is_lerobot, load_demos
+from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.extras.data_check.checks import Checked, DataFinding, inspect, shown
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
-from embodrl.types import Observation, SamplingParams
+from embodrl.types import Observation, PolicyOutput, SamplingParams
+from embodrl.workers.play import Play, take_turns
 
 SIDE = 64
 """Pixels that pictures are reduced to where no policy looks at them."""
@@ -146,7 +148,7 @@ def _replay(
         message = f"the demonstrations can't be replayed in {config.env.env_type}: {why}"
         hint = "replay demonstrations of `embodrl collect` with the env, env.tasks and cameras of their collection"
         return None, [*findings, DataFinding("warning", "replay-impossible", message, hint)]
-    result = _run_open_loop(demos, config, rows, tasks, recorded)
+    result = _run_open_loop(demos, config, rows, recorded)
     if result.success < 0.5 * result.recorded_success:
         message = f"replayed, {result.success:.0%} of {result.episodes} episodes succeed, not"
         message += f" {result.recorded_success:.0%} as recorded"
@@ -199,7 +201,31 @@ def picture_difference(before: NDArray[np.uint8], seen: NDArray[np.uint8], views
     return float(np.abs(before[:, views].astype(np.float64) - seen).mean())
 
 
-def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[str], recorded: list[str]) -> Replay:
+def _repeat(demos: Demos, episodes: list[int], pool: EnvPool) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Return the first pictures ``uint8[B,V,H,W,3]`` of B episodes repeated, and which are solved again ``bool[B]``."""
+    spans = [np.flatnonzero(demos.episode == n) for n in episodes]
+    success = np.zeros(len(spans), np.bool_)
+
+    def schedule(play: Play) -> NDArray[np.bool_] | None:
+        if play.last is not None:
+            success[play.last.active & play.last.step.success] = True
+        active = np.array([play.number < len(span) for span in spans])
+        return active if active.any() else None
+
+    def choose(observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        actions = demos.actions[[span[min(number, len(span) - 1)] for span in spans]]
+        return PolicyOutput(np.clip(actions, -1, 1)[:, None], torch.zeros(0), None, {})
+
+    play = Play(pool, choose, [], schedule)
+    seeds = np.array([demos.seeds[n] or 0 for n in episodes], np.int64)
+    play.begin(seeds, np.array([pool.spec.tasks.index(demos.tasks[n]) for n in episodes], np.int32))
+    assert play.observation is not None
+    seen = play.observation.images.copy()
+    take_turns([play])
+    return seen, success
+
+
+def _run_open_loop(demos: Demos, config: Config, rows: list[int], recorded: list[str]) -> Replay:
     from embodrl.workers.env import check_simulator, make_pool
 
     check_simulator(config)
@@ -212,18 +238,10 @@ def _run_open_loop(demos: Demos, config: Config, rows: list[int], tasks: list[st
     with make_pool(config, width, max_chunk=1, auto_reset=False, ignore_terminations=False) as pool:
         for first in range(0, len(rows), width):
             group = rows[first : first + width]
-            padded = [*group, *([group[-1]] * (width - len(group)))]
-            seeds = np.array([demos.seeds[n] or 0 for n in padded], np.int64)
-            seen = pool.reset(seeds, np.array([tasks.index(demos.tasks[n]) for n in padded], np.int32)).images
-            spans = [np.flatnonzero(demos.episode == n) for n in padded]
-            before = demos.images[[span[0] for span in spans]]
-            difference = picture_difference(before[: len(group)], seen[: len(group)], views)
+            seen, success = _repeat(demos, [*group, *([group[-1]] * (width - len(group)))], pool)
+            before = demos.images[[np.argmax(demos.episode == n) for n in group]]
+            difference = picture_difference(before, seen[: len(group)], views)
             differences += [] if difference is None else [difference]
-            success = np.zeros(width, np.bool_)
-            for step in range(max(len(span) for span in spans)):
-                active = np.array([step < len(span) for span in spans])
-                actions = np.stack([demos.actions[span[min(step, len(span) - 1)]] for span in spans])
-                success |= pool.step(np.clip(actions, -1, 1)[:, None], active).success & active
             solved += success[: len(group)].tolist()
     succeeded = [demos.success[n] is not False for n in rows]
     mean = float(np.mean(differences)) if differences else None

@@ -23,9 +23,9 @@ from embodrl.extras.robot.devices import Device, Keyboard, SpaceMouse
 from embodrl.extras.robot.spec import DEVICES
 from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.runs.collect import acting_policy
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation
+from embodrl.workers.policy import acting_policy
 
 logger = logging.getLogger(__name__)
 
@@ -49,83 +49,41 @@ class Intervention(Protocol):
         ...
 
 
-class CorrectingExpert(Protocol):
-    """Knows what to do, everywhere."""
-
-    def begin(self, rows: NDArray[np.int64]) -> None:
-        """Episodes have begun in ``rows``."""
-        ...
-
-    def actions(self, observation: Observation) -> Actions:
-        """Return what it would do now, ``float32[B,A]``.
-
-        Raises:
-            EnvWorkerDied, EnvTimeout: it is lost, with the episodes.
-        """
-        ...
-
-
-class ScriptedExpert:
-    """The experts of a simulator.
-
-    Args:
-        pool: with them.
-    """
-
-    def __init__(self, pool: EnvPool) -> None:
-        self._pool = pool
-
-    def begin(self, rows: NDArray[np.int64]) -> None:
-        self._pool.expert_reset(rows)
-
-    def actions(self, observation: Observation) -> Actions:
-        return self._pool.expert_actions()
-
-
-class PolicyExpert:
-    """Another policy; of a chunk, it is asked again after the first action.
-
-    Args:
-        engine: of that policy.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-
-    def begin(self, rows: NDArray[np.int64]) -> None:
-        """Nothing to do: it remembers nothing."""
-
-    def actions(self, observation: Observation) -> Actions:
-        return self._engine.decide(observation, "greedy").actions[:, 0]
-
-
 class Gate:
     """Stands in for a person: the expert intervenes where the policy's action is far from its own, for a while.
 
     Args:
         settings: section ``algorithm.dagger``.
-        expert: who intervenes.
         num_envs: B.
+        actions: what the expert would do now, ``float32[B,A]``.
+        begin: called where episodes have begun.
     """
 
-    def __init__(self, settings: DaggerConfig, expert: CorrectingExpert, num_envs: int) -> None:
+    def __init__(
+        self,
+        settings: DaggerConfig,
+        num_envs: int,
+        actions: Callable[[Observation], Actions],
+        begin: Callable[[NDArray[np.int64]], None] = lambda rows: None,
+    ) -> None:
         assert settings.gate_threshold is not None, "a rule of the configuration"
         self._threshold = settings.gate_threshold
         self._steps = settings.gate_steps
-        self._expert = expert
+        self._actions = actions
+        self._begin = begin
         self._held: NDArray[np.int64] = np.zeros(num_envs, np.int64)
         self._is_lost = False
 
     def begin(self, rows: NDArray[np.int64]) -> None:
         self._held[rows] = 0
-        self._is_lost = not self._asked(lambda: self._expert.begin(rows))
+        self._is_lost = not self._asked(lambda: self._begin(rows))
 
     def correct(self, observation: Observation, actions: Actions) -> Corrected:
         labels = actions
 
         def ask() -> None:
             nonlocal labels
-            labels = self._expert.actions(observation)
+            labels = self._actions(observation)
 
         if self._is_lost or not self._asked(ask):
             return actions, np.full(len(actions), POLICY)
@@ -188,10 +146,10 @@ def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Interv
         controls = Controls(config.env.real_time.control_dir)
         make = Keyboard if name == "keyboard" else SpaceMouse
         return Person(make(spec.action_dim, controls))
-    expert: CorrectingExpert = (
-        ScriptedExpert(pool) if name == SCRIPTED else PolicyExpert(_policy_engine(config, Path(name)))
-    )
-    return Gate(config.algorithm.dagger, expert, spec.num_envs)
+    if name == SCRIPTED:
+        return Gate(config.algorithm.dagger, spec.num_envs, lambda _: pool.expert_actions(), pool.expert_reset)
+    engine = _policy_engine(config, Path(name))  # of whose chunks only the first action counts
+    return Gate(config.algorithm.dagger, spec.num_envs, lambda seen: engine.decide(seen, "greedy").actions[:, 0])
 
 
 def _policy_engine(config: Config, path: Path) -> RolloutEngine:

@@ -54,10 +54,10 @@ def serve(overrides: Overrides = None, config: ConfigFile = None, trust: Trust =
             loaded = load(rest, config, verb="serve", trust=trust)
             if not rest and config is None:
                 say(f"no policy is named: serving the {loaded.config.model.model_type} that comes with embodrl")
-            from embodrl.runs import serve as verb
+            from embodrl.extras.serving import verb
 
             return verb.serve(loaded, say=say)
-        from embodrl.runs import serve as verb
+        from embodrl.extras.serving import verb
         from embodrl.runs.policies import find_policy
 
         source = find_policy(path)

@@ -12,16 +12,17 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.data.demos import ACTED_BY, POLICY_VERSION, REWARDS, DemoEpisode, Outcomes
+from embodrl.data.demos import ACTED_BY, LOG_PROB, POLICY_VERSION, REWARDS, DemoEpisode
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
 from embodrl.envs.pool.pool import EnvPool
@@ -40,12 +41,14 @@ from embodrl.hybrid_engines.weight_sync.follower import WeightFollower, WeightSo
 from embodrl.learners.replay import reward_settings
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.sinks import MetricsLogger, MetricValue
-from embodrl.runs.collect import StepwiseActor, frame_rate
+from embodrl.runs.collect import frame_rate
 from embodrl.storage.atomic import output_errors
 from embodrl.storage.json_file import write_text_file
 from embodrl.trainer.stop import StopSignal
-from embodrl.types import Observation
+from embodrl.types import Observation, PolicyOutput
+from embodrl.workers.demonstrations import Attempts, Demonstrator, StepwiseActor
 from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.play import PlayedChunk, Recorder
 from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
@@ -53,27 +56,35 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "collect_metrics.jsonl"
 ID_FILE = "collector.id"
 MAX_ID = 64
-Vector = NDArray[np.float32]
-_Frame = tuple[NDArray[np.uint8], Vector, Vector, np.float32 | None, int, int]
+COUNTS = ("finished", "solved", "corrected")
 
 
-@dataclass
-class Attempt:
-    """An episode under way in one environment.
+class CorrectedActor(Demonstrator):
+    """A policy from which somebody may intervene.
 
-    Attributes:
-        number: of all that this collector has begun.
-        frames: picture, state and action of each step so far, with its log-prob, the version of the weights, and who
-            acted.
-        results: reward of each step, and whether it terminated the episode.
+    Args:
+        actor: the policy.
+        intervention: by whom.
     """
 
-    number: int
-    frames: list[_Frame] = field(default_factory=list["_Frame"])
-    results: list[tuple[float, bool]] = field(default_factory=list[tuple[float, bool]])
+    def __init__(self, actor: StepwiseActor, intervention: Intervention) -> None:
+        self.actor = actor
+        self.intervention = intervention
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        self.actor.begin(rows)
+        self.intervention.begin(rows)
+
+    def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        output = self.actor(observation, active, number)
+        actions, acted_by = self.intervention.correct(observation, output.actions[:, 0])
+        self.actor.begin(np.flatnonzero(acted_by != POLICY))  # what was planned there was for another state
+        columns = output.forward_inputs | {ACTED_BY: torch.from_numpy(acted_by)}
+        columns.pop(LOG_PROB, None)  # of an episode, all or none are the policy's own
+        return replace(output, actions=actions[:, None], forward_inputs=columns)
 
 
-class PolicyCollector:
+class PolicyCollector(Recorder):
     """Runs numbered attempts in all environments of a pool, and hands finished ones on with the numbers of the others.
 
     Attempt n has the same seed and task whenever it is run, and its episode the id ``COLLECTOR-n``: what a kill has
@@ -97,41 +108,30 @@ class PolicyCollector:
         intervention: Intervention | None = None,
         log: Callable[[dict[str, MetricValue]], object] | None = None,
     ) -> None:
-        self.pool = pool
         self.engine = engine
         self.shards = shards
         self.name = store_settings(config).collector
-        self._seed = config.collect.seed
-        self._key = zlib.crc32(self.name.encode())
         self.intervention = intervention
         self._log = log
         self._since_s = time.monotonic()
-        self.finished = self.solved = self.corrected = 0
-        self._next = 0
-        self._again = list[int]()
-        if shards.progress is not None:
-            self._continue(shards.progress)
-        engine.generators = engine.make_generators([config.runner.seed, self._key, self._next])
-        self.actor = StepwiseActor(engine, pool.spec.num_envs, sample=True)
-        self.attempts = [Attempt(self._draw()) for _ in range(pool.spec.num_envs)]
-
-    def _continue(self, progress: Fields) -> None:
-        self.finished = progress.integer("finished")
-        self.solved = progress.integer("solved")
-        self.corrected = progress.integer("corrected")
-        self._next = progress.integer("next")
-        self._again = [int(number) for number in progress.numbers("open", low=0)]
+        self._seeds = (config.collect.seed, zlib.crc32(self.name.encode()))
+        self._wanted = config.collect.num_episodes
+        earlier = shards.progress or Fields({"next": 0, "open": [], **dict.fromkeys(COUNTS, 0)}, "progress")
+        self.finished = earlier.integer("finished")
+        self.solved = earlier.integer("solved")
+        self.corrected = earlier.integer("corrected")
+        self._next = earlier.integer("next")
+        self._again = [int(number) for number in earlier.numbers("open", low=0)]
+        engine.generators = engine.make_generators([config.runner.seed, self._seeds[1], self._next])
+        policy = StepwiseActor(engine, pool.spec.num_envs, sample=True)
+        actor = policy if intervention is None else CorrectedActor(policy, intervention)
+        self.numbers = np.array([self._draw() for _ in range(pool.spec.num_envs)])
+        self._attempts = Attempts(pool, actor, self._assign, self, (POLICY_VERSION, ACTED_BY))
 
     def progress(self) -> dict[str, object]:
         """Return what continues from here: the next number, and those that are not finished."""
-        begun = [attempt.number for attempt in self.attempts]
-        return {
-            "next": self._next,
-            "open": sorted([*begun, *self._again]),
-            "finished": self.finished,
-            "solved": self.solved,
-            "corrected": self.corrected,
-        }
+        begun = {"next": self._next, "open": sorted([*self.numbers.tolist(), *self._again])}
+        return {**begun, "finished": self.finished, "solved": self.solved, "corrected": self.corrected}
 
     def _draw(self) -> int:
         if self._again:
@@ -139,25 +139,11 @@ class PolicyCollector:
         self._next += 1
         return self._next - 1
 
-    def _seed_of(self, number: int) -> int:
-        drawn = int(np.random.SeedSequence([self._seed, self._key, number]).generate_state(1)[0])
-        return 2**30 + drawn // 4  # far above the seeds of evaluations
-
-    def begin(self, rows: NDArray[np.int64]) -> Observation:
-        """Start the attempts of these rows; all of them over again if a simulator process was lost meanwhile."""
-        for row in rows:
-            self.attempts[row] = Attempt(self.attempts[row].number)
-        numbers = [self.attempts[row].number for row in rows]
-        seeds = np.array([self._seed_of(number) for number in numbers], np.int64)
-        tasks = np.array([number % len(self.pool.spec.tasks) for number in numbers], np.int32)
-        restarts = self.pool.faults.restarts
-        observation = self.pool.reset(seeds, tasks, rows)
-        if self.pool.faults.restarts != restarts:
-            return self.begin(np.arange(self.pool.spec.num_envs))
-        self.actor.begin(rows)
-        if self.intervention is not None:
-            self.intervention.begin(rows)
-        return observation
+    def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        numbers = self.numbers[rows]
+        drawn = [np.random.SeedSequence([*self._seeds, int(n)]).generate_state(1)[0] for n in numbers]
+        seeds = 2**30 + np.array(drawn, np.int64) // 4  # far above the seeds of evaluations
+        return seeds, (numbers % len(self._attempts.pool.spec.tasks)).astype(np.int32)
 
     def run(self, num_episodes: int, should_stop: Callable[[], bool], tell: Callable[[int, str], None]) -> None:
         """Collect until exactly so many episodes are finished, or until asked to stop.
@@ -167,10 +153,13 @@ class PolicyCollector:
         Raises:
             OutputError: the disk is full.
         """
-        observation = self.begin(np.arange(self.pool.spec.num_envs))
-        while self.finished < num_episodes and not should_stop():
-            observation = self._step(observation, num_episodes - self.finished)
+        self._wanted = num_episodes
+
+        def is_over() -> bool:
             tell(self.finished, self._note())
+            return self.finished >= num_episodes or should_stop()
+
+        self._attempts.run(is_over)
 
     def _note(self) -> str:
         """Return how it goes; with the share of episodes in which somebody corrected the policy, if somebody may."""
@@ -178,37 +167,23 @@ class PolicyCollector:
         by_hand = "" if self.intervention is None else f", {self.corrected / count:.0%} of episodes corrected"
         return f"success {self.solved / count:.0%}{by_hand}, version {self.engine.version}"
 
-    def _step(self, observation: Observation, wanted: int) -> Observation:
-        actions, log_probs = self.actor.act(observation)
-        acted_by = np.zeros(len(actions), np.int64)
-        if self.intervention is not None:
-            actions, acted_by = self.intervention.correct(observation, actions)
-            taken = np.flatnonzero(acted_by != POLICY)
-            self.actor.begin(taken)  # what the policy had planned there was for another state
-            log_probs = [None] * len(actions)  # of an episode, all or none are the policy's own
-        for row, attempt in enumerate(self.attempts):
-            seen = (observation.images[row].copy(), observation.state[row].copy())
-            attempt.frames.append((*seen, actions[row], log_probs[row], self.actor.versions[row], int(acted_by[row])))
-        instructions = list(observation.instruction)
-        step = self.pool.step(actions[:, None])
-        for row, attempt in enumerate(self.attempts):
-            attempt.results.append((float(step.reward[row, 0]), bool(step.terminated[row, 0])))
-        ended = np.flatnonzero(step.done)
-        if not len(ended):
-            return step.observation
-        whole = [int(row) for row in ended if step.valid[row].any()]  # the others were lost to a fault: run again
-        whole = sorted(whole, key=lambda row: self.attempts[row].number)[:wanted]
-        episodes = [self._episode(row, bool(step.success[row]), instructions[row]) for row in whole]
-        self.finished = self.finished + len(whole)
-        self.solved = self.solved + sum(e.success for e in episodes)
+    def after(self, chunk: PlayedChunk) -> None:
+        """Hand on what has ended; what was lost to a fault keeps its number, and is run again."""
+        order = np.argsort(self.numbers)
+        rows = order[chunk.ended[order]][: self._wanted - self.finished].tolist()
+        if not rows:
+            return
+        episodes = [
+            self._attempts.episode(row, bool(chunk.step.success[row]), f"{self.name}-{self.numbers[row]:08d}")
+            for row in rows
+        ]
+        self.finished += len(episodes)
+        self.solved += sum(episode.success for episode in episodes)
         self.corrected += sum(bool((np.asarray(one.acted[ACTED_BY]) != POLICY).any()) for one in episodes)
-        for row in whole:
-            self.attempts[row] = Attempt(self._draw())
-        if episodes:
-            self.shards.add(episodes, self.progress())
-            if self._log is not None:
-                self._log(self._metrics(episodes))
-        return self.begin(ended)
+        self.numbers[rows] = [self._draw() for _ in rows]
+        self.shards.add(episodes, self.progress())
+        if self._log is not None:
+            self._log(self._metrics(episodes))
 
     def _metrics(self, episodes: list[DemoEpisode]) -> dict[str, MetricValue]:
         """Return what is known of the episodes that have just ended, and of the time since the last ones."""
@@ -232,7 +207,7 @@ class PolicyCollector:
     def _control(self) -> dict[str, list[float]]:
         """Return how control has gone in each process; of one that is lost meanwhile, nothing."""
         try:
-            answers = self.pool.call("status")
+            answers = self._attempts.pool.call("status")
         except (EnvWorkerDied, EnvTimeout):
             return {}
         found: dict[str, list[float]] = {}
@@ -240,27 +215,6 @@ class PolicyCollector:
             for name, value in (cast("dict[str, float]", answer) if isinstance(answer, dict) else {}).items():
                 found.setdefault(name, []).append(value)
         return found
-
-    def _episode(self, row: int, success: bool, instruction: str) -> DemoEpisode:
-        attempt = self.attempts[row]
-        images, states, actions, log_probs, versions, acted_by = zip(*attempt.frames, strict=True)
-        rewards, terminated = zip(*attempt.results, strict=True)
-        executed = np.stack(actions).astype(np.float32)
-        known = None if log_probs[0] is None else np.array(log_probs, np.float32)
-        outcomes = Outcomes(executed, np.array(rewards, np.float32), np.array(terminated, np.bool_), known)
-        tasks = self.pool.spec.tasks
-        return DemoEpisode(
-            np.stack(images),
-            np.stack(states),
-            executed,
-            instruction,
-            tasks[attempt.number % len(tasks)],
-            self._seed_of(attempt.number),
-            success,
-            outcomes,
-            {POLICY_VERSION: np.array(versions, np.int64), ACTED_BY: np.array(acted_by, np.int64)},
-            f"{self.name}-{attempt.number:08d}",
-        )
 
 
 class Uploads:

@@ -20,9 +20,10 @@ from embodrl.envs.pool.pool import FaultCounts
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
 from embodrl.reporting.progress import Progress
-from embodrl.runs.collect import DemoCollector, RecordedPolicy
 from embodrl.specs import ENVS
 from embodrl.types import PolicyOutput
+from embodrl.workers.demonstrations import SHOWN, DemoCollector, Experts
+from embodrl.workers.policy import RecordedPolicy
 
 NUM_ENVS, MAX_STEPS = 4, 21
 
@@ -66,15 +67,18 @@ class LocalPool:
     def expert_reset(self, rows):
         pass
 
-    def step(self, actions):
+    def step_async(self, actions, active):
+        self.sent = actions
+
+    def wait(self):
         self.num_steps += 1
-        return self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
+        return self.env.chunk_step(self.sent, np.ones(NUM_ENVS, np.bool_))
 
 
 def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> DemoCollector:
     collector = DemoCollector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
     collector.run(Progress("collect", 1, "episodes", "off"))
-    collector.close()
+    collector.close({})
     return collector
 
 
@@ -101,13 +105,16 @@ def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws
     expert = pool.expert_actions
     pool.expert_actions = lambda: drawn.append(expert()) or drawn[-1].copy()
     slow = ("collect.min_speed=0.2", "collect.max_speed=0.5", "collect.keep_failures=true", "collect.num_episodes=4")
-    collector = DemoCollector(config(tmp_path, *slow), pool, RawWriter(tmp_path))
+    experts = Experts(config(tmp_path, *slow).collect, pool, np.random.default_rng(0))
+    every = np.arange(NUM_ENVS)
     for _ in range(2):
-        observation = collector.begin(np.arange(NUM_ENVS))
-        _, executed, _ = collector._act(observation)
-        speeds.append(collector.speed.copy())
-        np.testing.assert_array_equal(executed[:, :-1], drawn[-1][:, :-1] * collector.speed[:, None])
-        np.testing.assert_array_equal(executed[:, -1], drawn[-1][:, -1])
+        observation = pool.reset(every, np.zeros(NUM_ENVS, np.int32), every)
+        experts.begin(every)
+        output = experts(observation, every >= 0, 0)
+        speeds.append(experts.speed.copy())
+        np.testing.assert_array_equal(output.actions[:, 0, :-1], drawn[-1][:, :-1] * experts.speed[:, None])
+        np.testing.assert_array_equal(output.actions[:, 0, -1], drawn[-1][:, -1])
+        np.testing.assert_array_equal(output.forward_inputs[SHOWN], output.actions[:, 0])
     values = np.concatenate(speeds)
     assert len(set(values.tolist())) == len(values) and 0.2 <= values.min() < values.max() <= 0.5
 
@@ -134,7 +141,7 @@ def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> No
     again = DemoCollector(settings, LocalPool(), RawWriter(directory, resume=True))
     assert int(again.kept.sum()) == kept
     again.run(Progress("collect", 1, "episodes", "off"))
-    again.close()
+    again.close({})
     assert len(index(directory)["episodes"]) == 12 and index(directory)["meta"]["stopped_early"] is False
 
 
@@ -166,7 +173,7 @@ def record(settings: Config) -> tuple[DemoCollector, Policy]:
     writer, engine = RawWriter(Path(settings.collect.output_dir)), Policy()
     collector = DemoCollector(settings, LocalPool(), writer, policy=RecordedPolicy("a run", engine))  # pyright: ignore
     collector.run(Progress("collect", 1, "episodes", "off"))
-    collector.close()
+    collector.close({})
     return collector, engine
 
 
@@ -198,11 +205,11 @@ def test_a_policy_that_hardly_succeeds_is_recorded_only_with_its_failures(tmp_pa
 class LosingPool(LocalPool):
     """The first chunk is lost: the process is restarted, and all episodes begin again."""
 
-    def step(self, actions):
+    def wait(self):
         if self.num_steps:
-            return super().step(actions)
+            return super().wait()
         self.num_steps, self.faults.restarts = 1, 1
-        step = self.env.chunk_step(actions, np.zeros(NUM_ENVS, np.bool_))
+        step = self.env.chunk_step(self.sent, np.zeros(NUM_ENVS, np.bool_))
         step.truncated[:, 0] = True
         return step
 
@@ -222,8 +229,8 @@ class BreakingPool(LocalPool):
         super().__init__()
         self.whole, self.ends = whole, 0
 
-    def step(self, actions):
-        step = self.env.chunk_step(actions, np.ones(NUM_ENVS, np.bool_))
+    def wait(self):
+        step = self.env.chunk_step(self.sent, np.ones(NUM_ENVS, np.bool_))
         for row in np.flatnonzero(step.done):
             self.ends += 1
             if not (self.whole and self.ends % self.whole == 0):

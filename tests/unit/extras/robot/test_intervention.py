@@ -38,7 +38,7 @@ def corrected(gate, *actions):
 
 def test_the_stand_in_takes_over_for_a_while_where_the_policy_is_far_off():
     expert = Expert()
-    gate = Gate(DaggerConfig(gate_threshold=0.5, gate_steps=2), expert, 2)
+    gate = Gate(DaggerConfig(gate_threshold=0.5, gate_steps=2), 2, expert.actions, expert.begin)
     gate.begin(np.array([0, 1]))
     actions, acted_by = gate.correct(None, np.array([[0.9] * 3, [0.0] * 3], np.float32))
     np.testing.assert_allclose(actions, [[0.9] * 3, [1.0] * 3])
@@ -51,7 +51,7 @@ def test_the_stand_in_takes_over_for_a_while_where_the_policy_is_far_off():
 
 def test_without_its_expert_the_policy_acts_until_the_next_episode():
     expert = Expert()
-    gate = Gate(DaggerConfig(gate_threshold=0.5), expert, 2)
+    gate = Gate(DaggerConfig(gate_threshold=0.5), 2, expert.actions, expert.begin)
     expert.lost = True
     assert corrected(gate, (0.0, 0.0)) == [[POLICY, POLICY]]
 

@@ -39,8 +39,11 @@ class Pool:
         self.begun += zip(seeds.tolist(), tasks.tolist(), strict=True)
         return self.env.reset(seeds, tasks, rows)
 
-    def step(self, actions):
-        step = self.env.chunk_step(actions, np.ones(ENVS, np.bool_))
+    def step_async(self, actions, active):
+        self.sent = actions
+
+    def wait(self):
+        step = self.env.chunk_step(self.sent, np.ones(ENVS, np.bool_))
         if self.lose:  # as the pool marks an episode that a fault has ended
             self.lose = False
             step.valid[1] = False

@@ -1,0 +1,399 @@
+"""Attempts at tasks by experts or by a policy, one action at a time, and the episodes that are kept of them.
+
+Shapes: B environments, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from embodrl.config.schema import CollectConfig, Config
+from embodrl.data.dataset_writer import DatasetWriter
+from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, DemoEpisode, Outcomes
+from embodrl.data.replay import POLICY
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import EmbodrlError, EnvError, EnvTimeout, EnvWorkerDied
+from embodrl.fields import Fields
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.reporting.progress import Progress
+from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
+from embodrl.workers.play import Play, PlayedChunk, Recorder, take_turns
+from embodrl.workers.policy import RecordedPolicy
+
+MAX_ATTEMPTS_PER_EPISODE = 10
+COMMIT_EPISODES = 50
+"""After so many episodes what was collected is committed, so that a kill costs no more."""
+SHOWN = "action"
+"""In ``PolicyOutput.forward_inputs``: what a demonstration shows, ``float32[B,A]``, if not what is executed."""
+
+
+class Demonstrator(ABC):
+    """Chooses single actions ``float32[B,1,A]``; ``forward_inputs`` has what else a demonstration keeps, by its column.
+
+    Both methods raise EnvWorkerDied or EnvTimeout where a simulator process is lost.
+    """
+
+    @abstractmethod
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        """Attempts have begun in ``rows``."""
+
+    @abstractmethod
+    def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        """Choose the next action of every environment; a ``Choose``."""
+
+
+class Experts(Demonstrator):
+    """The scripted experts of a simulator, slowed down and perturbed as ``collect`` says.
+
+    Args:
+        settings: section ``collect``.
+        pool: started, with experts.
+        rng: draws the perturbations.
+
+    Attributes:
+        noise_std, speed: ``float32[B]``, of the present attempts.
+    """
+
+    def __init__(self, settings: CollectConfig, pool: EnvPool, rng: np.random.Generator) -> None:
+        self.settings = settings
+        self.pool = pool
+        self.rng = rng
+        self.noise_std = np.zeros(pool.spec.num_envs, np.float32)
+        self.speed = np.ones(pool.spec.num_envs, np.float32)
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        for row in rows:
+            noisy = self.rng.random() < self.settings.noise_fraction
+            self.noise_std[row] = self.settings.noise_std if noisy else 0.0
+            if self.settings.min_speed < 1:
+                self.speed[row] = self.rng.uniform(self.settings.min_speed, self.settings.max_speed)
+        self.pool.expert_reset(rows)
+
+    def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        expert = self.pool.expert_actions()
+        expert[:, :-1] *= self.speed[:, None]  # the gripper opens and closes as ever
+        noise = self.rng.standard_normal(expert.shape).astype(np.float32) * self.noise_std[:, None]
+        noise[:, -1] = 0  # a random gripper would drop the object
+        executed = np.clip(expert + noise, -1, 1).astype(np.float32)
+        return _output(executed, {SHOWN: expert})
+
+
+class StepwiseActor(Demonstrator):
+    """A policy one action at a time: it is asked again where its chunk is used up, or an episode begins.
+
+    Args:
+        engine: the policy.
+        num_envs: B.
+        sample: draw actions, as rollouts do, instead of taking the most probable ones.
+    """
+
+    def __init__(self, engine: RolloutEngine, num_envs: int, sample: bool) -> None:
+        self.engine = engine
+        self.sample = sample
+        self._versions = np.zeros(num_envs, np.int64)  # updates behind the weights that chose the last actions
+        self._left: list[list[tuple[NDArray[np.float32], np.float32 | None]]] = [[] for _ in range(num_envs)]
+
+    def begin(self, rows: NDArray[np.int64]) -> None:
+        for row in rows:
+            self._left[row] = []
+
+    def __call__(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        empty = np.array([row for row, left in enumerate(self._left) if not left], np.int64)
+        if len(empty):
+            asked = observation.select(empty)
+            output = self.engine.act(asked, False) if self.sample else self.engine.decide(asked, "greedy")
+            self._versions[empty] = output.version
+            for row, chunk, each in zip(empty, output.actions, self._log_probs(output), strict=True):
+                self._left[row] = list(zip(chunk, each, strict=True))
+        actions, log_probs = zip(*(left.pop(0) for left in self._left), strict=True)
+        columns: dict[str, NDArray[np.generic]] = {} if None in log_probs else {LOG_PROB: np.array(log_probs)}
+        columns |= {POLICY_VERSION: self._versions.copy(), ACTED_BY: np.full(len(actions), POLICY, np.int64)}
+        return _output(np.stack(actions), columns)
+
+    def _log_probs(self, output: PolicyOutput) -> NDArray[Any]:
+        """Return ``float32[B,C]``; of None for tokens that stand for a whole chunk, and where nothing was drawn."""
+        if not self.sample or TOKEN_MASK in output.forward_inputs:
+            return np.full(output.actions.shape[:2], None)
+        return output.logprobs.sum(dim=2).float().cpu().numpy()
+
+
+def _output(executed: NDArray[np.float32], columns: dict[str, NDArray[np.generic]]) -> PolicyOutput:
+    known = {name: torch.from_numpy(values) for name, values in columns.items()}
+    return PolicyOutput(executed[:, None], torch.zeros(len(executed), 1, 0), None, known)
+
+
+class Attempts(Recorder):
+    """The play of an attempt in every environment, and of another one wherever one has ended; keeps their steps.
+
+    An attempt that a fault has ended is replaced like any other. Where a simulator process is lost between two steps,
+    all attempts start over: no step tells which of them were its own.
+
+    Args:
+        pool: started, without auto-reset.
+        actor: acts in all environments.
+        assign: returns the seeds and tasks of the attempts that begin in some environments.
+        keeper: takes the attempts that have ended.
+        acted: names of the columns that say how actions came about, apart from log-probs.
+
+    Attributes:
+        pool: the environments.
+        seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the present attempts.
+    """
+
+    def __init__(
+        self,
+        pool: EnvPool,
+        actor: Demonstrator,
+        assign: Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int32]]],
+        keeper: Recorder,
+        acted: Sequence[str] = (),
+    ) -> None:
+        self.pool = pool
+        self.actor = actor
+        self.assign = assign
+        self.acted = acted
+        self._every = np.arange(pool.spec.num_envs)
+        self.seeds = np.zeros(pool.spec.num_envs, np.int64)
+        self.task_ids = np.zeros(pool.spec.num_envs, np.int32)
+        self._instructions: list[str] = []
+        self._steps: list[list[dict[str, NDArray[np.generic]]]] = [[] for _ in self._every]
+        self._is_over: Callable[[], bool] = lambda: False
+        self._play = Play(pool, self._choose, [self, keeper], self._schedule)
+
+    def run(self, is_over: Callable[[], bool]) -> None:
+        """Play until ``is_over`` returns True, which is asked before every step.
+
+        Raises:
+            EmbodrlError: the simulators fail too often.
+        """
+        self._is_over = is_over
+        take_turns([self._play])
+
+    def _schedule(self, play: Play) -> NDArray[np.bool_] | None:
+        ended = self._every if play.last is None else np.flatnonzero(play.last.step.done)
+        if len(ended):
+            self._begin(ended)
+        return None if self._is_over() else np.ones(len(self._every), np.bool_)
+
+    def _begin(self, rows: NDArray[np.int64]) -> Observation:
+        restarts = self.pool.faults.restarts
+        self.seeds[rows], self.task_ids[rows] = self.assign(rows)
+        for row in rows:
+            self._steps[row] = []
+        self._play.observation = observation = self.pool.reset(self.seeds[rows], self.task_ids[rows], rows)
+        # A process that was restarted has begun all its episodes again, and no result of a step says so.
+        if self.pool.faults.restarts == restarts:
+            try:
+                self.actor.begin(rows)
+                return observation
+            except (EnvWorkerDied, EnvTimeout):
+                pass  # the next reset restarts it
+        return self._begin(self._every)
+
+    def _choose(self, observation: Observation, active: NDArray[np.bool_], number: int) -> PolicyOutput:
+        try:
+            return self.actor(observation, active, number)
+        except (EnvWorkerDied, EnvTimeout):
+            return self._choose(self._begin(self._every), active, number)
+
+    def before(self, observation: Observation, output: PolicyOutput) -> PolicyOutput:
+        self._instructions = list(observation.instruction)
+        known = {name: tensor.numpy() for name, tensor in output.forward_inputs.items()}
+        columns = {"images": observation.images, "state": observation.state, EXECUTED: output.actions[:, 0], **known}
+        for row, steps in enumerate(self._steps):
+            steps.append({name: np.array(values[row]) for name, values in columns.items()})
+        return output
+
+    def after(self, chunk: PlayedChunk) -> None:
+        for row, steps in enumerate(self._steps):
+            steps[-1] |= {
+                REWARD: np.array(chunk.step.reward[row, 0]),
+                TERMINATED: np.array(chunk.step.terminated[row, 0]),
+            }
+
+    def episode(self, row: int, success: bool, name: str | None = None) -> DemoEpisode:
+        """Return the attempt in an environment, as ``DemoEpisode`` with ``success`` and the id ``name``."""
+        steps = self._steps[row]
+        columns: dict[str, Any] = {key: np.stack([step[key] for step in steps]) for key in steps[-1]}
+        executed = columns[EXECUTED].astype(np.float32)
+        return DemoEpisode(
+            columns["images"],
+            columns["state"],
+            columns.get(SHOWN, executed),
+            self._instructions[row],
+            self.pool.spec.tasks[self.task_ids[row]],
+            int(self.seeds[row]),
+            success,
+            Outcomes(executed, columns[REWARD], columns[TERMINATED], columns.get(LOG_PROB)),
+            {key: columns[key] for key in self.acted},
+            name,
+        )
+
+
+class DemoCollector(Recorder):
+    """Lets experts, or a policy, attempt the tasks of a pool until enough episodes have succeeded.
+
+    Args:
+        config: the run; section ``collect``.
+        pool: started, without auto-reset.
+        writer: takes the episodes; an interrupted collection that it continues counts.
+        should_stop: asked before every step; if it answers True, ``run`` ends early.
+        policy: acts instead of the experts.
+
+    Attributes:
+        kept, tried, solved: ``int64[T]``, episodes of each task that were kept, completed, and successful.
+        lost: ``int64[T]``, episodes that a fault has ended.
+
+    Raises:
+        EmbodrlError: the interrupted collection has other settings.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        writer: DatasetWriter,
+        should_stop: Callable[[], bool] = lambda: False,
+        policy: RecordedPolicy | None = None,
+    ) -> None:
+        self.settings = config.collect
+        # A collection continues with the number of episodes changed only.
+        settings = self.settings.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
+        self._settings = {"env": config.env.env_type, "tasks": list(pool.spec.tasks), **settings}
+        self._settings |= {} if policy is None else {"policy": policy.name}
+        self.tasks = pool.spec.tasks
+        self.writer = writer
+        self.should_stop = should_stop
+        self.attempts = 0
+        self.kept = np.zeros(len(self.tasks), np.int64)
+        self.tried = np.zeros(len(self.tasks), np.int64)
+        self.solved = np.zeros(len(self.tasks), np.int64)
+        self.lost = np.zeros(len(self.tasks), np.int64)
+        self.wanted = np.array(
+            [len(part) for part in np.array_split(np.arange(self.settings.num_episodes), len(self.tasks))]
+        )
+        if writer.progress is not None:
+            self._continue(writer.progress)
+        self._play = Attempts(pool, self._make_actor(config, pool, policy), self._assign, self)
+        self._tell: Callable[[int, str], None] = lambda done, note: None
+
+    def _continue(self, progress: Fields) -> None:
+        earlier = progress.fields("settings").content
+        if changed := [name for name, value in self._settings.items() if earlier.get(name) != value]:
+            raise EmbodrlError(
+                f"{self.writer.staging} holds an interrupted collection with other settings: {', '.join(changed)}",
+                f"continue it with its own settings, or remove it: rm -r {self.writer.staging}",
+                code="collect-other-settings",
+            )
+        self.attempts = progress.integer("attempts")
+        for name in ("kept", "tried", "solved", "lost"):
+            getattr(self, name)[:] = progress.numbers(name, len(self.tasks))
+
+    def _make_actor(self, config: Config, pool: EnvPool, policy: RecordedPolicy | None) -> Demonstrator:
+        if policy is None:
+            seed = self.settings.seed
+            continued = self.writer.progress is not None
+            return Experts(self.settings, pool, np.random.default_rng([seed, self.attempts] if continued else seed))
+        engine = policy.engine
+        engine.generators = engine.make_generators([config.runner.seed, self.attempts])
+        return StepwiseActor(engine, pool.spec.num_envs, self.settings.sample)
+
+    def commit(self) -> None:
+        """Make the episodes so far survive the end of this process, for another one to continue."""
+        counts = {name: getattr(self, name).tolist() for name in ("kept", "tried", "solved", "lost")}
+        self.writer.commit({"settings": self._settings, "attempts": self.attempts, **counts})
+
+    @property
+    def finished(self) -> bool:
+        """Every task has its share."""
+        return bool((self.kept >= self.wanted).all())
+
+    def run(self, progress: Progress) -> None:
+        """Collect until every task has its share, or until asked to stop.
+
+        Raises:
+            EmbodrlError: the experts fail too often, or the simulator does.
+        """
+        self._tell = progress.update
+        self._play.run(lambda: self.finished or self.should_stop())
+
+    def _assign(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Choose the tasks that lack most."""
+        missing = (self.wanted - self.kept).astype(np.float64)
+        tasks = np.zeros(len(rows), np.int32)
+        for place in range(len(rows)):
+            tasks[place] = np.argmax(missing)
+            missing[tasks[place]] -= 1
+        seeds = self.settings.seed + self.attempts + np.arange(len(rows))
+        self.attempts += len(rows)
+        return seeds, tasks
+
+    def after(self, chunk: PlayedChunk) -> None:
+        for row in np.flatnonzero(chunk.ended):
+            self._keep(int(row), bool(chunk.step.success[row]))
+        np.add.at(self.lost, self._play.task_ids[chunk.lost], 1)
+        self._tell(int(self.kept.sum()), f"success {self.solved.sum() / max(self.tried.sum(), 1):.0%}")
+        if chunk.step.done.any():
+            self._refuse_failing_actors()
+            self._refuse_losing_simulators()
+
+    def _keep(self, row: int, success: bool) -> None:
+        task = self._play.task_ids[row]
+        self.tried[task] += 1
+        self.solved[task] += success
+        if not (success or self.settings.keep_failures) or self.kept[task] >= self.wanted[task]:
+            return
+        self.kept[task] += 1
+        self.writer.add(self._play.episode(row, success))
+        if self.kept.sum() % COMMIT_EPISODES == 0:
+            self.commit()
+
+    def _refuse_failing_actors(self) -> None:
+        failing = (self.tried > 50) & (self.tried > MAX_ATTEMPTS_PER_EPISODE * self.solved)
+        if self.settings.keep_failures or not failing.any():
+            return
+        names = ", ".join(np.array(self.tasks)[failing])
+        if "policy" in self._settings:
+            raise EmbodrlError(
+                f"the policy fails more than 9 times in 10 on {names}",
+                "set collect.keep_failures=true to record its failures as well",
+                code="policy-fails",
+            )
+        raise EmbodrlError(
+            f"the expert fails more than 9 times in 10 on {names}",
+            "lower collect.noise_std, or raise env.max_episode_steps",
+            code="expert-fails",
+        )
+
+    def _refuse_losing_simulators(self) -> None:
+        losing = (self.lost > 50) & (self.lost > (MAX_ATTEMPTS_PER_EPISODE - 1) * self.tried)
+        if losing.any():
+            names = ", ".join(np.array(self.tasks)[losing])
+            raise EnvError(
+                f"the simulator loses more than 9 episodes in 10 of {names} to faults",
+                "the warnings above name them; see the logs of the simulator processes",
+                code="too-many-faults",
+            )
+
+    def close(self, meta: dict[str, object]) -> None:
+        """Complete the dataset, with the success rate of who acted over all episodes that were completed.
+
+        Args:
+            meta: what else says how the dataset was made.
+        """
+        who = "policy" if "policy" in self._settings else "expert"
+        known: dict[str, object] = {"robot_type": self._settings["env"], "collect": self.settings.model_dump()}
+        known |= {f"{who}_success_rate": self.success_rate(), **meta}
+        known |= {"policy": self._settings["policy"]} if who == "policy" else {}
+        self.writer.close(known | {"stopped_early": not self.finished})
+
+    def success_rate(self) -> dict[str, float | None]:
+        """Return the fraction of episodes that were solved, by task; None where none was completed."""
+        counts = zip(self.tasks, self.solved.tolist(), self.tried.tolist(), strict=True)
+        return {task: solved / tried if tried else None for task, solved, tried in counts}
