@@ -25,7 +25,6 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
-from embodrl.names import import_object
 from embodrl.processes.liveness import hurry
 from embodrl.specs import WORKFLOW_RUNNERS, WorkflowRunnerSpec
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
@@ -85,8 +84,7 @@ def make_runners(
     if config.rollout.workflow is None:
         return [*make_lockstep_runners(config, pool, engine, keep_frames, judge)]
     parts = pool.split(config.rollout.pipeline_stages)
-    runner = workflow_runner().target
-    make = cast("Callable[..., EpisodeRunner]", import_object(runner) if isinstance(runner, str) else runner)
+    make = cast("Callable[..., EpisodeRunner]", WORKFLOW_RUNNERS.get(workflow_runner().name))
     return [make(config, part, engine, keep_frames) for part in parts]
 
 

@@ -188,12 +188,14 @@ SITES = {
     "trainer/async_evaluation.py": "extensions",
     "processes/guard.py": "",
     "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
+    "trainer/parts.py": "",
     "trainer/provenance.py": "",
     "scheduler/launchers/host.py": "",
-    "scheduler/launchers/ray.py": "cluster.ray_address",
+    "extras/ray/launcher.py": "cluster.ray_address",
     "specs.py": "",
     "wire/codec.py": "",
     "workers/actor.py": "extensions",
+    "workers/rollout_backend.py": "",
     "workers/rollout_process.py": "extensions",
 }
 CALLS = {"import_object", "import_module", "__import__", "Popen", "run_path", "run_module", "exec", "eval", "system"}

@@ -10,8 +10,8 @@ from expect import raises_code
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
 from embodrl.extras.model_tools.random_model import write_random_model
+from embodrl.extras.serving import verb as serving
 from embodrl.runs import evaluate as verb
-from embodrl.runs import serve as serving
 from embodrl.trainer.parts import check_machine
 from embodrl.workers import policy
 

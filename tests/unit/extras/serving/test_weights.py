@@ -8,7 +8,7 @@ from served import MeanPolicy, engine_of, served, wanted
 from test_core import seen
 
 from embodrl.errors import EmbodrlError, WeightSyncError
-from embodrl.extras.serving import weights as module
+from embodrl.hybrid_engines.weight_sync import follower as module
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender, versions_in
 from embodrl.hybrid_engines.weight_sync.follower import WeightFollower, WeightSource
 
