@@ -43,7 +43,6 @@ FIRST = (
     "runner.eval_interval=0",
     "env.train.total_num_envs=16",
     "env.train.max_steps_per_rollout_epoch=50",
-    "env.eval.total_num_envs=8",
     "env.eval.num_episodes=8",
     "actor.precision=fp32",
     "rollout.precision=fp32",

@@ -64,7 +64,6 @@ def seconds(run_dir: Path, *overrides: str) -> float:
         "runner.eval_at_start=false",
         "runner.eval_interval=0",
         "env.eval.num_episodes=4",
-        "env.eval.total_num_envs=4",
         "runner.logger.tensorboard=false",
         f"runner.max_iterations={ITERATIONS}",
         f"runner.output_dir={run_dir}",

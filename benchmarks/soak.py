@@ -52,7 +52,6 @@ SETTINGS = (
     f"env.train.max_steps_per_rollout_epoch={STEPS}",
     "env.train.ignore_terminations=true",  # so that the number of steps is known
     f"env.max_episode_steps={STEPS // 2}",
-    f"env.eval.total_num_envs={NUM_ENVS}",
     "env.max_restarts=1000000",
     "rollout.max_restarts=1000000",
     f"actor.global_batch_size={NUM_ENVS * STEPS // CHUNK}",

@@ -16,7 +16,7 @@ from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.pipelines.load import load_config as _load_config
 
 if TYPE_CHECKING:
-    from embodrl.config.rules.verbs import Verb
+    from embodrl.config.schema.readers import Verb
     from embodrl.models.base import VLAPolicy
     from embodrl.runs.collect import CollectResult
     from embodrl.runs.evaluate import EvaluationResult

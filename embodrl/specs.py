@@ -474,11 +474,13 @@ class VerbSpec(Entry):
         rules: checks that run for this verb, and where a configuration with a section of it is checked for none.
         resumes: name of a file -> ``module:function``, with which `embodrl resume` continues a directory that has the
             file: ``function(directory, settings, trust)`` returns the exit code.
+        reads_as: verb whose settings it reads as well, e.g. ``train``; "" for those alone that all verbs read.
     """
 
     sections: Mapping[str, type[Section] | str] = field(default_factory=dict[str, "type[Section] | str"])
     rules: tuple[RuleSet, ...] = ()
     resumes: Mapping[str, str] = field(default_factory=dict[str, str])
+    reads_as: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from embodrl.config.rules.verbs import Verb
+from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError
 from embodrl.extras.sweep.combinations import expand_sweep
 from embodrl.pipelines.load import load_config

@@ -7,6 +7,7 @@ python scripts/make_config_reference.py --check   # exit code 1 if it is out of 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,8 @@ from embodrl.config.explain import flow
 from embodrl.config.presets import describe, groups, presets
 from embodrl.config.rules import Rule, shipped_rules
 from embodrl.config.schema import AppliesIf, Config, EnvConfig, ModelConfig, config_class, env_settings, model_settings
+from embodrl.config.schema.readers import readers
+from embodrl.config.schema.section import ReadBy
 from embodrl.pipelines.select import PipelineCheck
 from embodrl.specs import ENVS, MODELS
 
@@ -86,6 +89,9 @@ the presets. Settings that run code are taken from your own files only ([securit
   `algorithm.loss_type`, `algorithm.srpo.encoder`, `reward.fn` and `pipeline.fn` may name custom functions as
   `module:function`.
 - **Mappings** are merged key by key, lists are replaced; `cluster.component_placement` is replaced as a whole.
+- **Verbs** that read a key or a section stand in brackets below, `[eval, train]`, where not all do; what a key says
+  wins over what its section says. `plan` reads what `train` reads, and `record` is `collect policy=PATH`. On a command
+  line other verbs refuse the key. In a file they ignore it: verbs share files.
 - A run writes its whole configuration to `DIR/config.yaml`. That file can be given with `--config` again.
 
 A wrong configuration is refused before torch or a simulator is imported, with all its problems in one report: the key,
@@ -138,10 +144,16 @@ def row(key: str, name: str, info: FieldInfo, schema: type[BaseModel]) -> str:
 
 
 def conditions(info: FieldInfo) -> str:
-    """Say with which other settings a key or section has an effect; facts of what is chosen are left out."""
+    """Say which verbs read a key or section, and with which other settings; facts of what is chosen are left out."""
     found = [each for each in info.metadata if isinstance(each, AppliesIf) and not each.reason]
     said = [f"`{each.key}`{'=' * bool(each.values)}{' or '.join(map(flow, each.values))}" for each in found]
-    return f" (only with {' and '.join(said)})" if said else ""
+    verbs = next((each.verbs for each in info.metadata if isinstance(each, ReadBy)), None)
+    return (f" (only with {' and '.join(said)})" if said else "") + read_by(verbs)
+
+
+def read_by(verbs: Collection[str] | None) -> str:
+    """Say which verbs read something, if not all do."""
+    return "" if verbs is None else f" [{', '.join(sorted(verbs))}]"
 
 
 def section(
@@ -179,7 +191,7 @@ def schema_part() -> list[str]:
         if found is None:
             top.append(row(name, name, info, schema))
         else:
-            lines += section(found, name, info.description or "", schema)
+            lines += section(found, name, (info.description or "") + read_by(readers(name, schema)), schema)
             lines += own_settings(name)
     return [*lines, *top, ""]
 

@@ -21,13 +21,16 @@ mkdir -p "$work" "$target"
 
 # warm_start NAME EPISODES STEPS LR ARGS...: demonstrations, and a policy that imitates them
 warm_start() {
-    local name=$1 episodes=$2 steps=$3 lr=$4
+    local name=$1 episodes=$2 steps=$3 lr=$4 each of_experts=()
     shift 4
+    for each in "$@"; do
+        [[ $each == model.* ]] || of_experts+=("$each") # which have no model
+    done
     if grep -qs '"stopped_early": true' "$work/$name/demos/meta/embodrl.json"; then
         echo "$work/$name/demos is short, as its collection was stopped: it is removed and collected again"
         rm -r "$work/$name/demos"
     fi
-    [ -d "$work/$name/demos" ] || $embodrl collect "$@" collect.num_episodes="$episodes" collect.output_dir="$work/$name/demos"
+    [ -d "$work/$name/demos" ] || $embodrl collect "${of_experts[@]}" collect.num_episodes="$episodes" collect.output_dir="$work/$name/demos"
     [ -d "$work/$name/sft/policy" ] || $embodrl sft "$@" sft.data_dir="$work/$name/demos" sft.output_dir="$work/$name/sft" \
         sft.max_steps="$steps" sft.lr="$lr" sft.label_smoothing_bins=3
 }

@@ -24,8 +24,8 @@ from embodrl.storage.atomic import FILE_SIZE_HINT
 
 if TYPE_CHECKING:
     from embodrl.config import LoadedConfig
-    from embodrl.config.rules.verbs import Verb
     from embodrl.config.schema import Config
+    from embodrl.config.schema.readers import Verb
 
 # Of exceptions that the loader, numpy, torch and the interpreter raise where memory or threads are not available.
 _OUT_OF_MEMORY = ("MemoryError", "annot allocate memory", "an't allocate memory", "failed to map", "start new thread")

@@ -22,6 +22,7 @@ from embodrl.config.schema import (
     sections_of,
     with_sections,
 )
+from embodrl.config.schema.readers import Verb, settings_of
 from embodrl.config.schema.section import NameOf, Section
 from embodrl.errors import ConfigProblem, EmbodrlError
 from embodrl.names import nearest
@@ -121,8 +122,15 @@ def _is_set(node: Node, default: object) -> bool:
     return node.origin.kind == "argument" or (node.origin.by_user and node.plain() != default)
 
 
-def validate(tree: Node, schema: type[Config]) -> tuple[Config, set[str], list[ConfigProblem]]:
+def validate(
+    tree: Node, schema: type[Config], verb: Verb | None = None
+) -> tuple[Config, set[str], list[ConfigProblem]]:
     """Validate a tree against the schema of its simulator and model.
+
+    Args:
+        tree: not changed.
+        schema: of the tree.
+        verb: what the configuration is for: its settings are suggested first.
 
     Returns:
         The configuration, with the schema's default for every wrong value; the keys replaced; the problems.
@@ -135,7 +143,7 @@ def validate(tree: Node, schema: type[Config]) -> tuple[Config, set[str], list[C
         try:
             return Config.model_validate_json(json.dumps(plain)), pruned, problems
         except ValidationError as error:
-            wrong = describe(error, tree, schema)
+            wrong = describe(error, tree, schema, verb)
         remaining = copy(remaining)
         for key, problem in wrong:
             problems.append(problem)
@@ -156,7 +164,9 @@ def prune(tree: Node, key: str) -> None:
             return
 
 
-def describe(error: ValidationError, tree: Node, schema: type[Config]) -> list[tuple[str, ConfigProblem]]:
+def describe(
+    error: ValidationError, tree: Node, schema: type[Config], verb: Verb | None = None
+) -> list[tuple[str, ConfigProblem]]:
     """Return ``(key, problem)`` of each wrong key."""
     result: dict[str, ConfigProblem] = {}
     for item in error.errors(include_url=False)[:MAX_ERRORS]:
@@ -167,7 +177,7 @@ def describe(error: ValidationError, tree: Node, schema: type[Config]) -> list[t
         value = node.plain() if node is not None else None
         origin = str(origin_of(tree, key))
         if item["type"] == "extra_forbidden":
-            result[key] = _unknown_here(key, origin, schema, tree)
+            result[key] = _unknown_here(key, origin, schema, tree, verb)
             continue
         allowed, options = allowed_values(key, schema)
         message = f"{_show(value)} {_reason(item, value)}"
@@ -275,26 +285,26 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def unknown_key(key: str, origin: str, schema: type[Config]) -> ConfigProblem:
-    """Return the problem of a key that the schema lacks."""
+def unknown_key(key: str, origin: str, schema: type[Config], verb: Verb | None = None) -> ConfigProblem:
+    """Return the problem of a key that the schema lacks; settings of the verb are suggested first."""
     section, _, name = key.rpartition(".")
     schema = with_every_section(schema)
     model = section_model(section, schema)
     names = list(model.model_fields) if model is not None else []
     known = schema_keys(schema)
+    own = [] if verb is None else settings_of(verb, schema)
     elsewhere = [full for full in known if full.rpartition(".")[2] == name]
     near = nearest(name, names)
     meant = MEANT.get(name.lower(), "") if section == "" and name not in Config.model_fields else ""
     if meant in known:
         near = meant
     elif elsewhere and (not near or section == ""):
-        near = min(elsewhere, key=lambda full: full.count("."))
+        near = min(elsewhere, key=lambda full: (full not in own, full.count(".")))
     elif near and section:
         near = f"{section}.{near}"
     if not near:
         # A distant name of another section does not help, so it has to be nearer than one of the same section.
-        leaf = nearest(name, sorted({full.rpartition(".")[2] for full in known}), cutoff=0.75)
-        near = next((full for full in known if full.rpartition(".")[2] == leaf), "") if leaf else ""
+        near = _of_a_near_name(name, own) or _of_a_near_name(name, known)
     where = f"the section '{section}'" if section else "the configuration"
     hint = f"write {near}" if near else "remove it; see docs/configuration.md for all keys"
     if not section and near in names and model_of(schema.model_fields[near].annotation):
@@ -304,9 +314,14 @@ def unknown_key(key: str, origin: str, schema: type[Config]) -> ConfigProblem:
     )
 
 
-def _unknown_here(key: str, origin: str, schema: type[Config], tree: Node) -> ConfigProblem:
+def _of_a_near_name(name: str, keys: list[str]) -> str:
+    leaf = nearest(name, sorted({full.rpartition(".")[2] for full in keys}), cutoff=0.75)
+    return next((full for full in keys if full.rpartition(".")[2] == leaf), "") if leaf else ""
+
+
+def _unknown_here(key: str, origin: str, schema: type[Config], tree: Node, verb: Verb | None) -> ConfigProblem:
     """Return the problem of an unknown key, with what other systems and the chosen simulator may mean by it."""
-    problem = unknown_key(key, origin, schema)
+    problem = unknown_key(key, origin, schema, verb)
     known = key_advice(key, lambda full: lookup(tree, full) is not None)
     if known is not None:
         return replace(problem, nearest=known[0], hint=known[1])

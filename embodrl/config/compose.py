@@ -39,6 +39,7 @@ from embodrl.config.presets import (
     preset_file,
     presets,
 )
+from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import is_of_run, is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
@@ -366,6 +367,16 @@ def is_choice(argument: Argument) -> bool:
     """Tell whether an argument chooses a preset rather than a value."""
     value = not argument.delete and not isinstance(argument.value, dict)
     return "/" in argument.key or (value and argument.key in groups())
+
+
+def concerning(overrides: list[str], verb: Verb) -> list[str]:
+    """Return the arguments that a verb reads, presets, and what can't be parsed, which each verb reports."""
+    kept: list[str] = []
+    for text in overrides:
+        arguments, _ = parse_arguments([text])
+        if not arguments or is_choice(arguments[0]) or reads(verb, arguments[0].key):
+            kept.append(text)
+    return kept
 
 
 def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]:

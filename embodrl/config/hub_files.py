@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from embodrl.config.nodes import Node, lookup
 from embodrl.config.rules.base import path_kind
-from embodrl.config.rules.verbs import Verb
+from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigProblem, HubError
 from embodrl.hub import DATASET_FACTS, MODEL_FACTS, fetch, parse, parse_dataset
 

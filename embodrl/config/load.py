@@ -20,8 +20,8 @@ from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
 from embodrl.config.rules.base import Context, Rule, path_kind
 from embodrl.config.rules.model import BUILTIN
-from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
+from embodrl.config.schema.readers import Verb
 from embodrl.config.trust import foreign_settings
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
@@ -106,7 +106,7 @@ def load_config(
         overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
         config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
             which ``{group: name}`` chooses a preset, too.
-        verb: what the configuration is for: settings that it does not read are not checked, and noted where they are
+        verb: what the configuration is for: settings that it does not read are not checked, and refused
             on the command line. With ``plan`` machines may be described that are not there. None checks everything.
         further_rules: of packages above this one, reported together with its own.
         trust: the settings of a run that another user started may run code.
@@ -201,7 +201,7 @@ def finish(
     problems = composition.problems + removed + not_imported + not_fetched
     schema = schema_of(tree)
     processes = fill_processes(tree, schema)
-    config, invalid, wrong = validate(tree, schema)
+    config, invalid, wrong = validate(tree, schema, verb)
     problems += wrong
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")

@@ -10,8 +10,8 @@ from typing import Self
 
 from embodrl.config import load as config_load
 from embodrl.config.load import LoadedConfig
-from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
+from embodrl.config.schema.readers import Verb
 from embodrl.errors import EmbodrlError
 from embodrl.pipelines.graph import Graph
 from embodrl.pipelines.select import PipelineCheck, build_graph

@@ -13,8 +13,8 @@ import torch
 from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
 from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN
-from embodrl.config.rules.verbs import reads
 from embodrl.config.schema import Config
+from embodrl.config.schema.readers import reads
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import UsageError
 from embodrl.hub import parse

@@ -18,8 +18,8 @@ from embodrl.config.compose import parse_arguments
 from embodrl.config.explain import flow, to_yaml
 from embodrl.config.load import LoadedConfig
 from embodrl.config.nodes import parse_yaml
-from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
+from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import SEAL, approval, code_settings
 from embodrl.errors import CheckpointError, ConfigError, ConfigProblem
 from embodrl.fields import Fields, read_regular_file
@@ -92,13 +92,16 @@ class SavedSettings:
     restored: str = ""
 
 
-def read_settings(run_dir: Path, in_checkpoint: str | None, overrides: list[str]) -> SavedSettings:
+def read_settings(
+    run_dir: Path, in_checkpoint: str | None, overrides: list[str], verb: Verb | None = None
+) -> SavedSettings:
     """Return the settings that a run had.
 
     Args:
         run_dir: of the run.
         in_checkpoint: those of its newest checkpoint; None if there is none.
         overrides: of the command line; they may confirm what was edited in the file.
+        verb: edits of what it does not read, and so can't confirm, do not matter.
 
     Raises:
         CheckpointError: they are lost.
@@ -126,7 +129,7 @@ def read_settings(run_dir: Path, in_checkpoint: str | None, overrides: list[str]
     if values is None or missing:
         why = f"lacks {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}" if missing else problem
         return SavedSettings(in_checkpoint, f"{path} {why}")
-    _refuse_edits(path, found, overrides)
+    _refuse_edits(path, {key: pair for key, pair in found.items() if reads(verb, key)}, overrides)
     return SavedSettings(in_checkpoint)
 
 
@@ -206,7 +209,7 @@ def load_saved(
         ConfigError: the settings were edited, are invalid, or run code and are somebody else's.
     """
     state = newest_state(run_dir) if checkpoint is None else checkpoint.state
-    saved = read_settings(run_dir, None if state is None else state.text(STATE_KEY), overrides)
+    saved = read_settings(run_dir, None if state is None else state.text(STATE_KEY), overrides, verb)
     if saved.restored:
         logger.warning("%s: the settings are taken from the newest checkpoint", saved.restored)
     path = run_dir / CONFIG_FILE

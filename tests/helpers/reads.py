@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 
 import embodrl
 from embodrl import api
-from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import Config
+from embodrl.config.schema.readers import Verb
 from embodrl.config.schema.section import Section
 from embodrl.errors import ConfigError
 

@@ -50,7 +50,7 @@ def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     @cache
     def demos() -> Path:
         made = directory / "demos"
-        collected = ("collect.format=lerobot", "model.num_action_chunks=1", f"collect.output_dir={made}")
+        collected = ("collect.format=lerobot", f"collect.output_dir={made}")
         for command in (("collect", "--config", config, *collected), ("label", made)):
             outcome = embodrl(*command)
             assert outcome.code == 0, outcome.stderr

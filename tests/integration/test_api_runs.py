@@ -141,7 +141,7 @@ def test_the_quick_start_runs(tmp_path: Path) -> None:
     config = yaml.safe_load(TINY_POLICY)["model"]["architecture"]
     sizes = ["env.max_episode_steps=6", "env.cameras=[{height: 16, width: 16}]", "env.num_processes=1"]
     sizes += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=12", "env.pin_cpus=false"]
-    sizes += ["env.eval.total_num_envs=4", "env.eval.num_episodes=6", "model.num_action_chunks=3"]
+    sizes += ["env.eval.num_episodes=6", "model.num_action_chunks=3"]
     sizes += [f"model.architecture={yaml.safe_dump(config, default_flow_style=True, width=10000).strip()}"]
     sizes += ["model.value_head.hidden_sizes=[8]", "actor.global_batch_size=8", "actor.micro_batch_size=4"]
     sizes += ["actor.optim.critic_warmup_iterations=0", "actor.optim.lr_warmup_iterations=0"]

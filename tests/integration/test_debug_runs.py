@@ -19,7 +19,6 @@ SMALL = [
     "env.video.enabled=false",
     "env.train.total_num_envs=4",
     "env.train.max_steps_per_rollout_epoch=20",
-    "env.eval.total_num_envs=4",
 ]
 SMALL += [
     "env.eval.num_episodes=4",

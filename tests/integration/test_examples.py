@@ -10,8 +10,9 @@ import yaml
 from runs import TINY_POLICY, Outcome, embodrl, metrics
 from safetensors.numpy import load_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from embodrl.config.compose import concerning
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.slow
 ENV = {
@@ -154,16 +155,21 @@ SIZES = [
 
 @pytest.mark.slow
 def test_a_model_from_outside_the_package(tmp_path: Path) -> None:
-    outcome = small_vla("collect", "collect.num_episodes=12", f"collect.output_dir={tmp_path / 'demos'}", *SIZES[1:])
+    outcome = small_vla(
+        "collect",
+        "collect.num_episodes=12",
+        f"collect.output_dir={tmp_path / 'demos'}",
+        *concerning(SIZES[1:], "collect"),
+    )
     assert outcome.code == 0, outcome.stderr
     imitation = ["sft.max_steps=60", "sft.batch_size=32", "sft.lr_warmup_steps=5", "sft.log_interval=10"]
     paths = [f"sft.data_dir={tmp_path / 'demos'}", f"sft.output_dir={tmp_path / 'sft'}"]
-    outcome = small_vla("sft", *imitation, *paths, *SIZES)
+    outcome = small_vla("sft", *imitation, *paths, *concerning(SIZES, "sft"))
     assert outcome.code == 0, outcome.stderr
     losses = [json.loads(line)["loss"] for line in (tmp_path / "sft" / "sft_metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0] / 2
     warm = f"model.warm_start={tmp_path / 'sft' / 'policy'}"
-    outcome = small_vla("train", warm, f"runner.output_dir={tmp_path / 'run'}", *SIZES)
+    outcome = small_vla("train", warm, f"runner.output_dir={tmp_path / 'run'}", *concerning(SIZES, "train"))
     assert outcome.code == 0, outcome.stderr
     rows = metrics(tmp_path / "run")
     assert [row["iteration"] for row in rows] == [0, 1, 2]

@@ -10,8 +10,9 @@ import pytest
 from reads import recorded, silent
 
 from embodrl import api
+from embodrl.config.compose import concerning
 from embodrl.config.load import LoadedConfig
-from embodrl.config.rules.verbs import Verb
+from embodrl.config.schema.readers import Verb
 
 pytestmark = pytest.mark.long
 
@@ -60,7 +61,7 @@ def run(verb: Verb, loaded: LoadedConfig) -> None:
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("demos") / "demos"
-    api.collect([*BASE, f"collect.output_dir={directory}", "collect.num_episodes=4"])
+    api.collect([*concerning(BASE, "collect"), f"collect.output_dir={directory}", "collect.num_episodes=4"])
     return directory
 
 
@@ -70,6 +71,7 @@ def test_no_key_is_ignored_in_silence(verb: Verb, tmp_path: Path, demos: Path) -
     base += ["collect.num_episodes=2", f"sft.data_dir={demos}", f"sft.output_dir={tmp_path / 'sft'}", "sft.max_steps=2"]
     base += ["sft.batch_size=4", "sft.lr_warmup_steps=1", "sft.eval_interval=1", "serve.port=0"]
     base.append("serve.protocols=[openpi,vla_eval,gr00t,act,http]")
+    base = concerning(base, verb)
     with recorded() as seen:
         loaded = api._load(base, (), verb)
         run(verb, loaded)

@@ -10,6 +10,8 @@ import pytest
 import tutorial
 from runs import embodrl
 
+from embodrl.config.compose import concerning
+
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 ENV = [
@@ -42,13 +44,14 @@ def test_the_tutorial_works_as_printed(tmp_path: Path, monkeypatch: pytest.Monke
         tiny = TINY.get(arguments[0], [])
         if arguments[0] == "eval" and "--config" in arguments:
             tiny = [*ENV, *RUN]
-        outcome = embodrl(*arguments, *tiny, search_path=task)
+        verb = "train" if arguments[0] == "resume" else arguments[0]
+        outcome = embodrl(*arguments, *concerning(tiny, verb), search_path=task)
         assert outcome.code == 0, f"embodrl {' '.join(arguments)}: {outcome.stderr}"
         if arguments[:2] == ["config", "diff"]:
             assert "env.env_type" in outcome.stdout
     assert (tmp_path / "outputs" / "dock" / "report.html").is_file()
 
-    overrides = "[" + ", ".join(map(repr, TINY["train"])) + ", "
+    overrides = "[" + ", ".join(map(repr, concerning(TINY["train"], "train"))) + ", "
     script = tutorial.script().replace("[", overrides, 1)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(task), str(ROOT)])}
     done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=240)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from embodrl.config.check import schema_of
 from embodrl.config.rules import (
     actor,
     algorithm,
@@ -29,8 +30,9 @@ from embodrl.config.rules import (
     sizes,
 )
 from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
-from embodrl.config.rules.verbs import Verb, concerns, reads, settings_without_effect
+from embodrl.config.rules.verbs import concerns, settings_of_other_verbs
 from embodrl.config.schema import Config
+from embodrl.config.schema.readers import Verb, reads
 from embodrl.errors import ConfigProblem
 from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS, VerbSpec
 
@@ -95,11 +97,13 @@ def run_rules(
         further_rules: of packages above this one.
     """
 
+    schema = schema_of(context.tree)
+
     def run(rules: Iterable[Rule]) -> list[ConfigProblem]:
         sound = [rule for rule in rules if not any(_overlap(key, bad) for key in rule.keys for bad in invalid)]
-        read = [rule for rule in sound if any(reads(verb, key) for key in rule.keys)]
+        read = [rule for rule in sound if any(reads(verb, key, schema) for key in rule.keys)]
         found = ((rule, finding) for rule in read for finding in rule.check(context))
-        return [context.problem(finding, rule.code) for rule, finding in found if concerns(verb, finding)]
+        return [context.problem(finding, rule.code) for rule, finding in found if concerns(verb, finding, schema)]
 
     protocols = [SERVE_PROTOCOLS.entry(name) for name in context.config.serve.protocols] if verb == "serve" else []
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
@@ -110,10 +114,9 @@ def run_rules(
     every = [*RULES, *(rule for one in sets for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in sets for note in one.notes)]
     later = [rule for rule in every if verb == "plan" and rule.here]
-    ignored = (
-        [] if verb is None else [context.problem(each, "") for each in settings_without_effect(verb, context.tree)]
-    )
-    return Report(run(rule for rule in every if rule not in later), run(notes) + ignored, run(later))
+    others = () if verb is None else settings_of_other_verbs(verb, context, schema)
+    refused = [context.problem(each, "") for each in others if each.key not in invalid]
+    return Report(refused + run(rule for rule in every if rule not in later), run(notes), run(later))
 
 
 def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:

@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    POLICY,
     AppliesIf,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ReadBy,
     Section,
 )
 
@@ -227,12 +229,12 @@ class DaggerConfig(Section):
     beta_decay: Annotated[Fraction, AppliesIf("algorithm.dagger.gate_threshold", (None,))] = Field(
         default=0.5, description="what the probability is multiplied with per iteration"
     )
-    gate_threshold: PositiveFloat | None = Field(
+    gate_threshold: Annotated[PositiveFloat | None, ReadBy("train", "store")] = Field(
         default=None,
         description="HG-DAgger: the expert acts where the policy's action is further from its own than this (root mean"
         " square over the dimensions), and only then labels; null: it labels everything, and acts as beta says",
     )
-    gate_steps: Annotated[PositiveInt, AppliesIf("algorithm.dagger.gate_threshold")] = Field(
+    gate_steps: Annotated[PositiveInt, AppliesIf("algorithm.dagger.gate_threshold"), ReadBy("train", "store")] = Field(
         default=5, description="policy steps for which the expert then keeps control"
     )
 
@@ -356,4 +358,4 @@ class AlgorithmConfig(Section):
         default=NftConfig(), description="negative-aware fine-tuning of flow policies"
     )
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
-    sampling: SamplingConfig = Field(default=SamplingConfig(), description="how actions are drawn")
+    sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="how actions are drawn")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    EPISODES,
+    WORKERS,
     AppliesIf,
     GroupRanks,
     NonNegativeInt,
@@ -41,12 +43,14 @@ class NodeGroupConfig(Section):
 class ClusterConfig(Section):
     """Where the parts run."""
 
-    num_nodes: PositiveInt = Field(default=1, le=10_000, description="machines; more than one needs launcher ray")
-    launcher: Literal["process", "ray"] = Field(
+    num_nodes: Annotated[PositiveInt, WORKERS] = Field(
+        default=1, le=10_000, description="machines; more than one needs launcher ray"
+    )
+    launcher: Annotated[Literal["process", "ray"], WORKERS] = Field(
         default="process",
         description="how actor and rollout processes are started; ray: as Ray actors, except for the main process",
     )
-    ray_address: Annotated[str | None, AppliesIf("cluster.launcher", ("ray",))] = Field(
+    ray_address: Annotated[str | None, AppliesIf("cluster.launcher", ("ray",)), WORKERS] = Field(
         default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -58,7 +62,9 @@ class ClusterConfig(Section):
     hardware: Annotated[HardwareConfig, AppliesIf("cluster.hardware.name")] = Field(
         default=HardwareConfig(), description="machines that are described instead of looked at"
     )
-    node_groups: tuple[NodeGroupConfig, ...] = Field(default=(), description="machines with a name of their own")
+    node_groups: Annotated[tuple[NodeGroupConfig, ...], WORKERS] = Field(
+        default=(), description="machines with a name of their own"
+    )
     component_placement: dict[str, GroupRanks] = Field(
         default={"actor,rollout,env": "all"},
         description="components to devices, e.g. `actor,rollout: 0`; all, ranks, or `LABEL/ranks` in a node group",
@@ -67,22 +73,22 @@ class ClusterConfig(Section):
         default="given",
         description="given: component_placement; auto: one that fills the cluster, which `embodrl plan train` explains",
     )
-    training_share: Annotated[float, AppliesIf("cluster.placement", ("auto",)), AppliesIf("runner.max_staleness")] = (
-        Field(
-            default=0.5,
-            gt=0,
-            lt=1,
-            description="training's part of the work of an asynchronous run, for placement=auto: in a run on one device"
-            " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
-        )
+    training_share: Annotated[
+        float, AppliesIf("cluster.placement", ("auto",)), AppliesIf("runner.max_staleness"), WORKERS
+    ] = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="training's part of the work of an asynchronous run, for placement=auto: in a run on one device"
+        " time/train_s over the sum of time/train_s, time/env_s and time/policy_s",
     )
-    heartbeat_timeout_s: PositiveFloat = Field(
+    heartbeat_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=20.0,
         description="seconds without a heartbeat after which a process that is stopped, or uses neither processor nor"
         " disk, counts as hung: it is killed, and restarted where that is possible",
     )
     stall_timeout_s: Annotated[
-        PositiveFloat, AppliesIf("deployment.has_processes", reason="the main process acts and trains")
+        PositiveFloat, AppliesIf("deployment.has_processes", reason="the main process acts and trains"), WORKERS
     ] = Field(
         default=600.0,
         description="seconds that a call to an actor or rollout process may use neither processor nor disk",
@@ -90,11 +96,12 @@ class ClusterConfig(Section):
     collective_timeout_s: Annotated[
         PositiveFloat,
         AppliesIf("deployment.trains_in_processes", reason="the main process trains, without collectives"),
+        WORKERS,
     ] = Field(
         default=300.0,
         description="seconds that a training process waits for the others in a collective call (fsdp, megatron)",
     )
-    restart_window_s: PositiveFloat = Field(
+    restart_window_s: Annotated[PositiveFloat, EPISODES] = Field(
         default=3600.0,
         description="restarts that lie further back do not count towards max_restarts of env, rollout and actor",
     )

@@ -23,7 +23,7 @@ from embodrl.config.schema.run import (
     RunnerConfig,
     SftConfig,
 )
-from embodrl.config.schema.section import AppliesIf, Section
+from embodrl.config.schema.section import DEMONSTRATIONS, EPISODES, POLICY, RL, TRAINING, AppliesIf, ReadBy, Section
 from embodrl.config.schema.serve import ServeConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
@@ -38,28 +38,44 @@ class Config(Section):
     env: SerializeAsAny[EnvConfig] = Field(
         default_factory=lambda: env_settings(DEFAULT_ENV)(), description="simulator and tasks"
     )
-    model: SerializeAsAny[ModelConfig] = Field(
+    model: Annotated[SerializeAsAny[ModelConfig], POLICY] = Field(
         default_factory=lambda: model_settings(DEFAULT_MODEL)(), description="the policy"
     )
-    algorithm: AlgorithmConfig = Field(default=AlgorithmConfig(), description="advantages, losses, sampling")
-    reward: Annotated[RewardConfig, AppliesIf("reward.judged", reason="reward.fn and reward.model are null")] = Field(
-        default=RewardConfig(), description="a custom reward function"
+    algorithm: Annotated[AlgorithmConfig, RL] = Field(
+        default=AlgorithmConfig(), description="advantages, losses, sampling"
     )
-    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="the graph that an iteration walks")
-    actor: SerializeAsAny[ActorConfig] = Field(default=ActorConfig(), description="training backend and optimizer")
-    rollout: SerializeAsAny[RolloutConfig] = Field(default=RolloutConfig(), description="inference backend")
+    reward: Annotated[RewardConfig, AppliesIf("reward.judged", reason="reward.fn and reward.model are null"), RL] = (
+        Field(default=RewardConfig(), description="a custom reward function")
+    )
+    pipeline: Annotated[PipelineConfig, RL] = Field(
+        default=PipelineConfig(), description="the graph that an iteration walks"
+    )
+    actor: Annotated[SerializeAsAny[ActorConfig], TRAINING] = Field(
+        default=ActorConfig(), description="training backend and optimizer"
+    )
+    rollout: Annotated[SerializeAsAny[RolloutConfig], POLICY] = Field(
+        default=RolloutConfig(), description="inference backend"
+    )
     cluster: ClusterConfig = Field(default=ClusterConfig(), description="devices and placement")
-    runner: RunnerConfig = Field(default=RunnerConfig(), description="loop, evaluation, checkpoints, logs")
-    collect: CollectConfig = Field(default=CollectConfig(), description="demonstrations by scripted experts")
-    sft: SftConfig = Field(default=SftConfig(), description="supervised fine-tuning")
-    recipe: RecipeConfig = Field(default=RecipeConfig(), description="stages of `embodrl run`")
-    serve: SerializeAsAny[ServeConfig] = Field(default=ServeConfig(), description="the policy server")
-    protocol: str | None = Field(
+    runner: Annotated[RunnerConfig, TRAINING] = Field(
+        default=RunnerConfig(), description="loop, evaluation, checkpoints, logs"
+    )
+    collect: Annotated[CollectConfig, DEMONSTRATIONS] = Field(
+        default=CollectConfig(), description="demonstrations by scripted experts"
+    )
+    sft: Annotated[SftConfig, ReadBy("sft", "store")] = Field(default=SftConfig(), description="supervised fine-tuning")
+    recipe: Annotated[RecipeConfig, ReadBy("run")] = Field(
+        default=RecipeConfig(), description="stages of `embodrl run`"
+    )
+    serve: Annotated[SerializeAsAny[ServeConfig], ReadBy("serve")] = Field(
+        default=ServeConfig(), description="the policy server"
+    )
+    protocol: Annotated[str | None, EPISODES] = Field(
         default=None,
         description="a name of `embodrl list protocols`: settings of a published evaluation, which win over presets and"
         " defaults and give way to yours; null for none",
     )
-    axes: str | None = Field(
+    axes: Annotated[str | None, ReadBy("eval")] = Field(
         default=None,
         description="evaluate on perturbed episodes, too: all, or names of `embodrl list axes` separated by commas",
     )
@@ -138,10 +154,12 @@ def section_class(name: str, section: Mapping[str, object]) -> type[Section]:
 @lru_cache(maxsize=64)
 def config_class(**sections: type[Section]) -> type[Config]:
     """Return the class of a configuration whose sections of these names are of these classes."""
-    fields: dict[str, Any] = {
-        name: (cls, Field(default=cls(), description=Config.model_fields[name].description))
-        for name, cls in sections.items()
-    }
+    fields: dict[str, Any] = {}
+    for name, cls in sections.items():
+        info = Config.model_fields[name]
+        read_by = tuple(each for each in info.metadata if isinstance(each, ReadBy))
+        kind = Annotated[(cls, *read_by)] if read_by else cls
+        fields[name] = (kind, Field(default=cls(), description=info.description))
     return create_model("Config", __base__=Config, **fields)
 
 

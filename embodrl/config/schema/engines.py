@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    POLICY,
+    RL,
     AppliesIf,
     Decay,
     Fraction,
@@ -23,13 +25,13 @@ from embodrl.specs import ENGINES
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = Field(default=1.5e-4, description="peak learning rate of the policy")
-    value_lr: Annotated[PositiveFloat, AppliesIf("model.add_value_head")] = Field(
+    lr: Annotated[PositiveFloat, RL] = Field(default=1.5e-4, description="peak learning rate of the policy")
+    value_lr: Annotated[PositiveFloat, AppliesIf("model.add_value_head"), RL] = Field(
         default=1e-3, description="peak learning rate of the value head"
     )
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW epsilon")
-    weight_decay: NonNegativeFloat = Field(default=0.0, description="AdamW weight decay")
+    weight_decay: Annotated[NonNegativeFloat, RL] = Field(default=0.0, description="AdamW weight decay")
     master_weights: Literal["auto"] | bool = Field(
         default="auto",
         description="keep a float32 copy of weights that train in half precision, which the optimizer changes and the"
@@ -37,21 +39,21 @@ class OptimConfig(Section):
         " false loses most updates at small learning rates. megatron keeps its own on CUDA, and none on a CPU",
     )
     clip_grad: PositiveFloat = Field(default=1.0, description="largest gradient norm")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+    lr_scheduler: Annotated[Literal["constant", "linear", "cosine"], RL] = Field(
         default="linear", description="after the warm-up, over schedule_iterations"
     )
-    lr_warmup_iterations: NonNegativeInt = Field(
+    lr_warmup_iterations: Annotated[NonNegativeInt, RL] = Field(
         default=4, description="linear warm-up of the policy, from the first iteration it trains"
     )
-    schedule_iterations: PositiveInt | None = Field(
+    schedule_iterations: Annotated[PositiveInt | None, RL] = Field(
         default=None,
         description="length of the schedule; null: runner.max_iterations of the start, also if the run is resumed for"
         " longer, which stays at the last learning rate then",
     )
-    min_lr_ratio: Annotated[Fraction, AppliesIf("actor.optim.lr_scheduler", ("linear", "cosine"))] = Field(
+    min_lr_ratio: Annotated[Fraction, AppliesIf("actor.optim.lr_scheduler", ("linear", "cosine")), RL] = Field(
         default=0.1, description="last learning rate as a fraction of the peak"
     )
-    critic_warmup_iterations: NonNegativeInt = Field(
+    critic_warmup_iterations: Annotated[NonNegativeInt, RL] = Field(
         default=2, description="iterations in which only the value head trains"
     )
 
@@ -91,14 +93,16 @@ class ActorConfig(Section):
         default=1, description="processes that share each layer of the language model; the others take other chunks"
     )
     fsdp: FsdpConfig = Field(default=FsdpConfig(), description="how the backend fsdp holds weights")
-    global_batch_size: PositiveInt = Field(default=160, le=10_000_000, description="chunks per optimizer step")
-    micro_batch_size: PositiveInt = Field(
+    global_batch_size: Annotated[PositiveInt, RL] = Field(
+        default=160, le=10_000_000, description="chunks per optimizer step"
+    )
+    micro_batch_size: Annotated[PositiveInt, RL] = Field(
         default=80, description="chunks a forward and backward pass; divides global_batch_size"
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of the forward pass; auto is bf16 where the device has it in hardware"
     )
-    param_dtype: Literal["fp32", "bf16"] = Field(
+    param_dtype: Annotated[Literal["fp32", "bf16"], POLICY] = Field(
         default="fp32",
         description="dtype of weights; bf16 halves their memory. Adapters of model.trainable=lora stay in float32, and"
         " other weights that train get a float32 copy (actor.optim.master_weights), with which they take as much as in"
@@ -144,38 +148,38 @@ class RolloutConfig(Section):
     remote: RemoteRolloutConfig = Field(
         default=RemoteRolloutConfig(), description="policy servers, for rollout.backend remote"
     )
-    enable_offload: bool = Field(
+    enable_offload: Annotated[bool, RL] = Field(
         default=False,
         description="keep the rollout's own weights in main memory while the policy trains; vLLM sleeps, which drops"
         " its KV cache, too; on a CPU they are moved as well, which saves nothing",
     )
-    pipeline_stages: PositiveInt = Field(
+    pipeline_stages: Annotated[PositiveInt, RL] = Field(
         default=1, description="groups of environments, so that simulation and inference overlap"
     )
-    own_process: bool | None = Field(
+    own_process: Annotated[bool | None, RL] = Field(
         default=None,
         description="run rollouts in processes of their own, with their simulators; null: where there are several of"
         " them, on other machines, or with cluster.launcher ray",
     )
-    weight_sync: Literal["auto", "shared", "memory", "collective", "disk"] = Field(
+    weight_sync: Annotated[Literal["auto", "shared", "memory", "collective", "disk"], RL] = Field(
         default="auto",
         description="how rollout processes get new weights; auto: memory on one machine, else collective; shared: there"
         " are no such processes",
     )
     max_restarts: Annotated[
-        int, AppliesIf("deployment.rolls_out_in_processes", reason="rollouts run in the main process")
+        int, AppliesIf("deployment.rolls_out_in_processes", reason="rollouts run in the main process"), RL
     ] = Field(default=3, ge=0, description="restarts of rollout processes within cluster.restart_window_s")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )
-    publish_weights: bool = Field(
+    publish_weights: Annotated[bool, RL] = Field(
         default=False,
         description="write every version of the weights to DIR/weights of the run, for rollouts outside of it",
     )
-    workflow: str | None = Field(
+    workflow: Annotated[str | None, RL] = Field(
         default=None, description="custom module:Class that runs an episode; null steps all environments in lockstep"
     )
-    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow")] = Field(
+    episode_timeout_s: Annotated[PositiveFloat | None, AppliesIf("rollout.workflow"), RL] = Field(
         default=600.0,
         description="time limit of a workflow episode in seconds with waiting; then it counts as failed; null: none",
     )

@@ -9,11 +9,15 @@ from pydantic import Field
 
 from embodrl.config.schema.real_time import RealTimeConfig
 from embodrl.config.schema.section import (
+    EPISODES,
+    EVALUATION,
+    RL,
     AppliesIf,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ReadBy,
     Section,
     Seed,
 )
@@ -40,14 +44,18 @@ class CameraConfig(Section):
 class EnvTrainConfig(Section):
     """Environments that gather experience."""
 
-    total_num_envs: PositiveInt = Field(default=32, le=1_000_000, description="environments over all processes")
+    total_num_envs: Annotated[PositiveInt, ReadBy("train", "collect", "record", "store")] = Field(
+        default=32, le=1_000_000, description="environments over all processes"
+    )
     max_steps_per_rollout_epoch: PositiveInt = Field(
         default=100, description="environment steps per environment and rollout epoch, rounded up to whole chunks"
     )
-    auto_reset: bool = Field(
+    auto_reset: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
         default=True, description="start a new episode when one has ended, at the end of its chunk"
     )
-    ignore_terminations: bool = Field(default=False, description="only the step limit ends an episode")
+    ignore_terminations: Annotated[bool, ReadBy("train", "eval", "sft")] = Field(
+        default=False, description="only the step limit ends an episode"
+    )
     use_fixed_reset_state_ids: bool = Field(
         default=False,
         description="every rollout starts from the same initial states (seeds and tasks) instead of fresh ones",
@@ -69,16 +77,18 @@ class EnvEvalConfig(Section):
         description="the simulator's own settings that evaluations have instead of those of env, e.g. {suite:"
         " libero_10}; `embodrl list envs` shows which there are",
     )
-    total_num_envs: PositiveInt = Field(
+    total_num_envs: Annotated[PositiveInt, ReadBy("eval", "sft", "store")] = Field(
         default=32,
         le=1_000_000,
         description="environments over all processes in `embodrl eval` and `sft`; `train` evaluates in those of"
         " env.train",
     )
-    num_episodes: PositiveInt = Field(
+    num_episodes: Annotated[PositiveInt, EPISODES] = Field(
         default=128, le=10_000_000, description="episodes per evaluation, spread evenly over the tasks"
     )
-    seed: Seed = Field(default=1_000_000, description="reset seed of the first episode; episode i uses seed + i")
+    seed: Annotated[Seed, EPISODES] = Field(
+        default=1_000_000, description="reset seed of the first episode; episode i uses seed + i"
+    )
     decoding: Literal["all", "greedy", "sampled", "mean"] = Field(
         default="all",
         description="how the policy's actions are chosen: greedy: the most probable; sampled: drawn, as in training;"
@@ -94,7 +104,9 @@ class VideoConfig(Section):
     """Evaluation videos."""
 
     enabled: bool = Field(default=True, description="write videos of the last evaluation")
-    every_eval: bool = Field(default=False, description="write videos of every evaluation, not only of the last")
+    every_eval: Annotated[bool, RL] = Field(
+        default=False, description="write videos of every evaluation, not only of the last"
+    )
     num_episodes: PositiveInt = Field(default=6, description="episodes filmed, the first ones of the fixed seeds")
     height: PositiveInt = Field(default=256, description="pixels")
     width: PositiveInt = Field(default=256, description="pixels")
@@ -116,16 +128,18 @@ class EnvConfig(Section):
     tasks: tuple[str, ...] = Field(
         default=("PushCube-v1",), description="tasks; several make a language-conditioned mix", min_length=1
     )
-    max_episode_steps: PositiveInt = Field(
+    max_episode_steps: Annotated[PositiveInt, EPISODES] = Field(
         default=50, description="environment steps after which an episode is truncated"
     )
-    reward_mode: Literal["dense_delta", "potential", "dense", "sparse"] = Field(
+    reward_mode: Annotated[Literal["dense_delta", "potential", "dense", "sparse"], EPISODES] = Field(
         default="dense_delta",
         description="dense: the simulator's own reward; dense_delta: its change from step to step; potential: that"
         " with algorithm.gamma on what comes later, per reward step, and 0 after the end, which leaves the best policy"
         " what it is without; sparse: none; each plus success_bonus",
     )
-    success_bonus: NonNegativeFloat = Field(default=1.0, description="reward at the first success of an episode")
+    success_bonus: Annotated[NonNegativeFloat, EPISODES] = Field(
+        default=1.0, description="reward at the first success of an episode"
+    )
     cameras: tuple[CameraConfig, ...] = Field(
         default=(CameraConfig(),), description="what the policy sees", min_length=1
     )
@@ -141,29 +155,31 @@ class EnvConfig(Section):
         default=True,
         description="false: nothing is drawn and pictures are black, for policies that read the state alone",
     )
-    render_detail: Literal["auto", "full", "fast"] = Field(
+    render_detail: Annotated[Literal["auto", "full", "fast"], EPISODES] = Field(
         default="auto",
         description="fast leaves out shadows, reflections, anti-aliasing and most triangles of large meshes (ManiSkill:"
         " 95 % of the robot's triangles and nearly all of the ground's); full draws as the simulator does; auto is fast"
         " where a CPU draws",
     )
-    num_processes: PositiveInt = Field(
+    num_processes: Annotated[PositiveInt, EPISODES] = Field(
         default=2,
         le=100_000,
         description="simulator processes (EnvManagers); auto measures at the first start which number is fastest, and"
         " keeps the result",
     )
-    pin_cpus: bool = Field(default=True, description="bind each process to its core and to the memory of its NUMA node")
-    enable_offload: bool = Field(
+    pin_cpus: Annotated[bool, EPISODES] = Field(
+        default=True, description="bind each process to its core and to the memory of its NUMA node"
+    )
+    enable_offload: Annotated[bool, RL] = Field(
         default=False,
         description="free the simulators while the policy trains; their states are kept, and they come back bit-exact",
     )
-    offload_level: Annotated[Literal["process", "simulator"], AppliesIf("env.enable_offload")] = Field(
+    offload_level: Annotated[Literal["process", "simulator"], AppliesIf("env.enable_offload"), RL] = Field(
         default="process",
         description="process: end the simulator processes, which frees all of their memory; simulator: only what the"
         " simulators hold, which comes back sooner",
     )
-    python: str | None = Field(
+    python: Annotated[str | None, EPISODES] = Field(
         default=None,
         description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
         " there is one; null is this one",
@@ -178,26 +194,34 @@ class EnvConfig(Section):
         le=3600,
         description="seconds that the connection to env.remote may be away before its simulator counts as dead",
     )
-    start_timeout_s: PositiveFloat = Field(default=180.0, description="time limit for starting a process, in seconds")
-    reset_timeout_s: PositiveFloat = Field(default=60.0, description="seconds a reset may take")
-    step_timeout_s: PositiveFloat = Field(default=60.0, description="time limit for a chunk, in seconds")
-    max_restarts: NonNegativeInt = Field(
+    start_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
+        default=180.0, description="time limit for starting a process, in seconds"
+    )
+    reset_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(default=60.0, description="seconds a reset may take")
+    step_timeout_s: Annotated[PositiveFloat, EPISODES] = Field(
+        default=60.0, description="time limit for a chunk, in seconds"
+    )
+    max_restarts: Annotated[NonNegativeInt, EPISODES] = Field(
         default=10,
         description="maximum simulator restarts per run; the run also stops after this many consecutive invalid"
         " chunks from one environment",
     )
-    max_abs_reward: PositiveFloat = Field(
+    max_abs_reward: Annotated[PositiveFloat, EPISODES] = Field(
         default=1e6, description="a reward beyond it, or NaN, counts as a fault of the simulator"
     )
-    max_abs_state: PositiveFloat = Field(
+    max_abs_state: Annotated[PositiveFloat, EPISODES] = Field(
         default=1e6, description="the same of each number of the robot's state; see include_state"
     )
-    real_time: Annotated[RealTimeConfig, AppliesIf("env.real_time.control_hz")] = Field(
+    real_time: Annotated[RealTimeConfig, AppliesIf("env.real_time.control_hz"), EPISODES] = Field(
         default=RealTimeConfig(), description="wall-clock time: of a robot, and of a simulator that stands in for one"
     )
-    train: EnvTrainConfig = Field(default=EnvTrainConfig(), description="environments that gather experience")
-    eval: EnvEvalConfig = Field(default=EnvEvalConfig(), description="environments that measure the policy")
-    video: Annotated[VideoConfig, AppliesIf("env.video.enabled")] = Field(
+    train: Annotated[EnvTrainConfig, RL] = Field(
+        default=EnvTrainConfig(), description="environments that gather experience"
+    )
+    eval: Annotated[EnvEvalConfig, EVALUATION] = Field(
+        default=EnvEvalConfig(), description="environments that measure the policy"
+    )
+    video: Annotated[VideoConfig, AppliesIf("env.video.enabled"), ReadBy("train", "eval")] = Field(
         default=VideoConfig(), description="evaluation videos"
     )
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import AppliesIf, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import POLICY, AppliesIf, PositiveFloat, PositiveInt, ReadBy, Section
 from embodrl.specs import DEFAULT_MODEL
 
 
@@ -55,7 +55,9 @@ class ModelConfig(Section):
     its spec; its builder receives an instance.
     """
 
-    model_type: str = Field(default=DEFAULT_MODEL, description="a name of `embodrl list models`")
+    model_type: Annotated[str, ReadBy(*POLICY.verbs, "collect")] = Field(
+        default=DEFAULT_MODEL, description="a name of `embodrl list models`"
+    )
     model_path: str | None = Field(
         default=None,
         description="checkpoint in the family's public layout: a directory, or OWNER/NAME[@REVISION] of the hub;"
@@ -72,7 +74,9 @@ class ModelConfig(Section):
         " not used with model_path",
     )
     num_action_chunks: PositiveInt = Field(default=5, description="actions predicted at once (C)")
-    action_dim: PositiveInt = Field(default=7, description="dimensions of an action (A)")
+    action_dim: Annotated[PositiveInt, ReadBy(*POLICY.verbs, "collect")] = Field(
+        default=7, description="dimensions of an action (A)"
+    )
     unnorm_key: Annotated[str | None, AppliesIf("model.model_path")] = Field(
         default=None, description="which statistics un-normalise actions; null if the checkpoint has one set"
     )

@@ -7,12 +7,17 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    EPISODES,
+    POLICY,
+    RL,
+    TRAINING,
     AppliesIf,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ReadBy,
     Section,
     Seed,
 )
@@ -55,11 +60,11 @@ class PipelineConfig(Section):
 class LoggerConfig(Section):
     """Where metrics go besides metrics.jsonl."""
 
-    tensorboard: bool = Field(default=True, description="write DIR/tensorboard")
-    wandb_mode: Literal["off", "offline", "online"] = Field(
+    tensorboard: Annotated[bool, TRAINING] = Field(default=True, description="write DIR/tensorboard")
+    wandb_mode: Annotated[Literal["off", "offline", "online"], TRAINING] = Field(
         default="off", description="Weights & Biases; needs the extra `wandb`"
     )
-    wandb_project: Annotated[str, AppliesIf("runner.logger.wandb_mode", ("online", "offline"))] = Field(
+    wandb_project: Annotated[str, AppliesIf("runner.logger.wandb_mode", ("online", "offline")), TRAINING] = Field(
         default="embodrl", description="W&B project"
     )
     console: Literal["auto", "rich", "plain", "off"] = Field(
@@ -70,21 +75,23 @@ class LoggerConfig(Section):
 class RunnerConfig(Section):
     """The loop."""
 
-    name: Annotated[str, AppliesIf("runner.output_dir", ("auto",))] = Field(
+    name: Annotated[str, AppliesIf("runner.output_dir", ("auto",)), RL] = Field(
         default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>"
     )
-    output_dir: str = Field(default="auto", description="directory of the run; auto is outputs/<name>")
-    max_iterations: PositiveInt = Field(default=40, le=10_000_000, description="rollout + update cycles")
-    max_staleness: NonNegativeInt = Field(
+    output_dir: Annotated[str, ReadBy("train", "eval")] = Field(
+        default="auto", description="directory of the run; auto is outputs/<name>"
+    )
+    max_iterations: Annotated[PositiveInt, RL] = Field(default=40, le=10_000_000, description="rollout + update cycles")
+    max_staleness: Annotated[NonNegativeInt, RL] = Field(
         default=0,
         description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
         " let rollouts run freely; best with algorithm.decoupled",
     )
-    seed: Seed = Field(default=0, description="global random seed")
-    eval_interval: NonNegativeInt = Field(
+    seed: Annotated[Seed, POLICY] = Field(default=0, description="global random seed")
+    eval_interval: Annotated[NonNegativeInt, RL] = Field(
         default=10, description="iterations between evaluations; 0 for none; the last one always counts"
     )
-    eval_at_start: bool = Field(default=True, description="evaluate before the first update")
+    eval_at_start: Annotated[bool, RL] = Field(default=True, description="evaluate before the first update")
     eval_async: bool = Field(
         default=False,
         description="evaluate beside training, in a process with its own simulators and a copy of the policy; the next"
@@ -105,7 +112,7 @@ class RunnerConfig(Section):
         description="a run fails, with exit code 1 and a checkpoint, when an evaluation's success rate is further below"
         " the best before it; null for never",
     )
-    save_interval: PositiveInt = Field(
+    save_interval: Annotated[PositiveInt, RL] = Field(
         default=10, description="iterations between checkpoints; the last one is always saved"
     )
     stop_timeout_s: PositiveFloat = Field(
@@ -124,14 +131,16 @@ class RunnerConfig(Section):
         description="export the policy with the best evaluation to policy_best, and keep the checkpoint of that"
         " iteration, if one was saved (checkpoints/best), beyond keep_last_n",
     )
-    logger: LoggerConfig = Field(default=LoggerConfig(), description="where metrics go")
+    logger: Annotated[LoggerConfig, EPISODES] = Field(default=LoggerConfig(), description="where metrics go")
 
 
 class CollectConfig(Section):
     """`embodrl collect`."""
 
-    output_dir: str = Field(default="data/demos", description="directory of the demonstrations, new or empty")
-    format: Literal["lerobot", "raw"] = Field(
+    output_dir: Annotated[str, ReadBy("collect", "record")] = Field(
+        default="data/demos", description="directory of the demonstrations, new or empty"
+    )
+    format: Annotated[Literal["lerobot", "raw"], ReadBy("collect", "record")] = Field(
         default="lerobot",
         description="lerobot: a LeRobot dataset (v3.0), of parquet and MP4 files; raw: safetensors, every pixel",
     )
@@ -149,19 +158,25 @@ class CollectConfig(Section):
     num_episodes: PositiveInt = Field(
         default=400, le=100_000_000, description="episodes to keep over all tasks; successful ones unless keep_failures"
     )
-    noise_std: NonNegativeFloat = Field(
+    noise_std: Annotated[NonNegativeFloat, ReadBy("collect")] = Field(
         default=0.12, description="Gaussian noise on the executed actions; the expert's own action is stored"
     )
-    noise_fraction: Fraction = Field(default=0.7, description="part of the episodes with noise")
-    min_speed: Fraction = Field(
+    noise_fraction: Annotated[Fraction, ReadBy("collect")] = Field(
+        default=0.7, description="part of the episodes with noise"
+    )
+    min_speed: Annotated[Fraction, ReadBy("collect")] = Field(
         default=1.0,
         gt=0,
         description="speed of the slowest episodes, as a part of the expert's own: each draws its own, uniformly",
     )
-    max_speed: Fraction = Field(default=1.0, gt=0, description="speed of the fastest episodes; not below min_speed")
+    max_speed: Annotated[Fraction, ReadBy("collect")] = Field(
+        default=1.0, gt=0, description="speed of the fastest episodes; not below min_speed"
+    )
     seed: Seed = Field(default=500_000, description="first reset seed")
-    keep_failures: bool = Field(default=False, description="keep episodes that failed, too")
-    sample: bool = Field(
+    keep_failures: Annotated[bool, ReadBy("collect", "record")] = Field(
+        default=False, description="keep episodes that failed, too"
+    )
+    sample: Annotated[bool, ReadBy("record")] = Field(
         default=False,
         description="with policy=PATH: draw actions as rollouts do, and record their log-probs; false: the most"
         " probable ones, as in evaluations",
@@ -185,16 +200,16 @@ class RecipeConfig(Section):
 class SftConfig(Section):
     """`embodrl sft`."""
 
-    data_dir: str = Field(
+    data_dir: Annotated[str, ReadBy("sft")] = Field(
         default="data/demos",
         description="made by `embodrl collect` or `convert`, or any LeRobot dataset; of the hub it is"
         " hf://datasets/OWNER/NAME[@REVISION]",
     )
-    cameras: tuple[str, ...] | None = Field(
+    cameras: Annotated[tuple[str, ...] | None, ReadBy("sft")] = Field(
         default=None,
         description="cameras of a LeRobot dataset, in the order of env.cameras; null takes those of the same names",
     )
-    stats: str = Field(
+    stats: Annotated[str, ReadBy("sft")] = Field(
         default="auto",
         description="statistics that actions and state are normalised with: checkpoint (its own), data (computed from"
         " the demonstrations), a file as of model.stats_path, or auto: the checkpoint's if it has some of this robot,"
@@ -203,7 +218,7 @@ class SftConfig(Section):
     max_clipped: Fraction = Field(
         default=0.05, description="share of out-of-range values of an action dimension above which data are refused"
     )
-    check_robot: bool = Field(
+    check_robot: Annotated[bool, ReadBy("sft")] = Field(
         default=True, description="refuse data that state another robot or frame rate than the environment's"
     )
     output_dir: str = Field(default="outputs/sft", description="directory of the policy")
@@ -216,13 +231,15 @@ class SftConfig(Section):
         default=4.0, description="standard deviation, in bins, of the Gaussian target; 0 is one-hot"
     )
     random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
-    max_episodes: PositiveInt | None = Field(default=None, description="use only the first episodes")
+    max_episodes: Annotated[PositiveInt | None, ReadBy("sft")] = Field(
+        default=None, description="use only the first episodes"
+    )
     micro_batch_size: PositiveInt | None = Field(
         default=None,
         description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",
     )
     log_interval: PositiveInt = Field(default=25, description="steps between log lines")
-    save_interval: NonNegativeInt = Field(
+    save_interval: Annotated[NonNegativeInt, ReadBy("sft")] = Field(
         default=0, description="steps between checkpoints; 0 for one at the end or when stopped"
     )
     eval_interval: NonNegativeInt = Field(

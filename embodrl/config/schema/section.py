@@ -91,6 +91,33 @@ class AppliesIf:
         return value in self.values if self.values else bool(value)
 
 
+class ReadBy:
+    """Metadata of a field: only these verbs read it. On a section it counts for all of it, but for what says otherwise.
+
+    Args:
+        verbs: names of verbs; ``record`` is `embodrl collect` with a policy in place of the experts.
+    """
+
+    def __init__(self, *verbs: str) -> None:
+        self.verbs = frozenset(verbs)
+
+
+RL = ReadBy("train")
+"""Rollouts and what is learned from them; `embodrl plan` reads as `embodrl train` does."""
+TRAINING = ReadBy("train", "sft", "store")
+"""Optimizer steps, whatever they learn from."""
+WORKERS = ReadBy("train", "sft")
+"""Training processes, of which the others have none."""
+EPISODES = ReadBy("train", "eval", "sft", "collect", "record", "store")
+"""Simulators that are started."""
+POLICY = ReadBy("train", "eval", "sft", "record", "store", "serve")
+"""A policy that acts or is trained, which experts are not."""
+EVALUATION = ReadBy("train", "eval", "sft", "store")
+"""Success rates on fixed seeds."""
+DEMONSTRATIONS = ReadBy("collect", "record", "store")
+"""Episodes that are kept."""
+
+
 class Section(BaseModel):
     """A mapping in the YAML: frozen, strict types, no unknown keys, no infinities."""
 

@@ -59,6 +59,7 @@ def check(
     """
 
     def action() -> int:
+        from embodrl.config.compose import concerning
         from embodrl.extras.data_check.check import check_data
         from embodrl.pipelines.load import load_config
         from embodrl.storage.json_file import check_json_file, write_json_file
@@ -66,8 +67,14 @@ def check(
         if json is not None:
             check_json_file(json)
         given = list(overrides or [])
+        for_policy = given
+        if env is not None and policy is not None:  # two verbs share the arguments
+            of_env = concerning(given, "collect")
+            of_policy = concerning(given, "sft")
+            for_policy = [text for text in given if text in of_policy or text not in of_env]
+            given = of_env
         config = None if env is None else load_config([f"env={env}", *given], verb="collect").config
-        report = check_data(directory, config, policy, episodes, given)
+        report = check_data(directory, config, policy, episodes, for_policy)
         show(report, suggest_replay=env is None)
         if json is not None:
             write_json_file(json, report.to_dict())

@@ -21,13 +21,14 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from embodrl.config.compose import Composition, assignment, compose, is_choice, parse_arguments
+from embodrl.config.check import schema_of, validate
+from embodrl.config.compose import Composition, assignment, compose, concerning, is_choice, parse_arguments
 from embodrl.config.explain import flow
 from embodrl.config.isolated import interpreter_of
 from embodrl.config.load import refuse_foreign_code
 from embodrl.config.nodes import Node, lookup, walk
-from embodrl.config.rules.verbs import OF_RECIPES, Verb, reads
 from embodrl.config.schema import CollectConfig, RecipeConfig
+from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import foreign_settings
 from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
@@ -206,7 +207,7 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
     """
     composition = compose(overrides, config_file)
     refuse_foreign_code(composition, trust)
-    settings = _recipe_settings(composition, overrides, config_file, trust)
+    settings = _recipe_settings(composition)
     if composition.untrusted and not trust:
         _refuse_foreign_arguments(settings)
     directory = _directory(composition.tree, composition.choices.get("experiment"))
@@ -251,15 +252,13 @@ def _expectation(known: str, overrides: list[str], config_file: Path | None) -> 
     return f"expected of the recipe without your settings: {known}" if is_changed else f"expected: {known}"
 
 
-def _recipe_settings(
-    composition: Composition, overrides: list[str], config_file: Path | None, trust: bool
-) -> RecipeConfig:
-    node = lookup(composition.tree, OF_RECIPES)
+def _recipe_settings(composition: Composition) -> RecipeConfig:
+    node = lookup(composition.tree, "recipe")
     try:
         settings = RecipeConfig.model_validate_json(json.dumps({} if node is None else node.plain()))
     except ValidationError:
-        load_config(overrides, config_file, "eval", trust)  # reports it, and nothing about training
-        raise
+        wrong = validate(composition.tree, schema_of(composition.tree))[2]
+        raise ConfigError([*composition.problems, *wrong]) from None
     if not settings.stages and composition.problems:  # such as a misspelt experiment
         raise ConfigError(composition.problems)
     if not settings.stages:
@@ -297,20 +296,14 @@ def _directory(tree: Node, experiment: str | None) -> Path:
 
 
 def _concerning(overrides: list[str], verb: Verb) -> list[str]:
-    """Return the arguments that a verb reads; those that can't be parsed are reported by each."""
-    kept: list[str] = []
-    for text in overrides:
-        arguments, _ = parse_arguments([text])
-        key = arguments[0].key if arguments else ""
-        if key != OUTPUT_DIR and (not arguments or is_choice(arguments[0]) or reads(verb, key)):
-            kept.append(text)
-    return kept
+    """Return the arguments that a verb reads, without the directory, which is the recipe's."""
+    return [text for text in concerning(overrides, verb) if text.lstrip("+~").partition("=")[0] != OUTPUT_DIR]
 
 
 def _misplaced(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
     """Yield settings that no stage reads, and paths that the recipe sets."""
     for argument in parse_arguments(overrides)[0]:
-        by_recipe = argument.key in (OUTPUT_DIR, "runner.seed") or argument.key.startswith(f"{OF_RECIPES}.")
+        by_recipe = argument.key in (OUTPUT_DIR, "runner.seed") or argument.key.startswith("recipe.")
         if (
             not by_recipe
             and not is_choice(argument)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import typer
 from expect import raises_code
+from shared_file import as_file
 from typer.testing import CliRunner, Result
 
 from embodrl.cli.app import complete_settings
@@ -201,7 +202,7 @@ def test_an_evaluation_with_a_place_of_its_own_does_not_want_to_write_to_the_run
 def test_serving_wants_no_place_to_write_to(tmp_path) -> None:
     (tmp_path / "file").touch()
     settings = ["env=toy", f"runner.output_dir={tmp_path}/file"]
-    load_config(settings, verb="serve")
+    load_config([], as_file(settings), verb="serve")
     with raises_code("outputs-can-be-written"):
         load_config(settings, verb="eval")
 

@@ -1,4 +1,4 @@
-"""Rules know the verb: what it does not read is not refused, and noted where it is on the command line."""
+"""Rules know the verb: what it does not read is not checked, and refused where it is on the command line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from expect import raises_code
+from shared_file import as_file
 
 from embodrl.config import load_config
-from embodrl.config.check import shipped_schemas
+from embodrl.config.check import schema_keys, shipped_schemas
 from embodrl.config.rules import RULES
-from embodrl.config.rules.verbs import READ, UNREAD, Verb, reads
+from embodrl.config.schema.readers import Verb, readers, reads, settings_of
+from embodrl.config.schema.section import Section
 from embodrl.errors import ConfigError
 from embodrl.pipelines.load import LoadedRun, graph_of
 from embodrl.pipelines.load import load_config as load_run_config
+from embodrl.specs import VERBS, VerbSpec
 
 TINY = ["env=toy", "model.warm_start=null"]
 BATCHES = ["actor.global_batch_size=7", "actor.micro_batch_size=3", "env.train.max_steps_per_rollout_epoch=55"]
@@ -22,7 +26,7 @@ BATCHES = ["actor.global_batch_size=7", "actor.micro_batch_size=3", "env.train.m
 
 def refused(overrides: list[str], verb: Verb | None) -> set[str]:
     try:
-        load_config(overrides, verb=verb)
+        load_config([], as_file(overrides), verb=verb)
     except ConfigError as error:
         return {problem.code for problem in error.problems}
     return set()
@@ -44,28 +48,81 @@ def test_what_a_verb_reads_is_still_refused() -> None:
     assert refused([*TINY, "sft.lr_warmup_steps=20", "sft.max_steps=10"], "train") == set()
 
 
-def test_settings_of_another_verb_are_noted(tmp_path: Path) -> None:
-    notes = load_config([*TINY, "actor.optim.lr=1e-3", "env.eval.num_episodes=64"], verb="eval").notes
-    assert [(note.key, note.code) for note in notes] == [("actor.optim.lr", "setting-of-another-verb")]
+def test_settings_of_another_verb_are_refused(tmp_path: Path) -> None:
+    given = [*TINY, "actor.optim.lr=1e-3", "env.eval.num_episodes=64", "env.video.fps=a", "sft={lr: 1e-3, lrr: 2}"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(given, verb="eval")
+    assert {(each.key, each.code) for each in caught.value.problems} == {
+        ("actor.optim.lr", "setting-of-another-verb"),
+        ("sft.lr", "setting-of-another-verb"),
+        ("sft.lrr", "config-unknown-key"),
+        ("env.video.fps", "config-type"),
+    }
+    assert "leave it out; read by `embodrl sft`, `embodrl store`" in str(caught.value)
     file = tmp_path / "shared.yaml"  # files may be shared by verbs
     file.write_text("presets: {env: toy}\nmodel: {warm_start: null}\nactor: {optim: {lr: 0.001}}\n")
     assert load_config([], file, verb="eval").notes == []
+    shared = {"env": "toy", "model": {"warm_start": None}, "sft": {"lr": 0.001}}
+    assert load_config([], shared, verb="eval").config.sft.lr == 0.001
 
 
-def test_the_tables_name_settings() -> None:
-    config = shipped_schemas()[0]()
-    for tables in (UNREAD, READ):
-        for keys in tables.values():
-            for key in keys:
-                value: object = config
-                for part in key.split("."):
-                    value = getattr(value, part)
-    assert reads(None, "sft.lr") and reads("eval", "algorithm.sampling.top_k") and not reads("eval", "algorithm.gamma")
+MEMBERS: dict[Verb, tuple[str, str]] = {
+    "train": ("algorithm.gamma actor.fsdp.cpu_offload env.video.every_eval", "axes sft.lr store.url serve.port"),
+    "plan": ("algorithm.gamma runner.name cluster.training_share", "axes sft.lr recipe.stages"),
+    "eval": ("axes algorithm.sampling.top_k env.video.fps runner.output_dir", "algorithm.gamma actor.optim.betas"),
+    "collect": ("collect.noise_std model.action_dim env.eval.seed", "model.warm_start runner.seed collect.sample"),
+    "record": ("collect.sample model.warm_start runner.seed", "collect.noise_std runner.output_dir env.video.fps"),
+    "sft": ("sft.lr actor.optim.betas runner.keep_best cluster.num_nodes", "actor.optim.lr runner.max_iterations"),
+    "serve": ("serve.port serve.gr00t.actions actor.param_dtype env.tasks", "env.num_processes protocol runner.name"),
+    "store": ("store.url sft.lr collect.seed algorithm.dagger.gate_steps", "sft.data_dir cluster.launcher axes"),
+    "run": ("recipe.stages", "sft.lr store.url"),
+}
+"""Settings that a verb reads, and others."""
+
+
+@pytest.mark.parametrize("verb", MEMBERS)
+def test_what_a_verb_reads(verb: Verb) -> None:
+    schema = shipped_schemas()[0]
+    settings = settings_of(verb, schema)
+    own, others = (text.split() for text in MEMBERS[verb])
+    assert set(own) <= set(settings) and set(others).isdisjoint(settings)
+    assert set(others) <= set(settings_of("train", schema)) | set(settings_of("serve", schema)) | {
+        key for key in others if readers(key, schema)
+    }
+
+
+def test_declarations_name_verbs_and_settings() -> None:
+    for schema in shipped_schemas():
+        named = [readers(key, schema) for key in schema_keys(schema)]
+        assert set().union(*(each for each in named if each is not None)) <= {*MEMBERS} - {"plan"}
+    assert reads(None, "sft.lr") and not reads("eval", "algorithm.gamma")
     assert all(
         dataclasses.is_dataclass(rule)
         and any(reads("train", key) or "sft" in key or "collect" in key or "serve" in key for key in rule.keys)
         for rule in RULES
     )
+
+
+def test_a_verb_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VERBS, "_entries", dict(VERBS._entries))
+
+    class TuneConfig(Section):
+        trials: int = 3
+
+    VERBS.register(VerbSpec(name="tune", target="tune:run", sections={"tune": TuneConfig}, reads_as="train"))
+    loaded = load_config([*TINY, "tune.trials=4", "algorithm.gamma=0.5"], verb="tune")
+    assert loaded.config.model_dump()["tune"] == {"trials": 4}
+    for setting, verb in (("tune.trials=4", "train"), ("sft.lr=1", "tune")):
+        assert refused([*TINY, setting], verb) == set()
+        with raises_code("setting-of-another-verb"):
+            load_config([*TINY, setting], verb=verb)
+
+
+def test_suggestions_are_settings_of_the_verb() -> None:
+    for verb, key in (("collect", "collect.seed"), ("train", "runner.seed")):
+        with pytest.raises(ConfigError) as caught:
+            load_config([*TINY, "cluster.seed=3"], verb=verb)
+        assert caught.value.problems[0].nearest == key, verb
 
 
 MODULE = """
@@ -104,5 +161,5 @@ def test_a_pipeline_is_built_once(calls: Path) -> None:
 def test_verbs_without_a_loop_do_not_call_the_pipeline(calls: Path) -> None:
     verbs: tuple[Verb, ...] = ("eval", "sft", "collect")
     for verb in verbs:
-        assert load_run_config([*TINY, "pipeline.fn=pipeline_that_writes:mine"], verb=verb).graph is None
+        assert load_run_config([], as_file([*TINY, "pipeline.fn=pipeline_that_writes:mine"]), verb).graph is None
     assert not calls.exists()

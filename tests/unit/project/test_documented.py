@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from embodrl.cli.main import app
 from embodrl.config import LoadedConfig
 from embodrl.config.rules import NOTES, RULES
-from embodrl.config.rules.verbs import Verb
+from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError
 from embodrl.extras.recipe.stages import plan_recipe
 from embodrl.extras.serving.cli import arguments_of
@@ -107,13 +107,14 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
     if path == ("serve",):
         served, overrides = arguments_of(overrides)
         overrides = overrides if served is None else [str(served), *overrides]
-    elif path == ("collect",):  # a policy is an argument of the command's own
+    verb = VERBS[path]
+    if path == ("collect",) and any(word.startswith("policy=") for word in overrides):  # an argument of its own
         overrides = [word for word in overrides if not word.startswith("policy=")]
+        verb = "record"
     code = next((WRONG[key] for key in WRONG if key[0] == command.page and key[1] in command.arguments), None)
     if overrides and "=" not in overrides[0]:
         overrides = overrides[1:]  # a run, whose configuration the others change
         given = [Path("my_task/config.yaml")] if command.page in WITH_RUN else []
-    verb = VERBS[path]
     if verb == "train" and any(places in word for places in PLANNED for word in overrides):
         overrides, verb = [*overrides, *EIGHT_GPUS], "plan"
     problems = problems_of(overrides, given[0] if given else None, verb)

@@ -18,8 +18,8 @@ from expect import raises_code
 from safetensors.torch import save_file
 
 from embodrl.config import load_config
-from embodrl.config.rules.verbs import Verb
 from embodrl.config.schema import model_settings
+from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError, EmbodrlError
 from embodrl.extras.lerobot_policy.policy import LeRobotPolicy
 from embodrl.extras.lerobot_policy.server import LeRobotServer

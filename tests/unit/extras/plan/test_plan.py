@@ -39,7 +39,6 @@ def test_batch_arithmetic_of_eight_gpus():
         "cluster.component_placement={actor:0-3,rollout:4-7,env:0-7}",
         "env.num_processes=16",
         "env.train.total_num_envs=128",
-        "env.eval.total_num_envs=128",
         "rollout.pipeline_stages=2",
         "actor.global_batch_size=320",
         "actor.micro_batch_size=16",

@@ -1,0 +1,53 @@
+"""Which verbs read a setting, as the schema says with ``ReadBy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from embodrl.config.schema.config import Config
+from embodrl.config.schema.section import ReadBy, Section
+from embodrl.specs import VERBS
+
+Verb = str
+"""Name of a verb with a configuration, as ``ReadBy`` has it, or of ``embodrl.specs.VERBS``."""
+
+
+@cache
+def readers(key: str, schema: type[Section] = Config) -> frozenset[str] | None:
+    """Return the verbs that read a key or a part of it, by the innermost declaration; None for all of them.
+
+    Args:
+        key: dotted; of the further sections of verbs, too.
+        schema: of the configuration, which knows what simulators, models and engines add.
+    """
+    name, _, _ = key.partition(".")
+    owners = () if name in Config.model_fields else (spec.name for spec in VERBS.all() if name in spec.sections)
+    found = frozenset(owners) or None
+    section: object = schema
+    for part in key.split("."):
+        if not (isinstance(section, type) and issubclass(section, Section)) or part not in section.model_fields:
+            break
+        info = section.model_fields[part]
+        found = next((each.verbs for each in info.metadata if isinstance(each, ReadBy)), found)
+        section = info.annotation
+    return found
+
+
+def reads(verb: Verb | None, key: str, schema: type[Section] = Config) -> bool:
+    """Return whether a verb reads a key or a part of it; without a verb every key counts."""
+    named = None if verb is None else readers(key, schema)
+    return named is None or verb in named or (verb in VERBS and VERBS.entry(verb).reads_as in named)
+
+
+def settings_of(verb: Verb, schema: type[Section] = Config) -> list[str]:
+    """Return the dotted keys of all settings that a verb reads."""
+    return [key for key in _leaves(schema) if reads(verb, key, schema)]
+
+
+def _leaves(schema: type[Section], prefix: str = "") -> Iterator[str]:
+    for name, info in schema.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield from _leaves(info.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
