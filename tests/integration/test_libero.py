@@ -25,7 +25,8 @@ from embodrl.config.isolated import installed_python
 from embodrl.envs.libero.assets import PACKAGE
 from embodrl.envs.libero.probe import find_package
 from embodrl.envs.libero.suites import SUITES
-from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EnvRaised
 from embodrl.extras.bench import envs
 from embodrl.preflight.simulators import check_simulator, missing_gl
