@@ -48,8 +48,6 @@ LARGER: dict[str, Shape] = {
     "embodrl/envs/maniskill/controller.py:EndEffectorController": Shape(attributes=17),
     "embodrl/envs/maniskill/env.py:ManiSkillVectorEnv": Shape(arguments=20),
     "embodrl/envs/maniskill/sim.py:ManiSkillSim": Shape(arguments=10),
-    "embodrl/envs/pool/manager.py:EnvManager": Shape(methods=42, attributes=25, arguments=16),
-    "embodrl/envs/pool/pool.py:EnvPool": Shape(methods=37),
     "embodrl/envs/real_time/real_time.py:RealTime": Shape(attributes=17),
     "embodrl/envs/simulator.py:SimulatorVectorEnv": Shape(arguments=8),
     "embodrl/envs/stepping.py:SteppingEnv": Shape(methods=34),

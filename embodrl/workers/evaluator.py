@@ -262,7 +262,7 @@ class Evaluator:
         training = self.pool
         with self._make_own(self.config) as self.pool:
             try:
-                self.pool.faults = training.faults
+                self.pool.recovery.faults = training.faults
                 _check_same(training.spec, self.pool.spec)
                 return self._run_episodes(episodes, video_dir)
             finally:

@@ -51,7 +51,7 @@ def spoil(name, value):
     """Write ``value`` into an array of the shared memory after the result has been written."""
 
     def spoil_it():
-        for slot in server()._ring.slots:
+        for slot in server().hosted.ring.slots:
             write = slot.write_step
 
             def write_and_spoil(step, slot=slot, write=write):

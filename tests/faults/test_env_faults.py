@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from expect import raises_code
 
-from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool, FaultCounts
 from embodrl.envs.stepping import next_seed
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
@@ -101,7 +102,7 @@ def test_what_a_step_raises_and_is_no_exception_is_an_error_that_names_the_line(
 
 def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(monkeypatch):
     with faulty("none") as manager:
-        popen, before = manager._process._popen, set(Path("/proc/self/fd").iterdir())
+        popen, before = manager.process.child._popen, set(Path("/proc/self/fd").iterdir())
 
         wait_in_earnest = popen.wait
 
@@ -112,7 +113,7 @@ def test_a_process_that_outlives_its_kill_is_a_timeout_that_leaves_nothing_open(
 
         monkeypatch.setattr(popen, "wait", wait)
         with raises_code("env-timeout", EnvTimeout, popen.pid, "10 s"):
-            manager._drop()
+            manager.process.drop()
         assert len(set(Path("/proc/self/fd").iterdir())) <= len(before) - 4  # socket, log, memory file, pidfd
         monkeypatch.undo()
         wait_until_gone([popen.pid])
@@ -416,7 +417,7 @@ def test_a_crash_after_an_auto_reset_names_the_seeds_that_are_played_and_plays_t
         first = pool.step(actions, copy=True)
         assert first.done.all() and first.episode_seed.tolist() == [0, 1, 2, 3]
         seeds = [next_seed(seed) for seed in range(4)]
-        assert [manager.seeds.tolist() for manager in pool.managers] == [seeds[:2], seeds[2:]]
+        assert [manager.episodes.seeds.tolist() for manager in pool.managers] == [seeds[:2], seeds[2:]]
         step = pool.step(actions, copy=True)
         assert not step.valid[:2].any() and step.episode_seed.tolist() == seeds
         assert f"seeds {seeds[0]}, {seeds[1]})" in caplog.text and "seeds 0, 1)" not in caplog.text
@@ -430,11 +431,11 @@ def test_seeds_stay_where_episodes_are_not_followed_by_others(tmp_path):
         pool.call("set_auto_reset", {"value": False})
         pool.reset(np.arange(4), np.zeros(4, np.int32))
         assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
-        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
+        assert [manager.episodes.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
         os.kill(pool.managers[0].pid, signal.SIGKILL)
         pool.reset(np.arange(4), np.zeros(4, np.int32))  # a restarted process is reported again
         assert pool.step(np.zeros((4, 3, 7), np.float32)).done.all()
-        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
+        assert [manager.episodes.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
 
 
 PARENT = """

@@ -21,7 +21,7 @@ import pytest
 from env_cases import CASES, Case, interpreter, started
 from expect import raises_code
 
-from embodrl.envs.pool.manager import EnvTimeouts
+from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep

@@ -18,7 +18,8 @@ from expect import raises_code
 from runs import TINY, embodrl, metrics
 from worker_classes import Trouble
 
-from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EnvTimeout, WorkerDied
 from embodrl.processes.child import LOG_BYTES
 from embodrl.processes.liveness import Limits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -43,17 +44,21 @@ class Mortal(EnvPool):
     """Before the given call of the given name, its second process dies."""
 
     def doom(self, name: str, number: int) -> None:
-        self.doomed, self.left = name, number
+        send = self.requests.send
+        left = number
 
-    def _send_call(self, rank: int, method: str, arguments: object) -> None:
-        if method == self.doomed and rank == 1:
-            self.left -= 1
-            if self.left == 0:
-                pid = self.managers[1].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                wait_until_gone([pid])
-        super()._send_call(rank, method, arguments)  # type: ignore[arg-type]
+        def dying(rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
+            nonlocal left
+            if method == name and rank == 1:
+                left -= 1
+                if left == 0:
+                    pid = self.managers[1].pid
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+                    wait_until_gone([pid])
+            send(rank, method, arguments)
+
+        self.requests.send = dying  # type: ignore[method-assign]
 
 
 def mortal(**kwargs: object) -> Mortal:
@@ -80,7 +85,7 @@ def test_a_collection_of_which_nothing_can_be_true_stops(tmp_path: Path) -> None
     config = load_config([*SETTINGS, f"collect.output_dir={tmp_path}"]).config
     with mortal(auto_reset=False) as pool:
         pool.doom("", 0)
-        pool.bounds = Bounds(reward=1e-6)
+        pool.recovery.bounds = Bounds(reward=1e-6)
         with raises_code("env-quarantined", EnvQuarantined, "task reach-red"):
             DemoCollector(config, pool, RawWriter(tmp_path)).run(Progress("collect", 1, "episodes", "off"))
 
@@ -127,14 +132,16 @@ def test_an_evaluation_ends_though_one_environment_breaks_off_what_is_played_aga
     config = load_config([*SETTINGS, "env.eval.num_episodes=16"]).config
     with mortal() as pool:
         pool.doom("", 0)
-        pool.max_restarts, sound = 2, pool._quarantine
+        pool.recovery.max_restarts, sound = 2, pool.recovery.quarantine
 
         def spoil(rank: int, step: object) -> object:
-            broken = (pool.managers[rank].seeds - config.env.eval.seed) % 5 == 0  # one in each environment at first
+            broken = (
+                pool.managers[rank].episodes.seeds - config.env.eval.seed
+            ) % 5 == 0  # one in each environment at first
             step.reward[broken & step.valid.any(axis=1)] = np.nan  # type: ignore[attr-defined]
             return sound(rank, step)  # type: ignore[arg-type]
 
-        pool._quarantine = spoil  # type: ignore[assignment, method-assign]
+        pool.recovery.quarantine = spoil  # type: ignore[assignment, method-assign]
         result = Evaluator(config, pool, Idle()).run(tmp_path)  # type: ignore[arg-type]
         assert (result.episodes, result.lost_episodes) == (12, 4)
         assert pool.faults.quarantined == 4 * 3

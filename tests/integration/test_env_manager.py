@@ -95,7 +95,7 @@ def test_offload_frees_the_process_and_onload_continues_bit_exactly():
         assert not Path(f"/proc/{pid}").exists() and manager.pid is None
         with raises_code("env-order", EnvError):
             manager.step_async(actions_of(1))
-        manager.onload()
+        manager.start()
         assert manager.pid != pid
         for number in range(1, 6):
             assert_same_step(manager.step(actions_of(number)), twin.step(actions_of(number)))

@@ -11,6 +11,7 @@ from test_env_manager import KWARGS, SEEDS, TASKS, actions_of, assert_same_step
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvWorkerDied
+from embodrl.processes.memory import resident_bytes
 
 POOL = {"image_size": 16, "max_episode_steps": 7}
 EACH = pytest.mark.parametrize("ends", [True, False], ids=["process", "simulator"])
@@ -39,11 +40,11 @@ def test_a_process_that_stays_continues_bit_exactly() -> None:
             each.step(actions_of(0))
         pid = manager.pid
         manager.offload(end_process=False)
-        assert manager.is_offloaded and manager.pid == pid and manager.resident_bytes > 0
+        assert manager.is_offloaded and manager.pid == pid and resident_bytes(manager.pid) > 0
         for request in (manager.get_state, lambda: manager.step_async(actions_of(1)), lambda: manager.call("mark")):
             with raises_code("env-order", EnvError):
                 request()
-        manager.onload()
+        manager.start()
         assert not manager.is_offloaded and manager.pid == pid
         for number in range(1, 6):
             assert_same_step(manager.step(actions_of(number)), twin.step(actions_of(number)))
@@ -53,7 +54,7 @@ def test_a_process_that_stays_continues_bit_exactly() -> None:
 
 def test_only_what_is_away_can_come_back() -> None:
     with EnvManager("toy", KWARGS) as manager, raises_code("env-order", EnvError):
-        manager.onload()
+        manager.start()
 
 
 @EACH
@@ -130,7 +131,7 @@ def test_what_was_asked_for_good_lasts_where_simulators_were_away(ends: bool, as
             step = pool.step(actions_of(number, 4))
             assert_same_step(step, twin.step(actions_of(number, 4)))
         assert step.done.all() and step.episode_seed.tolist() == [0, 1, 2, 3], "no episode has begun"
-        assert [manager.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
+        assert [manager.episodes.seeds.tolist() for manager in pool.managers] == [[0, 1], [2, 3]]
 
 
 def test_a_process_that_dies_before_the_first_episode_or_a_saved_state_is_replaced() -> None:

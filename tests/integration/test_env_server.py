@@ -72,7 +72,7 @@ def test_a_simulator_there_does_what_one_here_does(served):
         assert manager.call("check_state") == local.call("check_state", {})
         for end_process in (False, True):
             manager.offload(end_process)
-            manager.onload()
+            manager.start()
             assert_same_step(manager.step(actions_of(9)), local.chunk_step(actions_of(9), np.ones(3, np.bool_)))
 
 
@@ -95,7 +95,7 @@ def test_after_the_deadline_the_simulator_is_restarted_as_a_dead_one(served, cap
     with EnvPool([EnvManager("toy", KWARGS, remote=remote(proxy.port, reconnect_s=0.5))]) as pool:
         pool.reset(SEEDS, TASKS)
         proxy.close()
-        pool.managers[0]._config["remote"]["address"] = served.server.address
+        pool.managers[0].process.launch.config["remote"]["address"] = served.server.address
         lost = pool.step(actions_of(1))
         assert not lost.valid.any() and lost.truncated[:, 0].all()
         assert pool.step(actions_of(2)).valid[:, 0].all() and pool.faults.restarts == 1
@@ -146,7 +146,7 @@ def test_simulators_that_are_still_ending_count_until_they_are_gone(served, monk
     close = EnvManager.close
 
     def close_late(manager, *arguments):
-        if "remote" not in manager._config:
+        if "remote" not in manager.process.launch.config:
             asked.set()
             released.wait()
         close(manager, *arguments)

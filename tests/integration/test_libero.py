@@ -22,7 +22,8 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.isolated import installed_python
-from embodrl.envs.pool.manager import EnvManager, EnvTimeouts
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EnvRaised
 from embodrl.extras.bench import envs
 from embodrl.extras.libero.assets import PACKAGE

@@ -18,6 +18,7 @@ from embodrl.errors import EnvQuarantined
 from embodrl.types import EnvStep, Observation
 
 if TYPE_CHECKING:
+    from embodrl.envs.pool.episodes import EnvEpisodes
     from embodrl.envs.pool.manager import EnvManager
 
 logger = logging.getLogger("embodrl.envs")
@@ -96,11 +97,11 @@ class Bounds:
         return "nothing"
 
 
-def count_invalid(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
+def count_invalid(episodes: EnvEpisodes, step: EnvStep, bounds: Bounds, limit: int, place: str) -> NDArray[np.int64]:
     """Return the rows whose reward or state is invalid, and count how many episodes in a row each has so lost.
 
     Args:
-        manager: whose step it is; keeps the counts, as pools come and go.
+        episodes: of the manager whose step it is; keep the counts, as pools come and go.
         step: before anything is made of it.
         bounds: what can be true.
         limit: so many episodes of an environment may end so, without one in between that came to its own end.
@@ -109,20 +110,20 @@ def count_invalid(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
     Raises:
         EnvQuarantined: it is one more.
     """
-    if bounds.hold(step) and not manager.refused.any():
+    if bounds.hold(step) and not episodes.refused.any():
         return _NO_ROWS
     bad = bounds.broken_rows(step)
-    manager.refused[step.valid.any(axis=1) & step.done & ~bad] = 0
-    manager.refused[bad] += 1
+    episodes.refused[step.valid.any(axis=1) & step.done & ~bad] = 0
+    episodes.refused[bad] += 1
     rows = np.flatnonzero(bad)
     for row in rows.tolist():
-        task = manager.spec.tasks[int(manager.task_ids[row])]
+        task = episodes.spec.tasks[int(episodes.task_ids[row])]
         seed = step.episode_seed[row]
-        what = f"environment {manager.first_env + row} (task {task}, seed {seed}): {bounds.reason(step, row)}"
-        logger.warning("%s: %s", manager, what)
-        if manager.refused[row] > limit:
+        what = f"environment {episodes.first_env + row} (task {task}, seed {seed}): {bounds.reason(step, row)}"
+        logger.warning("%s: %s", episodes, what)
+        if episodes.refused[row] > limit:
             raise EnvQuarantined(
-                f"quarantined: {limit} consecutive invalid episodes (env.max_restarts), {place}, {what}; {manager}",
+                f"quarantined: {limit} consecutive invalid episodes (env.max_restarts), {place}, {what}; {episodes}",
                 "look at the log of its process; if such values are expected, raise env.max_abs_reward or"
                 " env.max_abs_state",
             )
@@ -132,7 +133,7 @@ def count_invalid(manager: EnvManager, step: EnvStep, bounds: Bounds, limit: int
 def forget_refused(managers: Sequence[EnvManager]) -> None:
     """Reset the counts of consecutive invalid episodes; the next ones were chosen because they had been invalid."""
     for manager in managers:
-        manager.refused[:] = 0
+        manager.episodes.refused[:] = 0
 
 
 def clear_frames(error: BaseException) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
+from embodrl.processes.memory import resident_bytes
 
 logger = logging.getLogger("embodrl.envs")
 
@@ -26,7 +27,7 @@ class SimulatorMemory:
 
 def resident(managers: Sequence[EnvManager]) -> int:
     """Return the resident bytes of all processes, summed."""
-    return sum(manager.resident_bytes for manager in managers)
+    return sum(resident_bytes(manager.pid) for manager in managers)
 
 
 def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> None:
@@ -46,14 +47,14 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
     away = [manager for manager in managers if manager.is_offloaded]
     for manager in away:
         try:
-            manager.onload_async()
+            manager.start_async()
         except (EnvWorkerDied, EnvTimeout) as error:
             failed[manager] = error
     for manager in away:
         try:
             if manager in failed:
                 raise failed[manager]
-            manager.wait_onloaded()
+            manager.wait_started()
         except (EnvWorkerDied, EnvTimeout) as error:
             _restore_env(manager, error, may_restart)
 
@@ -66,6 +67,6 @@ def _restore_env(manager: EnvManager, error: EnvError, may_restart: Callable[[],
             ) from error
         logger.warning("restart of an offloaded simulator process: %s", error.message)
         try:
-            manager.onload()
+            manager.start()
         except (EnvWorkerDied, EnvTimeout) as again:
             error = again

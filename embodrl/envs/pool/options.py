@@ -66,4 +66,13 @@ class ManagerOptions(TypedDict, total=False):
     extensions: Sequence[str]
     axis: str | None
     real_time: Mapping[str, object] | None
+    environ: Mapping[str, str] | None
     debug: bool
+
+
+class ProcessOptions(ManagerOptions, total=False):
+    """Those, and what differs from manager to manager; see ``EnvManager``."""
+
+    cpu: int | None
+    numa_node: int | None
+    remote: RemoteEnv | None

@@ -6,38 +6,29 @@ Shapes: B environments over all managers, C actions in a chunk, A action dimensi
 from __future__ import annotations
 
 import itertools
-import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.pool.faults import Bounds, FaultCounts, clear_frames, count_invalid, lost_step, terminate_invalid
+from embodrl.envs.pool.faults import Bounds, FaultCounts
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.offload import SimulatorMemory, onload, resident
 from embodrl.envs.pool.options import ManagerOptions, RemoteEnv
+from embodrl.envs.pool.recovery import FAULTS, Recovery
+from embodrl.envs.pool.requests import Requests
 from embodrl.envs.pool.saved import pack_states, unpack_states
 from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, copy_observation, copy_step
-from embodrl.errors import EnvError, EnvOrderError, EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.errors import EnvError, EnvOrderError, EnvRaised
 from embodrl.processes.ending import closing_grace_s
 from embodrl.processes.restarts import WINDOW_S, RestartBudget
 from embodrl.types import EnvSpec, EnvStep, Observation
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in
-
-logger = logging.getLogger("embodrl.envs")
-
-_FAULTS = (EnvRaised, EnvWorkerDied, EnvTimeout)
-# A request that raises is as likely to be wrong as the simulator: a new process would raise again.
-_LOSSES = (EnvWorkerDied, EnvTimeout)
-R = TypeVar("R")
-# Requests with a lasting effect: they are repeated to a restarted process.
-_LASTING = ("set_auto_reset", "set_ignore_terminations")
 
 
 class EnvPool:
@@ -77,18 +68,15 @@ class EnvPool:
         if not managers:
             raise EnvError("a pool needs at least one manager", code="pool-layout")
         self.managers = tuple(managers)
-        self.max_restarts = max_restarts
-        self.faults = faults or FaultCounts()
-        self.bounds = bounds or Bounds()
+        budget = budget or RestartBudget(max_restarts, restart_window_s)
+        self.recovery = Recovery(self.managers, max_restarts, faults or FaultCounts(), bounds or Bounds(), budget)
+        self.requests = Requests(self.recovery)
         self.keeps_state = True
-        self.budget = budget or RestartBudget(max_restarts, restart_window_s)
         self._spec: EnvSpec | None = None
         self._offsets: list[int] = []
         self._batch: list[ResultSlot] = []
         self._parts: list[list[ResultSlot]] = []
         self._turn = 0
-        self._last: list[Observation | None] = [None] * len(self.managers)
-        self._failed: dict[int, EnvError] = {}
         self._active: NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._chunk = 0
 
@@ -136,6 +124,10 @@ class EnvPool:
             )
         size = total_num_envs // num_processes
         shared: Mapping[str, str] = manager_options.get("environ") or {}
+        options: list[ManagerOptions] = [
+            {**manager_options, "environ": {**shared, **(environs[rank] if environs else {})}}
+            for rank in range(num_processes)
+        ]
         managers = [
             EnvManager(
                 env_type,
@@ -145,11 +137,16 @@ class EnvPool:
                 numa_node=numa_nodes[rank] if numa_nodes else None,
                 first_env=rank * size,
                 remote=remotes[rank] if remotes else None,
-                **{**manager_options, "environ": {**shared, **(environs[rank] if environs else {})}},
+                **options[rank],
             )
             for rank in range(num_processes)
         ]
         return EnvPool(managers, max_restarts=max_restarts, bounds=bounds, restart_window_s=restart_window_s)
+
+    @property
+    def faults(self) -> FaultCounts:
+        """Counts of what went wrong."""
+        return self.recovery.faults
 
     @property
     def spec(self) -> EnvSpec:
@@ -194,7 +191,7 @@ class EnvPool:
         try:
             for manager in self.managers:
                 manager.wait_started()
-            self._ask_again(range(len(self.managers)))
+            self.requests.ask_again(range(len(self.managers)))
         except EnvError:
             self.close()
             raise
@@ -207,10 +204,13 @@ class EnvPool:
                 "make env.num_processes a multiple of rollout.pipeline_stages",
                 code="pool-layout",
             )
+        again = self.recovery
         size = len(self.managers) // num_parts
         parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
         return [
-            EnvPool(part, max_restarts=self.max_restarts, faults=self.faults, bounds=self.bounds, budget=self.budget)
+            EnvPool(
+                part, max_restarts=again.max_restarts, faults=again.faults, bounds=again.bounds, budget=again.budget
+            )
             for part in parts
         ]
 
@@ -230,27 +230,20 @@ class EnvPool:
         ranks = [rank for rank, manager in enumerate(self.managers) if not manager.is_offloaded]
         before = resident(self.managers)
         for rank in ranks:
-            self._answer(rank, lambda manager: manager.offload(end_processes), restart=True)
-        self._last = [observation and copy_observation(observation) for observation in self._last]
+            self.requests.answer(rank, lambda manager: manager.offload(end_processes), restart=True)
+        self.recovery.keep_last()
         return SimulatorMemory(before, resident(self.managers)) if ranks else None
 
     def onload(self) -> None:
         """Bring back simulators that are away; see ``envs.offload.onload``."""
         away = [rank for rank, manager in enumerate(self.managers) if manager.is_offloaded]
-        onload(self.managers, self._may_restart)
-        self._ask_again(away)
-
-    def _ask_again(self, ranks: Sequence[int]) -> None:
-        """Repeat the requests with a lasting effect: a rebuilt simulator has its state back, but its first rules."""
-        for rank in ranks:
-            for method, arguments in self.managers[rank].lasting.items():
-                with suppress(*_LOSSES):  # the next request finds it
-                    self.call_one(rank, method, arguments)
+        onload(self.managers, self.recovery.may_restart)
+        self.requests.ask_again(away)
 
     def get_state(self, *, restart: bool = False) -> list[bytes]:
         """Return the state of every manager, with what it belongs to; ``restart`` as in ``call``."""
         self.onload()
-        states = [self._answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
+        states = [self.requests.answer(rank, EnvManager.get_state, restart) for rank in range(len(self.managers))]
         return pack_states([manager.spec for manager in self.managers], states)
 
     def set_state(self, states: Sequence[bytes]) -> None:
@@ -262,7 +255,7 @@ class EnvPool:
         self.onload()
         fitting = unpack_states([manager.spec for manager in self.managers], states)
         for rank, state in enumerate(fitting):
-            self._answer(rank, lambda manager, state=state: manager.set_state(state), restart=True)
+            self.requests.answer(rank, lambda manager, state=state: manager.set_state(state), restart=True)
 
     def call(
         self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False
@@ -276,57 +269,25 @@ class EnvPool:
                 progress start again without notice.
         """
         self.onload()
-        for rank in range(len(self.managers)):
-            self._send_call(rank, method, arguments)
-        answers: list[object] = []
-        fault: EnvError | None = None
-        for rank in range(len(self.managers)):  # all of them: an answer that is not received blocks the next request
-            try:
-                answers.append(self._wait_call(rank, method, arguments, restart))
-            except EnvError as error:
-                fault = fault or error
-        if fault is not None:
-            raise fault
-        return answers
+        return self.requests.ask_all(method, arguments, restart)
 
     def call_one(self, rank: int, method: str, arguments: Mapping[str, object] | None = None) -> object:
         """As ``call``, of one manager. If its process is lost, the next step or reset restarts it."""
-        self._send_call(rank, method, arguments)
-        return self._wait_call(rank, method, arguments, restart=False)
+        return self.requests.ask(rank, method, arguments)
 
     def get_row_states(self, rows: Sequence[int]) -> dict[int, object]:
         """Return the states of single environments by row, without those of a process that is lost.
 
         The next step or reset restarts such a process.
         """
-        return self._ask_rows("get_row_state", {row: {} for row in rows})
+        return self.requests.ask_rows("get_row_state", {row: {} for row in rows}, self._offsets)
 
     def set_row_states(self, states: Mapping[int, object]) -> None:
         """Continue in each row from a state of ``get_row_states``, maybe of another row.
 
         The next step or reset restarts a process that is lost, all of whose episodes then start again.
         """
-        self._ask_rows("set_row_state", {row: {"state": state} for row, state in states.items()})
-
-    def _ask_rows(self, method: str, arguments: Mapping[int, Mapping[str, object]]) -> dict[int, object]:
-        """Return the answers by row; processes work at the same time, each on one row after the other."""
-        answers: dict[int, object] = {}
-        fault: EnvError | None = None
-        borders = itertools.pairwise(self._offsets)
-        for turn in itertools.zip_longest(*([row for row in arguments if a <= row < b] for a, b in borders)):
-            asked = [(rank, row) for rank, row in enumerate(turn) if row is not None]
-            for rank, row in asked:
-                self._send_call(rank, method, {"row": row - self._offsets[rank], **arguments[row]})
-            for rank, row in asked:
-                try:
-                    answers[row] = self._wait_call(rank, method, None, restart=False)
-                except _LOSSES:
-                    pass  # the next step or reset finds it
-                except EnvError as error:
-                    fault = fault or error
-            if fault is not None:
-                raise fault
-        return answers
+        self.requests.ask_rows("set_row_state", {row: {"state": state} for row, state in states.items()}, self._offsets)
 
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
         """Start scripted experts in ``rows``, whose episodes have just begun.
@@ -360,41 +321,6 @@ class EnvPool:
             parts.append(answer.astype(np.float32))
         return np.concatenate(parts)
 
-    def _send_call(self, rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
-        if method in _LASTING:
-            self.managers[rank].lasting[method] = arguments
-        if rank not in self._failed:
-            try:
-                self.managers[rank].call_async(method, arguments)
-            except _LOSSES as error:
-                self._failed[rank] = error
-
-    def _wait_call(self, rank: int, method: str, arguments: Mapping[str, object] | None, restart: bool) -> object:
-        return self._answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
-
-    def _answer(
-        self,
-        rank: int,
-        request: Callable[[EnvManager], R],
-        restart: bool,
-        again: Callable[[EnvManager], R] | None = None,
-    ) -> R:
-        manager = self.managers[rank]
-        try:
-            self._raise_failed(rank)
-            return request(manager)
-        except _LOSSES as error:
-            if not restart:
-                self._failed[rank] = error  # the next step or reset finds it
-                raise
-            fault: EnvError = error
-        while True:
-            self._last[rank] = copy_observation(self._recover(rank, fault))  # a view would hold the memory for long
-            try:
-                return (again or request)(manager)
-            except _LOSSES as error:
-                fault = error
-
     def __enter__(self) -> EnvPool:
         self.start()
         return self
@@ -420,20 +346,20 @@ class EnvPool:
             mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
             if mine.any():
                 asked.append(rank)
-                self._send_reset(rank, seeds[mine], task_ids[mine], rows[mine] - self._offsets[rank])
+                self.recovery.send_reset(rank, seeds[mine], task_ids[mine], rows[mine] - self._offsets[rank])
         parts: list[Observation] = []
         for rank, manager in enumerate(self.managers):
-            last = self._last[rank]
+            last = self.recovery.last[rank]
             if rank in asked:
                 try:
-                    self._raise_failed(rank)
-                    last = self._checked(manager, manager.wait_reset())
-                except _FAULTS as error:
-                    last = self._recover(rank, error)
+                    self.recovery.raise_failed(rank)
+                    last = self.recovery.checked(manager, manager.wait_reset())
+                except FAULTS as error:
+                    last = self.recovery.restart(rank, error)
             elif last is None:
                 raise EnvOrderError(f"{manager} has never been reset", "reset all environments first")
             parts.append(last)
-        self._last = list(parts)
+        self.recovery.last = list(parts)
         if not self._batch:
             return copy_observation(parts[0]) if copy else parts[0]
         self._turn = (self._turn + 1) % NUM_SLOTS
@@ -441,19 +367,6 @@ class EnvPool:
             target.write_observation(part)
         result = self._batch[self._turn].observation()
         return copy_observation(result) if copy else result
-
-    def _send_reset(
-        self, rank: int, seeds: NDArray[np.int64], task_ids: NDArray[np.int32], rows: NDArray[np.int64]
-    ) -> None:
-        manager = self.managers[rank]
-        if rank in self._failed:  # its episodes after the restart
-            manager.seeds[rows] = seeds
-            manager.task_ids[rows] = task_ids
-            return
-        try:
-            manager.reset_async(seeds, task_ids, rows)
-        except _FAULTS as error:
-            self._failed[rank] = error
 
     def step_async(self, actions: NDArray[np.float32], active: NDArray[np.bool_] | None = None) -> None:
         """Send ``actions float32[B,C,A]``; environments where ``active bool[B]`` is False are left alone."""
@@ -465,24 +378,25 @@ class EnvPool:
         self._chunk = actions.shape[1] if actions.ndim == 3 else 0
         for rank, manager in enumerate(self.managers):
             rows = slice(self._offsets[rank], self._offsets[rank + 1])
-            if rank in self._failed:
+            if rank in self.recovery.failed:
                 continue
             try:
                 manager.step_async(actions[rows], self._active[rows])
-            except _FAULTS as error:
-                self._failed[rank] = error
+            except FAULTS as error:
+                self.recovery.failed[rank] = error
 
     def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
         """Return what the chunk of ``step_async`` led to, in all environments."""
         parts: list[EnvStep] = []
         for rank, manager in enumerate(self.managers):
             try:
-                self._raise_failed(rank)
-                step = self._quarantine(rank, manager.wait(timeout))
-            except _FAULTS as error:
-                step = self._lost_step(rank, error)
+                self.recovery.raise_failed(rank)
+                step = self.recovery.quarantine(rank, manager.wait(timeout))
+            except FAULTS as error:
+                active = self._active[self._offsets[rank] : self._offsets[rank + 1]]
+                step = self.recovery.lost_step(rank, error, active, self._chunk)
             parts.append(step)
-        self._last = [part.observation for part in parts]
+        self.recovery.last = [part.observation for part in parts]
         if not self._batch:
             return copy_step(parts[0]) if copy else parts[0]
         self._turn = (self._turn + 1) % NUM_SLOTS
@@ -497,75 +411,3 @@ class EnvPool:
         """Execute a chunk and wait for it."""
         self.step_async(actions, active)
         return self.wait(copy=copy)
-
-    def _raise_failed(self, rank: int) -> None:
-        error = self._failed.pop(rank, None)
-        if error is not None:
-            raise error
-
-    def _checked(self, manager: EnvManager, observation: Observation) -> Observation:
-        if self.bounds.broken_states(observation).any():
-            raise EnvRaised(
-                f"{manager}: the state after a reset is not finite or beyond env.max_abs_state={self.bounds.state:g}",
-                "look at the simulator, or raise env.max_abs_state",
-            )
-        return observation
-
-    def _may_restart(self) -> bool:
-        allowed = self.budget.take()
-        if allowed:
-            self.faults.count("restarts")
-        return allowed
-
-    def _recover(self, rank: int, error: EnvError) -> Observation:
-        """Restart a manager and reset it to the seeds it had; give up once ``max_restarts`` are used up."""
-        manager = self.managers[rank]
-        if isinstance(error, EnvRaised) and not manager.has_stepped:
-            raise error  # wrong code, not a rare fault: a new process would raise again
-        while True:
-            if not self._may_restart():
-                raise type(error)(
-                    f"stopped after {self.budget} (env.max_restarts), rank {rank} of"
-                    f" {len(self.managers)}: {error.message}",
-                    error.hint,
-                ) from error
-            logger.warning("restart %s: %s", self.budget.used, error.message)
-            clear_frames(error)
-            try:
-                manager.restart()
-                for method, arguments in manager.lasting.items():
-                    manager.call(method, arguments)
-                return self._checked(manager, manager.reset(self._seeds(manager), manager.task_ids.copy()))
-            except _FAULTS as again:
-                error = again
-
-    def _seeds(self, manager: EnvManager) -> NDArray[np.int64]:
-        """Return ``int64[B]``: the seeds of its episodes, or some where none has begun yet."""
-        return np.where(manager.seeds < 0, manager.first_env + np.arange(len(manager.seeds)), manager.seeds)
-
-    def _lost_step(self, rank: int, error: EnvError) -> EnvStep:
-        last = self._last[rank]
-        last = None if last is None else copy_observation(last)
-        observation = copy_observation(self._recover(rank, error))
-        rows = np.flatnonzero(self._active[self._offsets[rank] : self._offsets[rank + 1]])
-        self.faults.count("lost_episodes", len(rows))
-        return lost_step(observation, self.managers[rank].seeds, self._chunk, rows, last)
-
-    def _quarantine(self, rank: int, step: EnvStep) -> EnvStep:
-        """End the episodes of environments with an invalid reward or state, and reset those environments."""
-        manager = self.managers[rank]
-        last = self._last[rank]
-        place = f"rank {rank} of {len(self.managers)}"
-        rows = count_invalid(manager, step, self.bounds, self.max_restarts, place)
-        if not len(rows):
-            return step
-        step = copy_step(step)
-        last = None if last is None else copy_observation(last)
-        # Not the episode that an auto-reset has begun: the one that ends here is run again.
-        seeds = np.where(step.episode_seed < 0, self._seeds(manager), step.episode_seed)
-        again = manager.reset(seeds[rows], manager.task_ids[rows], rows)
-        step.observation = copy_observation(self._checked(manager, again))
-        terminate_invalid(step, rows, last)
-        self.faults.count("lost_episodes", len(rows))
-        self.faults.count("quarantined", len(rows))
-        return step

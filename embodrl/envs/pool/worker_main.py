@@ -52,15 +52,13 @@ class EnvServer:
 
     def __init__(self, connection: Connection, start: Fields) -> None:
         self._connection = connection
-        self._start = start
-        self._env: VectorEnv | None = None  # none while it is offloaded
-        self._ring: Ring | None = None
+        self.hosted = HostedEnv(lambda: build(start), start.integer("memory_fd"))
 
     def answer(self, frame: Frame) -> bool:
         """Carry out a request and answer it; return False if the answer is an error. The environment stays."""
         try:
             with span(frame.kind.name.lower()):
-                value = self._carry_out(frame)
+                value = self.hosted.carry_out(frame)
             self._connection.send(Frame(Kind.OK, frame.number, frame.argument, value))
         except PeerGoneError:
             raise
@@ -72,28 +70,47 @@ class EnvServer:
             return False
         return True
 
-    def _carry_out(self, frame: Frame) -> object:
+
+class HostedEnv:
+    """A VectorEnv on shared memory, made at the start and after each offload.
+
+    Args:
+        make: returns it.
+        memory_fd: memory file of the parent.
+
+    Attributes:
+        env: None while it is offloaded.
+        ring: the memory; None before the start.
+    """
+
+    def __init__(self, make: Callable[[], VectorEnv], memory_fd: int) -> None:
+        self._make = make
+        self._memory_fd = memory_fd
+        self.env: VectorEnv | None = None
+        self.ring: Ring | None = None
+
+    def carry_out(self, frame: Frame) -> object:
         """Return the answer to a request; observations and outcomes go to the frame's slot of the shared memory."""
         if frame.kind == Kind.START:
-            self._env = build(self._start)
-            self._ring = make_ring(self._env.spec, self._start.integer("memory_fd"))
-            return spec_to_dict(self._env.spec)
+            self.env = self._make()
+            self.ring = make_ring(self.env.spec, self._memory_fd)
+            return spec_to_dict(self.env.spec)
         if frame.kind == Kind.ONLOAD:
-            env = build(self._start)
+            env = self._make()
             env.set_state(frame.value)
-            self._env = env
+            self.env = env
             return None
-        if frame.kind == Kind.CLOSE and self._env is None:
+        if frame.kind == Kind.CLOSE and self.env is None:
             return None
-        if self._env is None or self._ring is None:
+        if self.env is None or self.ring is None:
             raise EnvOrderError(f"{frame.kind.name} was requested without a simulator")
         if frame.kind == Kind.OFFLOAD:
-            state = get_state(self._env)
-            self._env.close()
-            self._env = None
+            state = get_state(self.env)
+            self.env.close()
+            self.env = None
             release_memory()
             return state
-        return simulate(self._env, self._ring, frame)
+        return simulate(self.env, self.ring, frame)
 
 
 def simulate(env: VectorEnv, ring: Ring, frame: Frame) -> object:

@@ -93,13 +93,14 @@ class _Process(BatchPump[_Content, object]):
     # -- in the thread ------------------------------------------------------------------------------------------------
 
     def compute(self, batch: list[_Content]) -> Sequence[object]:
-        before = self.pool.managers[0].pid
+        process = self.pool.managers[0].process
+        before = process.starts
         try:
             if batch[0].call is not None:
                 return self.pool.call(*batch[0].call)
             return self._reset(batch) if batch[0].episode is not None else self._step(batch)
         finally:
-            self._restarted = self.pool.managers[0].pid != before
+            self._restarted = process.starts != before
 
     def _reset(self, batch: list[_Content]) -> list[Observation]:
         rows = np.array([content.row for content in batch])

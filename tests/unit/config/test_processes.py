@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from expect import raises_code
 
@@ -11,6 +10,7 @@ from embodrl.config import load_config
 from embodrl.config import processes as choices
 from embodrl.config.load import load_run
 from embodrl.config.processes import candidates, read_choice
+from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError
 from embodrl.runs import measure
@@ -94,35 +94,26 @@ def test_of_equals_the_fewest_processes() -> None:
     assert measure.fastest({1: 50.0, 2: 90.0, 4: 100.0}) == 4
 
 
-class LocalPool:
+class ClockedPool(LocalPool):
     """Two processes need the least time: the clock moves by what a chunk of each number costs."""
 
     now = 0.0
 
     def __init__(self, config, total: int, **overrides) -> None:
         self.cost = {1: 1.0, 2: 0.5, 4: 0.8}[config.env.num_processes]
-        kwargs = {"auto_reset": config.env.train.auto_reset} | overrides
-        self.env = ToyVectorEnv(total, image_size=8, max_episode_steps=50, **kwargs)
-        self.spec = self.env.spec
+        chunk = config.model.num_action_chunks
+        settings = {"num_envs": total, "image_size": 8, "max_episode_steps": 50, "max_chunk": chunk}
+        super().__init__(ToyVectorEnv, settings | {"auto_reset": config.env.train.auto_reset} | overrides)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def reset(self, seeds, task_ids):
-        return self.env.reset(seeds, task_ids, np.arange(self.spec.num_envs))
-
-    def step(self, actions):
-        LocalPool.now += self.cost
-        return self.env.chunk_step(actions, np.ones(self.spec.num_envs, np.bool_))
+    def step_async(self, actions, active=None):
+        ClockedPool.now += self.cost
+        super().step_async(actions, active)
 
 
 def use_local_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "make_pool", LocalPool)
+    monkeypatch.setattr(measure, "make_pool", ClockedPool)
     monkeypatch.setattr(measure, "check_simulator", lambda config: None)
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: LocalPool.now)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: ClockedPool.now)
 
 
 def test_the_fastest_is_measured_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """The Collector on the toy environment in this process, with experts and faults of our own making."""
 
 import dataclasses
+import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,10 @@ from embodrl.data.demos import EXECUTED, LOG_PROB
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
 from embodrl.envs.experts import EXPERTS
-from embodrl.envs.pool.pool import FaultCounts
+from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
+from embodrl.processes.frames import PeerGoneError
 from embodrl.reporting.progress import Progress
 from embodrl.specs import ENVS
 from embodrl.types import PolicyOutput
@@ -44,38 +47,29 @@ def config(directory: Path, *overrides: str) -> Config:
     ).config
 
 
-class LocalPool:
+class Toy(ToyVectorEnv):
     """Experts do nothing in environments whose reset seed is odd, and so fail there."""
 
-    def __init__(self, tasks=("reach-red",), include_state=False):
-        self.env = ToyVectorEnv(
-            NUM_ENVS, tasks, image_size=8, max_episode_steps=MAX_STEPS, include_state=include_state, auto_reset=False
-        )
-        self.spec, self.managers, self.faults = self.env.spec, [self], FaultCounts()
-        self.num_steps, self.num_resets = 0, 0
-
-    def reset(self, seeds, task_ids, rows):
-        self.num_resets += 1
-        return self.env.reset(seeds, task_ids, rows)
-
-    def call(self, method, arguments=None):
-        return []
-
     def expert_actions(self):
-        return self.env.expert_actions() * (self.env.episode_seed % 2 == 0)[:, None]
+        return super().expert_actions() * (self.episode_seed % 2 == 0)[:, None]
 
-    def expert_reset(self, rows):
-        pass
 
-    def step_async(self, actions, active):
-        self.sent = actions
+class ToyPool(LocalPool):
+    """Counts its chunks; restarts as often as needed."""
 
-    def wait(self):
+    def __init__(self, make=Toy, tasks=("reach-red",), include_state=False):
+        settings = {"image_size": 8, "max_episode_steps": MAX_STEPS, "auto_reset": False}
+        kwargs = {"num_envs": NUM_ENVS, "tasks": tasks, "include_state": include_state, **settings}
+        super().__init__(make, kwargs, max_restarts=1000)
+        self.num_steps = 0
+        self.start()
+
+    def step_async(self, actions, active=None):
         self.num_steps += 1
-        return self.env.chunk_step(self.sent, np.ones(NUM_ENVS, np.bool_))
+        super().step_async(actions, active)
 
 
-def collect(settings: Config, pool: LocalPool, should_stop=lambda: False) -> DemoCollector:
+def collect(settings: Config, pool: ToyPool, should_stop=lambda: False) -> DemoCollector:
     collector = DemoCollector(settings, pool, RawWriter(Path(settings.collect.output_dir)), should_stop)
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close({})
@@ -87,7 +81,7 @@ def index(directory: Path) -> dict:
 
 
 def test_the_success_rate_is_that_of_the_expert_even_if_failures_are_kept(tmp_path: Path) -> None:
-    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=12"), LocalPool())
+    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=12"), ToyPool())
     content = index(tmp_path)
     successes = [episode["success"] for episode in content["episodes"]]
     assert len(successes) == 12 and successes.count(False) > 0
@@ -101,7 +95,7 @@ def test_the_success_rate_is_that_of_the_expert_even_if_failures_are_kept(tmp_pa
 
 def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws(tmp_path: Path) -> None:
     drawn, speeds = [], []
-    pool = LocalPool()
+    pool = ToyPool()
     expert = pool.expert_actions
     pool.expert_actions = lambda: drawn.append(expert()) or drawn[-1].copy()
     slow = ("collect.min_speed=0.2", "collect.max_speed=0.5", "collect.keep_failures=true", "collect.num_episodes=4")
@@ -120,7 +114,7 @@ def test_slow_demonstrators_move_by_a_part_of_the_expert_that_each_episode_draws
 
 
 def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
-    pool = LocalPool()
+    pool = ToyPool()
     settings = config(tmp_path, "collect.num_episodes=50")
     collector = collect(settings, pool, lambda: pool.num_steps == 2 * MAX_STEPS)
     content = index(tmp_path)
@@ -129,7 +123,7 @@ def test_asked_to_stop_it_has_an_index_of_what_was_kept(tmp_path: Path) -> None:
 
 
 def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> None:
-    directory, pool = tmp_path / "demos", LocalPool()
+    directory, pool = tmp_path / "demos", ToyPool()
     settings = config(directory, "collect.num_episodes=12")
     writer = RawWriter(directory)
     collector = DemoCollector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS)
@@ -138,7 +132,7 @@ def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> No
     collector.commit()
     writer.abort()
     assert 0 < kept < 12 and not directory.exists()
-    again = DemoCollector(settings, LocalPool(), RawWriter(directory, resume=True))
+    again = DemoCollector(settings, ToyPool(), RawWriter(directory, resume=True))
     assert int(again.kept.sum()) == kept
     again.run(Progress("collect", 1, "episodes", "off"))
     again.close({})
@@ -171,7 +165,7 @@ class Policy:
 
 def record(settings: Config) -> tuple[DemoCollector, Policy]:
     writer, engine = RawWriter(Path(settings.collect.output_dir)), Policy()
-    collector = DemoCollector(settings, LocalPool(), writer, policy=RecordedPolicy("a run", engine))  # pyright: ignore
+    collector = DemoCollector(settings, ToyPool(), writer, policy=RecordedPolicy("a run", engine))  # pyright: ignore
     collector.run(Progress("collect", 1, "episodes", "off"))
     collector.close({})
     return collector, engine
@@ -202,74 +196,79 @@ def test_a_policy_that_hardly_succeeds_is_recorded_only_with_its_failures(tmp_pa
         record(config(tmp_path, "collect.num_episodes=100"))
 
 
-class LosingPool(LocalPool):
-    """The first chunk is lost: the process is restarted, and all episodes begin again."""
+def losing() -> Callable[..., Toy]:
+    """Return what makes simulators of which the first dies in its first chunk."""
+    chunks = itertools.count()
 
-    def wait(self):
-        if self.num_steps:
-            return super().wait()
-        self.num_steps, self.faults.restarts = 1, 1
-        step = self.env.chunk_step(self.sent, np.zeros(NUM_ENVS, np.bool_))
-        step.truncated[:, 0] = True
-        return step
+    class Losing(Toy):
+        def chunk_step(self, actions, active):
+            if next(chunks) == 0:
+                raise PeerGoneError
+            return super().chunk_step(actions, active)
+
+    return Losing
 
 
 def test_an_episode_lost_to_a_fault_is_neither_kept_nor_counted(tmp_path: Path) -> None:
-    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), LosingPool())
+    collector = collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), ToyPool(losing()))
     content = index(tmp_path)
     first = config(tmp_path).collect.seed
     assert min(episode["seed"] for episode in content["episodes"]) == first + NUM_ENVS
     assert int(collector.tried[0]) <= collector.attempts - NUM_ENVS
 
 
-class BreakingPool(LocalPool):
+class Breaking(Toy):
     """Every episode plays well for a while, and is then lost to a fault; one in ``whole`` is not."""
 
-    def __init__(self, whole=0):
-        super().__init__()
-        self.whole, self.ends = whole, 0
+    whole = 0
+    ends = 0
 
-    def wait(self):
-        step = self.env.chunk_step(self.sent, np.ones(NUM_ENVS, np.bool_))
+    def chunk_step(self, actions, active):
+        step = super().chunk_step(actions, active)
         for row in np.flatnonzero(step.done):
             self.ends += 1
             if not (self.whole and self.ends % self.whole == 0):
-                step.valid[row] = False
+                step.reward[row] = np.nan
         return step
+
+
+class BreakingOften(Breaking):
+    whole = 5
 
 
 @pytest.mark.parametrize("keep_failures", ["true", "false"])
 def test_a_simulator_that_loses_nearly_every_episode_stops_the_collection(tmp_path: Path, keep_failures: str) -> None:
     settings = config(tmp_path, f"collect.keep_failures={keep_failures}", "collect.num_episodes=1000")
     with raises_code("too-many-faults", EnvError, "reach-red"):
-        collect(settings, BreakingPool())
+        collect(settings, ToyPool(Breaking))
 
 
 def test_a_simulator_that_loses_many_episodes_continues(tmp_path: Path) -> None:
     settings = config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=20")
-    collector = collect(settings, BreakingPool(whole=5))
+    collector = collect(settings, ToyPool(BreakingOften))
     assert int(collector.kept[0]) == 20 and int(collector.lost[0]) > 50
 
 
-class FailingResetPool(LocalPool):
-    """The process fails at the second reset, and begins all episodes again, also those that were under way."""
+def failing_reset() -> Callable[..., Toy]:
+    """Return what makes simulators that fail at the second reset of all, and so begin all episodes again."""
+    resets = itertools.count()
 
-    def reset(self, seeds, task_ids, rows):
-        observation = super().reset(seeds, task_ids, rows)
-        if self.num_resets == 2:
-            self.faults.restarts += 1
-            every = np.arange(NUM_ENVS)
-            observation = self.env.reset(self.env.episode_seed.copy(), self.env.task_id.copy(), every)
-        return observation
+    class FailingReset(Toy):
+        def reset(self, seeds, task_ids, indices):
+            if next(resets) == 1:
+                raise PeerGoneError
+            return super().reset(seeds, task_ids, indices)
+
+    return FailingReset
 
 
 def test_a_restart_in_a_reset_restarts_every_episode(tmp_path: Path) -> None:
-    collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), FailingResetPool())
+    collect(config(tmp_path, "collect.keep_failures=true", "collect.num_episodes=8"), ToyPool(failing_reset()))
     assert max(episode["length"] for episode in index(tmp_path)["episodes"]) <= MAX_STEPS
 
 
 def test_an_expert_that_always_fails_is_refused(tmp_path: Path) -> None:
-    pool = LocalPool()
+    pool = ToyPool()
     pool.expert_actions = lambda: np.zeros((NUM_ENVS, pool.spec.action_dim), np.float32)
     settings = config(tmp_path, "collect.num_episodes=1000")
     with raises_code("expert-fails", EmbodrlError, "reach-red"):
@@ -278,7 +277,7 @@ def test_an_expert_that_always_fails_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("include_state", [False, True])
 def test_the_state_before_each_action_is_kept(tmp_path: Path, include_state: bool) -> None:
-    collect(config(tmp_path, "collect.num_episodes=4"), LocalPool(include_state=include_state))
+    collect(config(tmp_path, "collect.num_episodes=4"), ToyPool(include_state=include_state))
     demos = load_demos(tmp_path)
     assert demos.state.shape == (len(demos.actions), 2 if include_state else 0)
     if include_state:  # without noise each state is the one before, moved by the expert's action

@@ -1,6 +1,5 @@
 import hashlib
-from dataclasses import replace
-from types import SimpleNamespace
+import itertools
 
 import numpy as np
 import pytest
@@ -10,9 +9,10 @@ from toy_policy import ToyPolicy
 
 from embodrl.config import load_config
 from embodrl.data.rng import draw_rows
-from embodrl.envs.pool.pool import FaultCounts
+from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.processes.frames import PeerGoneError
 from embodrl.types import PolicyOutput
 from embodrl.workers.evaluator import MAX_ATTEMPTS, Evaluator, evaluation_result, join_results
 
@@ -34,31 +34,27 @@ CONFIG = load_config(
 ).config
 
 
-class LocalPool:
-    """The toy environment in this process, and a record of what was asked of it."""
+class ToyPool(LocalPool):
+    """A record of what was asked of it."""
 
-    def __init__(self):
-        self.env = ToyVectorEnv(num_envs=4, image_size=8, max_episode_steps=6, include_state=True)
-        self.spec, self.managers = self.env.spec, [SimpleNamespace(refused=np.zeros(4, np.int64))]
+    def __init__(self, make=ToyVectorEnv, begin=True, **kwargs):
+        settings = {"num_envs": 4, "image_size": 8, "max_episode_steps": 6, "include_state": True}
+        super().__init__(make, settings | kwargs, max_restarts=100)
         self.calls, self.resets = [], []
-        self.faults = FaultCounts()
+        if begin:
+            self.start()
+
+    @property
+    def env(self):
+        return self.envs[0]
 
     def call(self, method, arguments=None, *, restart=False):
         self.calls.append((method, arguments or {}))
-        return [self.env.call(method, arguments or {})]
+        return super().call(method, arguments, restart=restart)
 
-    def reset(self, seeds, task_ids):
+    def reset(self, seeds, task_ids, indices=None, *, copy=False):
         self.resets.append((seeds.tolist(), task_ids.tolist()))
-        return self.env.reset(seeds, task_ids, np.arange(4))
-
-    def step(self, actions, active):
-        return self.env.chunk_step(actions, active)
-
-    def step_async(self, actions, active):
-        self.pending = self.step(actions, active)
-
-    def wait(self):
-        return self.pending
+        return super().reset(seeds, task_ids, indices, copy=copy)
 
 
 class Expert:
@@ -66,22 +62,22 @@ class Expert:
 
     decodings = ("greedy",)
 
-    def __init__(self, env):
-        self.env, self.offloads = env, 0
+    def __init__(self, pool):
+        self.pool, self.offloads = pool, 0
 
     def offload(self):
         self.offloads += 1
 
     def decide(self, observation, decoding, generators=None):
-        rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
-        best = self.env.expert_actions()[rows] * (observation.task_id == 0)[:, None]
+        rows = [int(np.flatnonzero((self.pool.env.position == state).all(axis=1))[0]) for state in observation.state]
+        best = self.pool.env.expert_actions()[rows] * (observation.task_id == 0)[:, None]
         return PolicyOutput(np.repeat(best[:, None], 2, axis=1), None, None, {})
 
 
 def test_episode_i_has_its_seed_and_task_and_success_is_counted_by_task():
-    pool = LocalPool()
+    pool = ToyPool()
     done = []
-    expert = Expert(pool.env)
+    expert = Expert(pool)
     result = Evaluator(CONFIG, pool, expert, lambda number, text: done.append(number)).run()
     assert expert.offloads == 1
     assert pool.resets == [
@@ -101,8 +97,8 @@ def test_episode_i_has_its_seed_and_task_and_success_is_counted_by_task():
 
 
 def test_what_follows_an_evaluation_does_not_depend_on_it():
-    pool = LocalPool()
-    Evaluator(CONFIG, pool, Expert(pool.env)).run()
+    pool = ToyPool()
+    Evaluator(CONFIG, pool, Expert(pool)).run()
     assert pool.calls[0][0] == "rebuild"
     assert pool.calls[-2:] == [("set_auto_reset", {"value": True}), ("rebuild", {})]
     assert ("set_auto_reset", {"value": False}) in pool.calls
@@ -120,20 +116,9 @@ class Still:
         return PolicyOutput(np.zeros((len(observation.task_id), 2, 7), np.float32), None, None, {})
 
 
-class OwnPool(LocalPool):
-    """A pool for one evaluation, of one task."""
-
-    def __init__(self, **differs):
-        super().__init__()
-        self.spec = self.env.spec = replace(self.env.spec, tasks=("reach-green",), **differs)
-        self.is_open = False
-
-    def __enter__(self):
-        self.is_open = True
-        return self
-
-    def __exit__(self, *_):
-        self.is_open = False
+def own_pool(**differs) -> ToyPool:
+    """Return a pool for one evaluation, of one task."""
+    return ToyPool(begin=False, tasks=["reach-green"], **differs)
 
 
 HELD_OUT = CONFIG.model_copy(
@@ -144,11 +129,11 @@ HELD_OUT = CONFIG.model_copy(
 
 
 def test_held_out_tasks_are_played_in_a_pool_of_their_own():
-    pool, made = LocalPool(), []
+    pool, made = ToyPool(), []
 
     def make_own(config):
         assert config.env.tasks == ("reach-green",)
-        made.append(OwnPool())
+        made.append(own_pool())
         return made[-1]
 
     def lost(number, text):  # a fault there is one of the run
@@ -158,60 +143,55 @@ def test_held_out_tasks_are_played_in_a_pool_of_their_own():
     for number in (1, 2):
         result = evaluator.run()
         assert {record.task for record in result.records} == {"reach-green"} and result.episodes == 10
-        assert len(made) == number and not made[-1].is_open
+        assert len(made) == number and made[-1].envs == []
     assert made[0].resets[0] == ([70, 71, 72, 73], [0, 0, 0, 0])
     assert pool.calls == [] and pool.resets == [] and pool.faults.restarts == 2 * 3  # once a wave
     assert evaluator.pool is pool
 
 
 def test_a_pool_of_its_own_shows_what_the_policy_has_learnt_to_see():
-    pool, own = LocalPool(), OwnPool(state_dim=3)
+    pool, own = ToyPool(), own_pool(include_state=False)
     with raises_code("evaluation-differs"):
         Evaluator(HELD_OUT, pool, Still(), make_own=lambda config: own).run()
-    assert not own.is_open
+    assert own.envs == []
 
 
 def test_two_evaluations_agree():
-    pool = LocalPool()
-    evaluator = Evaluator(CONFIG, pool, Expert(pool.env))
+    pool = ToyPool()
+    evaluator = Evaluator(CONFIG, pool, Expert(pool))
     first, second = evaluator.run(), evaluator.run()
     assert first.successes == second.successes and first.mean_return == second.mean_return
 
 
 def test_a_stop_ends_it_between_two_chunks():
-    pool = LocalPool()
+    pool = ToyPool()
     answers = iter([False, False, True])
     with pytest.raises(InterruptedError):
-        Evaluator(CONFIG, pool, Expert(pool.env), should_stop=lambda: next(answers)).run()
+        Evaluator(CONFIG, pool, Expert(pool), should_stop=lambda: next(answers)).run()
     assert pool.calls[-1] == ("rewind", {})
 
 
-class FailingPool(LocalPool):
-    """Its process is restarted at the first chunk of episodes with these seeds, so many times: all four end."""
+def failing_pool(doomed: list[int], times: int) -> ToyPool:
+    """Return a pool whose process dies at the first chunk of episodes with these seeds, so many times: all four end."""
+    deaths = itertools.count()
 
-    def __init__(self, seeds: list[int], times: int) -> None:
-        super().__init__()
-        self.doomed, self.times = seeds, times
+    class Failing(ToyVectorEnv):
+        def chunk_step(self, actions, active):
+            if self.episode_seed.tolist() == doomed and not self._elapsed.any() and next(deaths) < times:
+                raise PeerGoneError
+            return super().chunk_step(actions, active)
 
-    def step(self, actions, active):
-        seeds, task_ids = self.resets[-1]
-        if seeds != self.doomed or self.faults.restarts == self.times:
-            return super().step(actions, active)
-        self.faults.restarts += 1
-        self.env.reset(np.array(seeds), np.array(task_ids, np.int32), np.arange(4))
-        step = super().step(actions, np.zeros(4, np.bool_))
-        step.truncated[:, 0] = True
-        return step
+    return ToyPool(Failing)
 
 
 SECOND_WAVE = [74, 75, 76, 77]
 
 
 def test_episodes_that_a_fault_has_ended_are_played_again(caplog):
-    whole, pool = LocalPool(), FailingPool(SECOND_WAVE, MAX_ATTEMPTS - 1)
+    whole, pool = ToyPool(), failing_pool(SECOND_WAVE, MAX_ATTEMPTS - 1)
     done = []
-    expected = Evaluator(CONFIG, whole, Expert(whole.env)).run()
-    result = Evaluator(CONFIG, pool, Expert(pool.env), lambda number, text: done.append(number)).run()
+    expected = Evaluator(CONFIG, whole, Expert(whole)).run()
+    result = Evaluator(CONFIG, pool, Expert(pool), lambda number, text: done.append(number)).run()
     assert result.records == expected.records and result.lost_episodes == 0
     assert done == [4, 4, 6, 6, 10]
     assert pool.resets[3:] == [(SECOND_WAVE, [0, 1, 0, 1])] * 2
@@ -219,9 +199,9 @@ def test_episodes_that_a_fault_has_ended_are_played_again(caplog):
 
 
 def test_episodes_that_a_fault_ends_each_time_are_left_out():
-    whole, pool = LocalPool(), FailingPool(SECOND_WAVE, 100)
-    expected = Evaluator(CONFIG, whole, Expert(whole.env)).run()
-    result = Evaluator(CONFIG, pool, Expert(pool.env)).run()
+    whole, pool = ToyPool(), failing_pool(SECOND_WAVE, 100)
+    expected = Evaluator(CONFIG, whole, Expert(whole)).run()
+    result = Evaluator(CONFIG, pool, Expert(pool)).run()
     assert pool.faults.restarts == MAX_ATTEMPTS
     played = expected.successes[:4] + expected.successes[8:]
     assert result.successes == played and len(played) == 6
@@ -234,10 +214,10 @@ def test_episodes_that_a_fault_ends_each_time_are_left_out():
 
 
 def test_an_evaluation_that_lost_everything_has_no_rate():
-    pool = FailingPool([70, 71, 72, 73], 100)
+    pool = failing_pool([70, 71, 72, 73], 100)
     short = CONFIG.env.eval.model_copy(update={"num_episodes": 4})
     config = CONFIG.model_copy(update={"env": CONFIG.env.model_copy(update={"eval": short})})
-    result = Evaluator(config, pool, Expert(pool.env)).run()
+    result = Evaluator(config, pool, Expert(pool)).run()
     assert (result.episodes, result.lost_episodes, result.per_task) == (0, 4, {})
     assert np.isnan(result.success_rate) and np.isnan(result.mean_return)
 
@@ -246,9 +226,9 @@ class Fickle(Expert):
     """Solves its task, and runs from the goal afterwards where the seed is even."""
 
     def decide(self, observation, decoding, generators=None):
-        rows = [int(np.flatnonzero((self.env.position == state).all(axis=1))[0]) for state in observation.state]
-        leaves = self.env._solved & (self.env.episode_seed % 2 == 0)
-        actions = np.where(leaves[:, None], np.eye(7, dtype=np.float32)[0], self.env.expert_actions())[rows]
+        rows = [int(np.flatnonzero((self.pool.env.position == state).all(axis=1))[0]) for state in observation.state]
+        leaves = self.pool.env._solved & (self.pool.env.episode_seed % 2 == 0)
+        actions = np.where(leaves[:, None], np.eye(7, dtype=np.float32)[0], self.pool.env.expert_actions())[rows]
         return PolicyOutput(np.repeat(actions[:, None], 2, axis=1), None, None, {})
 
 
@@ -256,10 +236,9 @@ def evaluate_fickle(to_step_limit: bool):
     section = CONFIG.env.model_copy(
         update={"max_episode_steps": 40, "eval": CONFIG.env.eval.model_copy(update={"to_step_limit": to_step_limit})}
     )
-    pool = LocalPool()
-    pool.env.rules = replace(pool.env.rules, max_episode_steps=40)
+    pool = ToyPool(max_episode_steps=40)
     config = CONFIG.model_copy(update={"env": section})
-    return Evaluator(config, pool, Fickle(pool.env)).run(), pool
+    return Evaluator(config, pool, Fickle(pool)).run(), pool
 
 
 def test_success_at_the_end_is_another_figure_where_episodes_go_on():
@@ -280,8 +259,8 @@ def test_an_environment_that_does_not_tell_leaves_the_end_unknown(monkeypatch: p
 
 
 def test_the_first_picture_of_each_task_is_identified():
-    pool = LocalPool()
-    found = Evaluator(CONFIG, pool, Expert(pool.env)).run().first_pictures
+    pool = ToyPool()
+    found = Evaluator(CONFIG, pool, Expert(pool)).run().first_pictures
     images = pool.reset(np.array([70, 71, 72, 73]), np.array([0, 1, 0, 1], np.int32)).images
     names = ("reach-red", "reach-green")
     assert found == {name: hashlib.sha256(images[row].tobytes()).hexdigest() for row, name in enumerate(names)}
@@ -311,7 +290,7 @@ def decoded_by(decoding):
 
 
 def test_each_decoding_plays_the_same_episodes_and_leaves_the_random_state_of_training():
-    pool, engine, done = LocalPool(), drawing_engine(), []
+    pool, engine, done = ToyPool(), drawing_engine(), []
     before = engine.random_state()
     evaluator = Evaluator(CONFIG, pool, engine, lambda number, text: done.append(number))
     result = evaluator.run()
@@ -328,8 +307,8 @@ def test_each_decoding_plays_the_same_episodes_and_leaves_the_random_state_of_tr
 
 
 def test_what_is_sampled_does_not_depend_on_who_plays_it_or_after_what():
-    whole = Evaluator(CONFIG, LocalPool(), drawing_engine()).run().decodings["sampled"]
-    evaluator = Evaluator(decoded_by("sampled"), LocalPool(), drawing_engine())
+    whole = Evaluator(CONFIG, ToyPool(), drawing_engine()).run().decodings["sampled"]
+    evaluator = Evaluator(decoded_by("sampled"), ToyPool(), drawing_engine())
     parts = [evaluator.run_episodes(part) for part in np.array_split(np.arange(10), 2)[::-1]]  # as of two processes
     found = evaluation_result(CONFIG, join_results(parts[::-1], max))
     assert found.records == whole.records and found.decodings == {} and found.decoding == "sampled"
@@ -339,6 +318,6 @@ def test_what_is_sampled_does_not_depend_on_who_plays_it_or_after_what():
 def test_a_decoding_that_the_policy_lacks_is_refused():
     engine = drawing_engine()
     engine.policy.decodings = ("greedy", "sampled")
-    assert Evaluator(decoded_by("all"), LocalPool(), engine).decodings == ("greedy", "sampled")
+    assert Evaluator(decoded_by("all"), ToyPool(), engine).decodings == ("greedy", "sampled")
     with raises_code("policy-has-no-decoding"):
-        Evaluator(decoded_by("mean"), LocalPool(), engine)
+        Evaluator(decoded_by("mean"), ToyPool(), engine)

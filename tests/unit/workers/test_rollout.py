@@ -9,8 +9,9 @@ import torch
 
 from embodrl.algorithms.episodes import split_episodes
 from embodrl.config import load_config
+from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
-from embodrl.types import EnvStep, Observation, PolicyOutput
+from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.lockstep import EpisodeStats
 from embodrl.workers.reward import RewardWorker
@@ -36,58 +37,46 @@ def config_of(*overrides: str):
     return load_config([*FIXED, *overrides]).config
 
 
-class LocalPool:
-    """Some environments in this process, in the order of their numbers; a step is played when it is asked for."""
+class FaultyToy(ToyVectorEnv):
+    """Keeps the seeds of its resets; loses the given row of some chunks, by their number."""
 
-    def __init__(self, config, num_envs=4, faults=()):
-        env = config.env
-        self._config, self._faults, self._num_steps = config, dict(faults), 0
-        self._env = ToyVectorEnv(
-            num_envs=num_envs,
-            tasks=env.tasks,
-            image_size=8,
-            max_episode_steps=env.max_episode_steps,
-            include_state=True,
-            auto_reset=env.train.auto_reset,
-            ignore_terminations=env.train.ignore_terminations,
-        )
-        self.spec = self._env.spec
-        self.resets: list[tuple[list[int], list[int]]] = []
-        self.pending: EnvStep | None = None
-        self.called: list[str] = []
+    def __init__(self, faults=(), **kwargs):
+        super().__init__(**kwargs)
+        self._faults, self._num_chunks, self.resets = dict(faults), 0, []
 
-    def split(self, num_parts):
-        parts = [LocalPool(self._config, self.spec.num_envs // num_parts, self._faults) for _ in range(num_parts)]
-        self.parts = parts
-        return parts
+    def reset(self, seeds, task_ids, indices):
+        self.resets.append(seeds.tolist())
+        return super().reset(seeds, task_ids, indices)
 
-    def call(self, method, *, restart=False):
-        self.called.append(method)
-
-    def reset(self, seeds, task_ids):
-        self.resets.append((seeds.tolist(), task_ids.tolist()))
-        self.going = np.ones(len(seeds), np.bool_)
-        return self._env.reset(seeds, task_ids, np.arange(len(seeds)))
-
-    def step_async(self, actions, active):
-        assert self.pending is None
-        self.pending = self._env.chunk_step(actions, active)
-        row = self._faults.get(self._num_steps)
-        self._num_steps += 1
-        if row is not None:  # as EnvPool ends an episode that is lost
-            step = self.pending
-            for array in (step.reward, step.valid, step.terminated, step.truncated, step.success):
-                array[row] = 0
-            step.truncated[row, 0] = True
-            step.final_mask[row] = True
-            step.final_observation = step.final_observation or step.observation
-
-    def wait(self):
-        step, self.pending = self.pending, None
-        assert step is not None
-        if not self._config.env.train.auto_reset:
-            self.going &= ~step.done
+    def chunk_step(self, actions, active):
+        step = super().chunk_step(actions, active)
+        if (row := self._faults.get(self._num_chunks)) is not None:
+            step.reward[row] = np.nan
+        self._num_chunks += 1
         return step
+
+
+class ToyPool(LocalPool):
+    """A simulator for each stage, and a record of what was asked of all of them."""
+
+    def __init__(self, config, faults=()):
+        stages = config.rollout.pipeline_stages
+        kwargs = {
+            "num_envs": config.env.train.total_num_envs // stages,
+            "tasks": config.env.tasks,
+            "image_size": 8,
+            "max_episode_steps": config.env.max_episode_steps,
+            "include_state": True,
+            "auto_reset": config.env.train.auto_reset,
+            "ignore_terminations": config.env.train.ignore_terminations,
+        }
+        super().__init__(FaultyToy, kwargs | {"faults": faults}, stages)
+        self.called: list[str] = []
+        self.start()
+
+    def call(self, method, arguments=None, *, restart=False):
+        self.called.append(method)
+        return super().call(method, arguments, restart=restart)
 
 
 class KnownPolicy:
@@ -129,7 +118,7 @@ class KnownPolicy:
 
 
 def worker_of(config, policy=None, should_stop=lambda: False, faults=()):
-    pool = LocalPool(config, config.env.train.total_num_envs, faults)
+    pool = ToyPool(config, faults)
     return SyncCollector(config, pool, policy or KnownPolicy(), should_stop), pool
 
 
@@ -179,7 +168,7 @@ def test_a_rollout_has_the_shapes_and_the_contents_of_what_happened(stages):
             moved = seen[1, env, 0] - seen[0, env, 0]
             assert float(moved) == pytest.approx(4 * 0.1 * 0.15, abs=1e-5) or seen[1, env, 0] == 1
     seeds, tasks = worker.schedule.draw(5, 0)
-    assert [seed for part in pool.parts for seed in part.resets[0][0]] == seeds.tolist()
+    assert [seed for env in pool.envs for seed in env.resets[0]] == seeds.tolist()
     np.testing.assert_array_equal(batch.task_id[0].numpy(), tasks)
     assert metrics["rollout/episodes"] >= envs
     assert metrics["time/env_s"] >= 0 and metrics["time/policy_s"] > 0
@@ -304,7 +293,7 @@ def test_a_stopped_rollout_leaves_no_step_under_way(stages):
     worker, pool = worker_of(config_of(f"rollout.pipeline_stages={stages}"), should_stop=lambda: next(calls))
     with pytest.raises(InterruptedError):
         worker.gather(0)
-    assert all(part.pending is None for part in pool.parts)
+    assert all(manager.process.pending is None for manager in pool.managers)
 
 
 def test_a_second_attempt_goes_back_to_the_same_mark():

@@ -13,6 +13,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import CollectConfig, Config
 from embodrl.data.demos import POLICY_VERSION
 from embodrl.data.replay import HUMAN, POLICY
+from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import StoreError
 from embodrl.extras.store import collect as store_collect
@@ -25,30 +26,30 @@ CHUNK, ENVS = 3, 4
 KEPT = SimpleNamespace(check=lambda: None)
 
 
-class Pool:
-    """A toy environment in this process, with the part of EnvPool that is asked for."""
+class Toy(ToyVectorEnv):
+    """Loses the episode of its second environment where it is asked to."""
+
+    lose = False
+
+    def chunk_step(self, actions, active):
+        step = super().chunk_step(actions, active)
+        if self.lose:
+            self.lose = False
+            step.reward[1] = np.nan
+        return step
+
+
+class Pool(LocalPool):
+    """Keeps the episodes that begin."""
 
     def __init__(self) -> None:
-        self.env = ToyVectorEnv(ENVS, max_episode_steps=5, max_chunk=1, auto_reset=False)
-        self.spec = SimpleNamespace(num_envs=ENVS, tasks=("reach-red", "reach-green"))
-        self.faults = SimpleNamespace(restarts=0)
+        super().__init__(Toy, {"num_envs": ENVS, "max_episode_steps": 5, "max_chunk": 1, "auto_reset": False})
         self.begun: list[tuple[int, int]] = []
-        self.lose = False
+        self.start()
 
-    def reset(self, seeds, tasks, rows):
-        self.begun += zip(seeds.tolist(), tasks.tolist(), strict=True)
-        return self.env.reset(seeds, tasks, rows)
-
-    def step_async(self, actions, active):
-        self.sent = actions
-
-    def wait(self):
-        step = self.env.chunk_step(self.sent, np.ones(ENVS, np.bool_))
-        if self.lose:  # as the pool marks an episode that a fault has ended
-            self.lose = False
-            step.valid[1] = False
-            step.truncated[1] = True
-        return step
+    def reset(self, seeds, task_ids, indices=None, *, copy=False):
+        self.begun += zip(seeds.tolist(), task_ids.tolist(), strict=True)
+        return super().reset(seeds, task_ids, indices, copy=copy)
 
 
 class Engine:
@@ -123,7 +124,7 @@ def test_each_number_is_finished_once_whatever_interrupts(kills):
 
 def test_an_episode_that_a_fault_has_ended_is_run_again():
     shards, pool = Shards(), Pool()
-    pool.lose = True
+    pool.envs[0].lose = True
     collect(shards, 12, pool)
     ids = sorted(one.id for one in shards.episodes)
     assert len(set(ids)) == len(ids) >= 12

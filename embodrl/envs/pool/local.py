@@ -1,0 +1,119 @@
+"""LocalPool: the pool of environments over simulators of this process, for tests and for debuggers.
+
+All that a pool does stays as it is: views of results, lost episodes, restarts, snapshots. Only nothing starts, hangs or
+dies: a "process" is an object that builds its environments anew at each start and answers when it is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from embodrl.envs.base import VectorEnv
+from embodrl.envs.pool.faults import Bounds
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.pool.worker_main import HostedEnv
+from embodrl.processes.frames import Frame, Kind, PeerGoneError
+from embodrl.processes.serve import describe_error
+
+
+class LocalChild:
+    """Answers a manager's frames in this process, at once; in place of ``ChildProcess``."""
+
+    log_path: Path | None = None
+
+    def __init__(self, hosted: HostedEnv) -> None:
+        self.hosted = hosted
+        self.connection = self
+        self.pid = os.getpid()
+        self._answer = self._carry_out(Frame(Kind.START))
+
+    def _carry_out(self, frame: Frame) -> Frame:
+        try:
+            return Frame(Kind.OK, frame.number, frame.argument, self.hosted.carry_out(frame))
+        except PeerGoneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as at the border of a process; the manager raises it
+            return Frame(Kind.RAISED, frame.number, frame.argument, describe_error(error))
+
+    def send(self, frame: Frame, deadline: float | None = None) -> None:
+        self._answer = self._carry_out(frame)
+
+    def receive(self, deadline: float | None = None) -> Frame:
+        return self._answer
+
+    def exit_reason(self) -> str:
+        return "was given up"
+
+    def log_tail(self) -> str:
+        return ""
+
+    def dump_stack(self) -> None:
+        """There is no other process to look into."""
+
+    def wait_ended(self, grace_s: float) -> bool:
+        return True
+
+    def end_group(self) -> int:
+        return 0
+
+    def kill(self) -> None:
+        env = self.hosted.env
+        self.hosted.env = None
+        if env is not None:
+            env.close()
+
+
+class LocalLaunch:
+    """Builds environments in this process.
+
+    Args:
+        make: returns them.
+    """
+
+    interpreter = sys.executable
+
+    def __init__(self, make: Callable[[], VectorEnv]) -> None:
+        self._make = make
+        self.child: LocalChild | None = None
+
+    def __call__(self, memory_fd: int, heartbeat_s: float) -> LocalChild:
+        self.child = LocalChild(HostedEnv(self._make, memory_fd))
+        return self.child
+
+
+class LocalPool(EnvPool):
+    """An ``EnvPool`` whose simulators live in this process; one that raises PeerGoneError counts as dead.
+
+    Args:
+        make: returns a VectorEnv for keyword arguments, for example its class.
+        kwargs: of each VectorEnv.
+        num_simulators: each with the environments that ``make`` returns; "processes" of the pool.
+        max_restarts: see EnvPool.
+        bounds: see EnvPool.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., VectorEnv],
+        kwargs: Mapping[str, object] | None = None,
+        num_simulators: int = 1,
+        max_restarts: int = 3,
+        bounds: Bounds | None = None,
+    ) -> None:
+        given = dict(kwargs or {})
+        self._launches = [LocalLaunch(lambda: make(**given)) for _ in range(num_simulators)]
+        managers = [
+            EnvManager("local", given, name=f"local/{rank}", launch=launch)
+            for rank, launch in enumerate(self._launches)
+        ]
+        super().__init__(managers, max_restarts=max_restarts, bounds=bounds)
+
+    @property
+    def envs(self) -> list[VectorEnv]:
+        """The environments of each simulator as they are now; a restart builds others."""
+        hosted = [launch.child.hosted for launch in self._launches if launch.child is not None]
+        return [one.env for one in hosted if one.env is not None]

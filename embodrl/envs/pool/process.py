@@ -1,0 +1,307 @@
+"""SimulatorProcess: the life of a simulator's process, one request at a time, and what its faults are called."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
+
+from embodrl.envs.pool.episodes import EnvEpisodes
+from embodrl.envs.pool.launch import Child, Launch
+from embodrl.envs.pool.transport import NUM_SLOTS, ResultSlot, Ring, spec_from_dict
+from embodrl.errors import (
+    EmbodrlError,
+    EnvError,
+    EnvOrderError,
+    EnvProtocolError,
+    EnvRaised,
+    EnvTimeout,
+    EnvWorkerDied,
+    MessageError,
+)
+from embodrl.fields import Fields
+from embodrl.processes.child import ChildHungError
+from embodrl.processes.ending import closing_grace_s
+from embodrl.processes.frames import Frame, Kind, PeerGoneError
+
+logger = logging.getLogger("embodrl.envs")
+
+_SHOWN_TEXT = 8000  # characters of an error that a simulator reports
+_WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
+_Result = TypeVar("_Result")
+_Ended = TypeVar("_Ended", bound=EnvError)
+
+
+class _Pending(NamedTuple):
+    """The request in progress; its answer repeats ``number`` and ``argument``."""
+
+    kind: Kind
+    number: int
+    argument: int
+
+
+class SimulatorProcess:
+    """A process with shared memory, started as often as asked; after EnvWorkerDied or EnvTimeout there is none.
+
+    Args:
+        launch: starts a process.
+        episodes: named in messages; gets the EnvSpec.
+        debug: overwrite results whose time is over.
+
+    Attributes:
+        saved: state of the simulators while they are away, which only a few requests can change; else None.
+        starts: processes so far.
+    """
+
+    def __init__(self, launch: Launch, episodes: EnvEpisodes, debug: bool = False) -> None:
+        self.launch = launch
+        self.episodes = episodes
+        self.saved: bytes | None = None
+        self.starts = 0
+        self._debug = debug
+        self._ring: Ring | None = None
+        self._slot = 0
+        self._child: Child | None = None
+        self._memory_fd = -1
+        self._pending: _Pending | None = None
+        self._serial = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None without a process."""
+        return None if self._child is None else self._child.pid
+
+    @property
+    def pending(self) -> Kind | None:
+        """The kind of the request in progress."""
+        return None if self._pending is None else self._pending.kind
+
+    @property
+    def child(self) -> Child:
+        """The process.
+
+        Raises:
+            EnvOrderError: there is none.
+        """
+        if self._child is None:
+            state, hint = ("not running", "start() or restart()") if self.saved is None else ("offloaded", "start()")
+            raise EnvOrderError(f"{self.episodes} is {state}", f"call {hint}")
+        return self._child
+
+    @property
+    def ring(self) -> Ring:
+        """The shared memory.
+
+        Raises:
+            EnvOrderError: there is no process, or it is still starting.
+        """
+        if self._ring is None and self.child:  # without a child this raises
+            raise EnvOrderError(f"{self.episodes} is still starting", "call wait_started()")
+        assert self._ring is not None
+        return self._ring
+
+    def start(self, heartbeat_s: float) -> None:
+        """Start the process; ``wait_started`` waits until it is ready."""
+        if self._child is not None:
+            raise EnvOrderError(f"{self.episodes} runs already", "close() it or restart() it")
+        # No name: nothing is left behind when processes are killed. The child sizes it, see worker_main.make_ring.
+        self._memory_fd = os.memfd_create("embodrl-env", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self.starts += 1
+            self._child = self.launch(self._memory_fd, heartbeat_s)
+        except OSError as error:
+            self.drop()
+            message = f"{self.episodes}: cannot start '{self.launch.interpreter}': {error}"
+            raise EnvError(message, "check env.python", code="python-not-runnable") from error
+        except BaseException:  # a signal too must not leave the process and its memory
+            self.drop()
+            raise
+        self._pending = _Pending(Kind.START, 0, 0)
+
+    def wait_started(self, timeout_s: float) -> None:
+        """Wait until the process has built its environments, and map its memory."""
+        known = self.episodes.found
+        try:
+            frame = self.receive(Kind.START, timeout_s)
+            spec = spec_from_dict(frame.value)
+            if known not in (None, spec):
+                raise EnvProtocolError(f"its EnvSpec was {known} before a restart, and is {spec}")
+            self._ring = Ring(self._memory_fd, spec, seal=True)
+            self._let_go()  # mapped: both sides need the file no longer
+        except EnvRaised:
+            self.drop()
+            raise
+        except (EnvProtocolError, OSError) as error:
+            raise self.invalid(error, "during START") from None
+        self.episodes.started(spec)
+
+    def request(self, kind: Kind, timeout_s: float, count: int | None = None, value: object = None) -> None:
+        """Send a request; ``receive`` brings the answer.
+
+        Args:
+            kind: of the request.
+            timeout_s: seconds in which it must be taken.
+            count: C of a step, number of rows of a reset: their result goes to the next slot of the memory.
+            value: of the frame.
+        """
+        child = self.child
+        if self.saved is not None and kind not in _WHILE_OFFLOADED:
+            raise EnvOrderError(f"{self.episodes} is offloaded", "call start()")
+        if self._pending is not None:
+            raise EnvOrderError(
+                f"{self.episodes}: {kind.name} requested while {self._pending.kind.name} is in progress",
+                "wait for it first",
+            )
+        slot = 0
+        if count is not None:
+            slot = (self._slot + 1) % NUM_SLOTS
+            if self._debug:
+                self.ring.slots[slot].poison()
+        self._serial += 1
+        pending = _Pending(kind, slot, self._serial if count is None else count)
+        try:
+            child.connection.send(Frame(*pending, value), time.monotonic() + timeout_s)
+        except PeerGoneError:
+            raise self._died(f"before {kind.name}") from None
+        except TimeoutError:
+            raise self._timed_out(f"a {kind.name} request was not taken in {timeout_s:g} s") from None
+        self._pending = pending
+        if count is not None:
+            self._slot = slot
+
+    def replace_result(self) -> None:
+        """Let the next result take the place of the last one, so that the one before stays valid."""
+        self._slot = (self._slot - 1) % NUM_SLOTS
+
+    def receive(self, kind: Kind, timeout_s: float, detail: str = "") -> Frame:
+        """Return the answer to the request in progress; ``detail`` is for messages."""
+        child = self.child
+        pending = self._pending
+        if pending is None or pending.kind != kind:
+            raise EnvOrderError(f"{self.episodes}: no {kind.name} is in progress", "send the request first")
+        doing = f"{kind.name} {detail}".strip()
+        try:
+            frame = child.receive(time.monotonic() + timeout_s)
+        except PeerGoneError:
+            raise self._died(f"during {doing}") from None
+        except TimeoutError:
+            raise self._timed_out(f"no answer within {timeout_s:g} s during {doing}") from None
+        except ChildHungError as error:
+            raise self._timed_out(f"process {child.pid} {error} during {doing}") from None
+        except MessageError as error:
+            raise self.invalid(error, f"during {doing}") from None
+        self._pending = None
+        if frame.kind not in (Kind.OK, Kind.RAISED) or (frame.number, frame.argument) != pending[1:]:
+            found = f"{frame.kind.name} {frame.number} {frame.argument}"
+            problem = f"the answer {found} instead of OK {pending.number} {pending.argument}"
+            raise self.invalid(problem, f"during {doing}")
+        if frame.kind == Kind.RAISED:
+            raise self._raised(frame.value, doing)
+        return frame
+
+    def result(self, kind: Kind, timeout_s: float, read: Callable[[ResultSlot, int], _Result]) -> _Result:
+        """Return what ``read`` makes of the slot of an answer, and of how many actions of the chunk were executed."""
+        frame = self.receive(kind, timeout_s)
+        slot = self.ring.slots[frame.number]
+        try:
+            slot.check(frame.argument if kind == Kind.STEP else None, len(self.episodes.spec.tasks))
+            return read(slot, frame.argument)
+        except EnvProtocolError as error:
+            raise self.invalid(error, f"during {kind.name}") from None
+
+    def state(self, kind: Kind, timeout_s: float) -> bytes:
+        """Ask for the state by a request of this kind, and wait for it."""
+        self.request(kind, timeout_s)
+        state = self.receive(kind, timeout_s).value
+        if not isinstance(state, bytes):
+            raise self.invalid(f"a state of type {type(state).__name__}, not bytes", f"during {kind.name}")
+        return state
+
+    def close_async(self, timeout_s: float) -> None:
+        """Ask the process to end, or kill it if a request is in progress; ``close`` waits for it."""
+        if self._child is None or self.pending == Kind.CLOSE:
+            return
+        if self._pending is not None:
+            self.drop()
+            return
+        try:
+            self.request(Kind.CLOSE, timeout_s)
+        except EnvError as error:
+            logger.warning("%s", error)
+
+    def close(self, deadline: float | None) -> None:
+        """Wait until the process has ended after ``close_async``; kill it at the deadline."""
+        child = self._child
+        if child is None:
+            return
+        deadline = time.monotonic() + closing_grace_s() if deadline is None else deadline
+        try:
+            self.receive(Kind.CLOSE, max(0.0, deadline - time.monotonic()))
+            if not child.wait_ended(max(0.0, deadline - time.monotonic())) or child.end_group() != 0:
+                logger.warning("%s did not end by itself after close; it was killed", self.episodes)
+        except EnvError as error:
+            logger.warning("%s", error)
+        self.drop()
+
+    def drop(self) -> None:
+        """Kill the process, if there is one, and let go of its memory."""
+        child = self._child
+        self._child = None
+        self._ring = None
+        self._pending = None
+        self._let_go()
+        if child is not None:
+            child.kill()
+
+    def _let_go(self) -> None:
+        if self._memory_fd >= 0:
+            os.close(self._memory_fd)
+        self._memory_fd = -1
+
+    def invalid(self, error: Exception | str, when: str) -> EnvProtocolError:
+        """Kill a process that has sent an invalid answer, and return the error that names it."""
+        problem = error.message if isinstance(error, EmbodrlError) else str(error)
+        what = f"process {self.child.pid} sent invalid data {when}: {problem}; killed"
+        hint = "look for code of the simulator that writes to file descriptors or memory that are not its own"
+        return self._ended(EnvProtocolError, what, hint)
+
+    def _raised(self, content: object, doing: str) -> EnvError:
+        """Return the error of an exception in the process: one of embodrl's own says enough, others get a traceback."""
+        try:
+            if not isinstance(content, dict):
+                raise MessageError(f"an error of type {type(content).__name__}")
+            fields = Fields(cast("dict[str, object]", content), "its error", MessageError)
+            code = fields.text("code", None)
+            message = fields.text("message")
+            hint = fields.text("hint")
+            traceback = fields.text("user_traceback") or fields.text("traceback")
+            kind = fields.text("type")
+        except MessageError as error:
+            return self.invalid(error, f"during {doing}")
+        if code is not None:
+            return EnvRaised(f"{self.episodes}: {message[:_SHOWN_TEXT]}", hint[:_SHOWN_TEXT], code=code)
+        hint = "fix the simulator's code at the last line of the traceback"
+        if self.child.log_path is not None:
+            hint += f"; what it printed is in {self.child.log_path}"
+        frames = traceback.rstrip()[-_SHOWN_TEXT:]
+        return EnvRaised(f"{self.episodes}: {kind} during {doing}: {message[:_SHOWN_TEXT]}\n{frames}", hint)
+
+    def _died(self, when: str) -> EnvWorkerDied:
+        what = f"process {self.child.pid} {self.child.exit_reason()} {when}"
+        return self._ended(EnvWorkerDied, what, "look at the log for the cause")
+
+    def _timed_out(self, what: str) -> EnvTimeout:
+        self.child.dump_stack()  # before the kill: a dead process has no stack
+        hint = "raise env.{start,reset,step}_timeout_s if the simulator is only slow"
+        return self._ended(EnvTimeout, f"{what}; killed", hint)
+
+    def _ended(self, error_type: type[_Ended], what: str, hint: str) -> _Ended:
+        """Kill what is left of the process, and return the error with the end of its log."""
+        child = self.child
+        tail = child.log_tail()
+        where = f" of {child.log_path}" if child.log_path else ""
+        message = f"{self.episodes}: {what}" + (f"\n--- end of the log{where} ---\n{tail}\n---" if tail else "")
+        self.drop()
+        return error_type(message, hint)

@@ -1,0 +1,131 @@
+"""Requests to the simulators of a pool besides resets and chunks, at the same time where they can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from embodrl.envs.pool.manager import EnvManager
+from embodrl.envs.pool.recovery import Recovery
+from embodrl.envs.pool.transport import copy_observation
+from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
+
+# A request that raises is as likely to be wrong as the simulator: a new process would raise again.
+_LOSSES = (EnvWorkerDied, EnvTimeout)
+R = TypeVar("R")
+# Requests with a lasting effect: they are repeated to a restarted process.
+_LASTING = ("set_auto_reset", "set_ignore_terminations")
+
+
+class Requests:
+    """Asks managers, and restarts those that are lost where that is wanted.
+
+    Args:
+        recovery: of the pool.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self.recovery = recovery
+
+    def ask(self, rank: int, method: str, arguments: Mapping[str, object] | None) -> object:
+        """Return the answer of one manager; if its process is lost, the next step or reset restarts it."""
+        self.send(rank, method, arguments)
+        return self._wait(rank, method, arguments, restart=False)
+
+    def ask_all(self, method: str, arguments: Mapping[str, object] | None, restart: bool) -> list[object]:
+        """Return the answers of all managers; arguments as in ``EnvPool.call``."""
+        for rank in range(len(self.recovery.managers)):
+            self.send(rank, method, arguments)
+        answers: list[object] = []
+        fault: EnvError | None = None
+        # All of them: an answer that is not received blocks the next request.
+        for rank in range(len(self.recovery.managers)):
+            try:
+                answers.append(self._wait(rank, method, arguments, restart))
+            except EnvError as error:
+                fault = fault or error
+        if fault is not None:
+            raise fault
+        return answers
+
+    def ask_rows(
+        self, method: str, arguments: Mapping[int, Mapping[str, object]], offsets: Sequence[int]
+    ) -> dict[int, object]:
+        """Return the answers by row; processes work at the same time, each on one row after the other.
+
+        Args:
+            method: name of the request.
+            arguments: by row of the pool.
+            offsets: first row of each manager, and the number of all rows.
+        """
+        answers: dict[int, object] = {}
+        fault: EnvError | None = None
+        borders = itertools.pairwise(offsets)
+        for turn in itertools.zip_longest(*([row for row in arguments if a <= row < b] for a, b in borders)):
+            asked = [(rank, row) for rank, row in enumerate(turn) if row is not None]
+            for rank, row in asked:
+                self.send(rank, method, {"row": row - offsets[rank], **arguments[row]})
+            for rank, row in asked:
+                try:
+                    answers[row] = self._wait(rank, method, None, restart=False)
+                except _LOSSES:
+                    pass  # the next step or reset finds it
+                except EnvError as error:
+                    fault = fault or error
+            if fault is not None:
+                raise fault
+        return answers
+
+    def ask_again(self, ranks: Sequence[int]) -> None:
+        """Repeat the requests with a lasting effect: a rebuilt simulator has its state back, but its first rules."""
+        for rank in ranks:
+            for method, arguments in self.recovery.managers[rank].lasting.items():
+                with suppress(*_LOSSES):  # the next request finds it
+                    self.ask(rank, method, arguments)
+
+    def send(self, rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
+        """Send a request to one manager; one that is lost keeps it for its next process if it lasts."""
+        if method in _LASTING:
+            self.recovery.managers[rank].lasting[method] = arguments
+        if rank not in self.recovery.failed:
+            try:
+                self.recovery.managers[rank].call_async(method, arguments)
+            except _LOSSES as error:
+                self.recovery.failed[rank] = error
+
+    def _wait(self, rank: int, method: str, arguments: Mapping[str, object] | None, restart: bool) -> object:
+        return self.answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
+
+    def answer(
+        self,
+        rank: int,
+        request: Callable[[EnvManager], R],
+        restart: bool,
+        again: Callable[[EnvManager], R] | None = None,
+    ) -> R:
+        """Return the answer of one manager.
+
+        Args:
+            rank: of the manager.
+            request: brings the answer.
+            restart: restart a lost process, and ask again.
+            again: asks a restarted process; None for ``request``.
+        """
+        manager = self.recovery.managers[rank]
+        try:
+            self.recovery.raise_failed(rank)
+            return request(manager)
+        except _LOSSES as error:
+            if not restart:
+                self.recovery.failed[rank] = error  # the next step or reset finds it
+                raise
+            fault: EnvError = error
+        while True:
+            # Copied: a view would hold the memory for long.
+            self.recovery.last[rank] = copy_observation(self.recovery.restart(rank, fault))
+            try:
+                return (again or request)(manager)
+            except _LOSSES as error:
+                fault = error
