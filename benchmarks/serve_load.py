@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodrl.wire.codec import openpi_default, openpi_envelope, pack, unpack
+from embodrl.extras.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 if TYPE_CHECKING:  # the clients are processes of this file, too, and import no torch
     from embodrl.config.schema import Config

@@ -38,9 +38,9 @@ from embodrl.errors import RemotePolicyError
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
 from embodrl.extras.serving.clients import Client
+from embodrl.extras.wire import TOKEN_VARIABLE
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation
-from embodrl.wire import TOKEN_VARIABLE
 
 HERE = Path(__file__).parent
 PROTOCOLS = ("openpi", "http", "gr00t")

@@ -9,13 +9,12 @@ from typing import Annotated
 
 import typer
 
-from embodrl.cli import config, env
+from embodrl.cli import config
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
 from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.fetch import fetch
-from embodrl.cli.list import list_names
 from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
@@ -74,9 +73,7 @@ add(app, collect)
 add(app, sft)
 add(app, resume)
 add(app, fetch)
-for module, name in ((config, "config"), (env, "env")):
-    app.add_typer(module.app, name=name, short_help=summary(module.about))
-add(app, list_names, "list")
+app.add_typer(config.app, name="config", short_help=summary(config.about))
 add(app, doctor)
 
 

@@ -18,11 +18,11 @@ from embodrl.envs.pool.transport import Ring, spec_from_dict
 from embodrl.envs.pool.worker_main import make_ring
 from embodrl.errors import EmbodrlError, EnvError, EnvWorkerDied, MessageError
 from embodrl.extras.env_server.link import Link, LinkMessage, connect, write_result
+from embodrl.extras.wire import TOKEN_VARIABLE
 from embodrl.fields import Fields
 from embodrl.processes.ending import leave
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.serve import begin, describe_error
-from embodrl.wire import TOKEN_VARIABLE
 
 _PAUSE_S = 0.5
 _CONNECT_S = 3.0

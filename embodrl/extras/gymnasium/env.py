@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import choose_gl, is_fast, simplify
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RewardOptions
 from embodrl.errors import EnvError, MissingDependencyError
+from embodrl.extras.gymnasium.divergence import Divergence
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in

@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.axes import generator
-from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, named_camera
 from embodrl.envs.mujoco.types import MjModel
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, EnvOrderError, MissingDependencyError
+from embodrl.extras.gymnasium.divergence import Divergence
 from embodrl.extras.libero.assets import PACKAGE, find_assets, package_folder
 from embodrl.extras.libero.controller import ArmModel, OscController
 from embodrl.extras.libero.experts import PickAndPlace

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.mujoco.faults import Divergence
 from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
 from embodrl.errors import EnvOrderError, MissingDependencyError
+from embodrl.extras.gymnasium.divergence import Divergence
 from embodrl.extras.metaworld.tasks import INSTRUCTIONS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from embodrl.config.schema import section_in
 from embodrl.extras.protocols.spec import ActServeConfig
 from embodrl.extras.serving.core import explain
 from embodrl.extras.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
-from embodrl.wire.codec import read_json, write_json
+from embodrl.extras.wire.codec import read_json, write_json
 
 
 class ActListener(HttpListener):

@@ -17,9 +17,9 @@ from embodrl.extras.protocols.gr00t_codec import groot_envelope, groot_msgpack_d
 from embodrl.extras.protocols.spec import GrootServeConfig
 from embodrl.extras.serving.core import explain
 from embodrl.extras.serving.listener import Listener, Service
-from embodrl.wire import door
-from embodrl.wire.codec import need, pack, unpack
-from embodrl.wire.keys import Part, split
+from embodrl.extras.wire import door
+from embodrl.extras.wire.codec import need, pack, unpack
+from embodrl.extras.wire.keys import Part, split
 
 HINT = "see docs/serving.md for GR00T's dialects"
 MAX_ROWS = 256

@@ -24,9 +24,9 @@ from embodrl.extras.serving.clients import (
     refused,
     texts,
 )
+from embodrl.extras.wire.codec import Array, need, pack, unpack
+from embodrl.extras.wire.keys import lookup, put
 from embodrl.types import Observation
-from embodrl.wire.codec import Array, need, pack, unpack
-from embodrl.wire.keys import lookup, put
 
 
 class GrootClient(Client):

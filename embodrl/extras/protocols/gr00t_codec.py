@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from embodrl.wire.codec import Array, Map, array_of, refused_array, scalar_of
+from embodrl.extras.wire.codec import Array, Map, array_of, refused_array, scalar_of
 
 _NPY_HEADER = re.compile(
     rb"\{'descr': '(?P<descr>[^']{1,8})', 'fortran_order': (?P<fortran>True|False), "

@@ -25,10 +25,10 @@ from embodrl.extras.protocols.pickled import MODULE, PickledRecord, read_pickle
 from embodrl.extras.protocols.spec import LerobotServeConfig
 from embodrl.extras.serving.core import explain
 from embodrl.extras.serving.listener import CLOSE_S, Listener, Service
+from embodrl.extras.wire import door
+from embodrl.extras.wire.codec import need
+from embodrl.extras.wire.keys import WireMap
 from embodrl.types import Observation
-from embodrl.wire import door
-from embodrl.wire.codec import need
-from embodrl.wire.keys import WireMap
 
 BEGIN = 1
 MIDDLE = 2

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodrl.errors import WireError
-from embodrl.wire.codec import MAX_ITEMS, Array, array_of
+from embodrl.extras.wire.codec import MAX_ITEMS, Array, array_of
 
 MODULE = "lerobot.async_inference.helpers"
 RECORDS = ("TimedObservation", "RemotePolicyConfig")

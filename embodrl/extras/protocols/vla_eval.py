@@ -21,7 +21,7 @@ from embodrl.extras.protocols.spec import VlaEvalKeysConfig
 from embodrl.extras.serving.core import explain
 from embodrl.extras.serving.listener import HttpListener, Service
 from embodrl.extras.serving.session import Session
-from embodrl.wire.codec import HINT, Map, array_of, need, pack, unpack
+from embodrl.extras.wire.codec import HINT, Map, array_of, need, pack, unpack
 
 PROTOCOL_VERSION = 1
 MAX_PIXELS = 1 << 24

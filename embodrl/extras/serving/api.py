@@ -19,8 +19,8 @@ from embodrl.extras.serving.core import explain
 from embodrl.extras.serving.listener import VERSION_HEADER, Handler, HttpListener, Service, status_of
 from embodrl.extras.serving.rollout import answer_of, computation
 from embodrl.extras.serving.session import Session
+from embodrl.extras.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
 from embodrl.hybrid_engines.weight_sync.follower import stable_directory
-from embodrl.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
 
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse

@@ -17,10 +17,10 @@ import numpy as np
 
 from embodrl.config.schema import GrootKeysConfig
 from embodrl.errors import RemotePolicyError
+from embodrl.extras.wire import TOKEN_VARIABLE
+from embodrl.extras.wire.codec import Array, Message, need, openpi_default, openpi_envelope, pack, unpack
+from embodrl.extras.wire.keys import WireMap
 from embodrl.types import Observation
-from embodrl.wire import TOKEN_VARIABLE
-from embodrl.wire.codec import Array, Message, need, openpi_default, openpi_envelope, pack, unpack
-from embodrl.wire.keys import WireMap
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import EmbodrlError, ServingError, WireError
 from embodrl.extras.serving.core import ModelCore
+from embodrl.extras.wire.codec import need
+from embodrl.extras.wire.door import Door
+from embodrl.extras.wire.keys import WireMap, vector_of
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.types import Observation
-from embodrl.wire.codec import need
-from embodrl.wire.door import Door
-from embodrl.wire.keys import WireMap, vector_of
 
 if TYPE_CHECKING:
     from aiohttp.web import AppRunner, Request, StreamResponse, WebSocketResponse

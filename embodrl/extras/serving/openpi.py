@@ -11,7 +11,7 @@ from typing import Any
 from embodrl.errors import EmbodrlError
 from embodrl.extras.serving.core import explain
 from embodrl.extras.serving.listener import HttpListener, Service
-from embodrl.wire.codec import openpi_default, openpi_envelope, pack, unpack
+from embodrl.extras.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 
 class OpenpiListener(HttpListener):

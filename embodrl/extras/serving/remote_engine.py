@@ -28,13 +28,13 @@ import torch
 from embodrl.config.schema import RemoteRolloutConfig, RolloutConfig, SamplingConfig
 from embodrl.data.rng import RowGenerators
 from embodrl.errors import RemotePolicyError
+from embodrl.extras.wire import TOKEN_VARIABLE
+from embodrl.extras.wire.codec import openpi_default, openpi_envelope, pack, unpack
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutParts
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, concat_outputs
 from embodrl.models.base import VLAPolicy
 from embodrl.types import PolicyOutput
-from embodrl.wire import TOKEN_VARIABLE
-from embodrl.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 logger = logging.getLogger(__name__)
 

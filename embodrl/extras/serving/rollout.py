@@ -14,9 +14,9 @@ from torch import Tensor
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import ServingError, WireError
+from embodrl.extras.wire.keys import MAX_TEXT
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.types import MODES, ActMode, Observation, PolicyOutput
-from embodrl.wire.keys import MAX_TEXT
 
 HINT = "`embodrl train rollout=remote` of the same version sends it"
 MAX_ROWS = 4096

@@ -22,10 +22,10 @@ from embodrl.extras.compare.comparison import (
     find_runs,
     read_runs,
 )
+from embodrl.extras.wire.door import Door
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
 from embodrl.reporting.run_files import own_files
-from embodrl.wire.door import Door
 
 try:
     from aiohttp import web

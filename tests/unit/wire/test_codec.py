@@ -9,7 +9,7 @@ from expect import raises_code
 from wire_arrays import ARRAY, DATA, OTHERS, assert_both_ways, assert_refused, unpacked
 
 from embodrl.errors import WireError
-from embodrl.wire import codec
+from embodrl.extras.wire import codec
 
 OPENPI = {b"__ndarray__": True, b"data": DATA, b"dtype": "<f4", b"shape": [1, 2]}
 

@@ -5,8 +5,8 @@ import pytest
 from expect import raises_code
 
 from embodrl.errors import WireError
+from embodrl.extras.wire.keys import Part, WireMap, split
 from embodrl.types import Observation
-from embodrl.wire.keys import Part, WireMap, split
 
 KEYS = WireMap(("observation/image", "images.wrist"), ("state.arm:2", "state.gripper"), "prompt")
 PICTURE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)

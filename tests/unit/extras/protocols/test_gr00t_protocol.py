@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from served import TOKEN, raw, served, wanted
 
-from embodrl.wire.codec import unpack
+from embodrl.extras.wire.codec import unpack
 
 
 def npy(array: np.ndarray) -> dict:

@@ -10,7 +10,7 @@ from test_lerobot_protocol import _lerobot, robot, setup  # noqa: F401
 from test_lerobot_protocol import seen as robot_seen
 from test_vla_eval import message, seen
 
-from embodrl.wire.codec import unpack
+from embodrl.extras.wire.codec import unpack
 
 
 @pytest.mark.parametrize("count", COUNTS)

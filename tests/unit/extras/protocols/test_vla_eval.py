@@ -4,7 +4,7 @@ import asyncio
 
 from served import TOKEN, png, raw, served, wanted, websocket
 
-from embodrl.wire.codec import unpack
+from embodrl.extras.wire.codec import unpack
 
 
 def message(kind: str, payload: object, sequence: int) -> bytes:

@@ -10,7 +10,7 @@ from damaged import COUNTS, damaged, is_readable
 from served import TOKEN, served, wanted, websocket
 from test_openpi import observation
 
-from embodrl.wire.codec import openpi_envelope, unpack
+from embodrl.extras.wire.codec import openpi_envelope, unpack
 
 aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 

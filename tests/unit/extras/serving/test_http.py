@@ -10,8 +10,8 @@ import pytest
 from served import raw, wanted
 from served_http import array, picture, talk
 
+from embodrl.extras.wire.codec import unpack
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
-from embodrl.wire.codec import unpack
 
 
 def test_own_api_acts_in_json_and_msgpack():

@@ -14,7 +14,7 @@ from served import TOKEN, raw, served, wanted, websocket
 
 from embodrl.errors import ServingError
 from embodrl.extras.serving import listener
-from embodrl.wire.codec import openpi_envelope, unpack
+from embodrl.extras.wire.codec import openpi_envelope, unpack
 
 aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 

@@ -9,7 +9,7 @@ from served import TOKEN, served, websocket
 from served_http import picture
 
 from embodrl.extras.serving.listener import HttpListener
-from embodrl.wire import door
+from embodrl.extras.wire import door
 
 HALF = b"GET /he"
 PUSH = {"images.base_camera": picture(9), "instruction": "push"}
@@ -113,7 +113,7 @@ def test_too_many_open_files_end_the_oldest_strangers_and_are_reported_once(monk
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(asyncio.wait_for(run(), 30))
-    assert [record.name for record in caplog.records].count("embodrl.wire.door") == 1
+    assert [record.name for record in caplog.records].count("embodrl.extras.wire.door") == 1
 
 
 @pytest.mark.parametrize(("protocol", "module"), [("gr00t", "zmq"), ("lerobot", "grpc")])

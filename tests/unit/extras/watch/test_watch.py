@@ -19,7 +19,7 @@ pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 from aiohttp.test_utils import TestClient, TestServer
 
 from embodrl.extras.watch.server import RunPages, serve
-from embodrl.wire import door
+from embodrl.extras.wire import door
 
 Client = TestClient  # type: ignore[type-arg]
 TOKEN = "secret"

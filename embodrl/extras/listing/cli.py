@@ -63,7 +63,7 @@ def list_names(
 
     def action() -> None:
         first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
-        from embodrl.cli.listing import OF_PRESETS, SECTIONS, as_text
+        from embodrl.extras.listing.tables import OF_PRESETS, SECTIONS, as_text
 
         own = load_extensions([*rest, *(settings or [])], config, trust)
         kinds = [ListedKind(choose(first, ListedKind, "kind"))] if first else list(ListedKind)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from embodrl.cli.listing import as_text, envs, models
 from embodrl.cli.main import app
+from embodrl.extras.listing.tables import as_text, envs, models
 from embodrl.specs import ENVS, MODELS
 
 

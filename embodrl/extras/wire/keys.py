@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.errors import WireError
+from embodrl.extras.wire.codec import Array, Message
 from embodrl.types import Observation
-from embodrl.wire.codec import Array, Message
 
 _MISSING: object = object()
 MAX_TEXT = 10_000
