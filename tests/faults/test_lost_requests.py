@@ -45,13 +45,12 @@ class Mortal(EnvPool):
 
     def doom(self, name: str, number: int) -> None:
         send = self.requests.send
-        left = number
+        self.left = number
 
         def dying(rank: int, method: str, arguments: Mapping[str, object] | None) -> None:
-            nonlocal left
             if method == name and rank == 1:
-                left -= 1
-                if left == 0:
+                self.left -= 1
+                if self.left == 0:
                     pid = self.managers[1].pid
                     assert pid is not None
                     os.kill(pid, signal.SIGKILL)

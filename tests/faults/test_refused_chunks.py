@@ -20,7 +20,7 @@ def test_what_is_refused_at_its_end_is_what_is_played_again(tmp_path, caplog):
         assert step.done.all() and step.valid.any(axis=1).tolist() == [True, False, True, True]
         assert "environment 1 (task reach-red, seed 1): nan in its reward is not finite" in caplog.text
         np.testing.assert_array_equal(step.observation.images[1], start.images[1])
-        assert pool.managers[0].seeds.tolist() == [next_seed(0), 1]
+        assert pool.managers[0].episodes.seeds.tolist() == [next_seed(0), 1]
         assert pool.step(actions).episode_seed[:2].tolist() == [next_seed(0), 1]
 
 

@@ -1,7 +1,7 @@
 """LocalPool: the pool of environments over simulators of this process, for tests and for debuggers.
 
 All that a pool does stays as it is: views of results, lost episodes, restarts, snapshots. Only nothing starts, hangs or
-dies: a "process" is an object that builds its environments again at each start and answers when it is asked.
+dies: a "process" is an object that builds its environments at each start and answers when it is asked.
 """
 
 from __future__ import annotations
