@@ -459,9 +459,11 @@ class SmallActorSpec(Entry):
 
     Attributes:
         engine: class derived from ``OffPolicyEngine`` that trains it, as ``module:Class``; None: ``OffPolicyEngine``.
+        rules: checks of the configuration that run when it is chosen.
     """
 
     engine: str | None = None
+    rules: tuple[RuleSet, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -568,7 +570,7 @@ ENVS = Registry(
     "environment",
     SimulatorSpec,
     "embodrl.envs",
-    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "toy", "dataset")},
+    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "toy")},
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
 """Names of those that models without weights have."""
@@ -590,10 +592,7 @@ ADVANTAGES = FunctionRegistry(
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {
-        name: f"embodrl.algorithms.spec:{name.upper()}"
-        for name in ("actor_critic", "actor", "fpo", "nft", "sac", "rlt", "dagger")
-    },
+    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "fpo", "sac", "dagger")},
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
     "embodrl.losses",
 )

@@ -120,26 +120,6 @@ def sac(logprobs: Tensor, q: Tensor, alpha: float, minimum: bool) -> Tensor:
     return alpha * logprobs - over_critics(q, minimum)
 
 
-def rlt(q: Tensor, imitation: Tensor, q_weight: float, bc_weight: float, minimum: bool) -> Tensor:
-    """Return RLT's loss of the actor ``-q_weight Q(x, a) + bc_weight ||a - a_ref||^2``, ``float32[N]``.
-
-    Physical Intelligence 2026, "RL Token", equation 5; the weight of Q is that of RLinf's implementation.
-
-    Args:
-        q: ``float32[E,N]``, of the actor's chunks.
-        imitation: ``float32[N]``, squared distances to the references, summed over a chunk.
-        q_weight: of the critics.
-        bc_weight: of the distance.
-        minimum: Q is the minimum over the critics; else the mean.
-    """
-    return bc_weight * imitation - q_weight * over_critics(q, minimum)
-
-
-def ramp(first: float, last: float, update: int, num_updates: int) -> float:
-    """Return a weight that moves evenly from ``first`` at update 0 to ``last`` at ``num_updates``, and stays there."""
-    return first + (last - first) * min(1.0, max(0, update) / num_updates)
-
-
 def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float) -> Tensor:
     """Return ``-alpha (log pi(a|s) + H)``, ``float32[N]``, with a gradient for ``log_alpha`` only (equation 18)."""
     return -log_alpha.exp() * (logprobs.detach() + target_entropy)

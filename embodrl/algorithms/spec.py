@@ -68,33 +68,10 @@ FPO = FunctionSpec(
     description="PPO clip with a value loss, with ratios of flow-matching losses",
     needs_values=True,
 )
-NFT = FunctionSpec(
-    name="nft",
-    target="embodrl.algorithms.nft:nft_loss",
-    description="negative-aware fine-tuning of flow policies, without likelihoods",
-    parameters=(
-        *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
-        "counts",
-    ),
-)
-
-NONE = FunctionSpec(
-    name="none",
-    target="embodrl.algorithms.advantages:no_advantages",
-    description="no advantages: for losses that learn from a replay buffer",
-    off_policy=True,
-    ignores=("gae_lambda",),
-)
 SAC = FunctionSpec(
     name="sac",
     target="embodrl.algorithms.off_policy:sac",
     description="soft actor-critic on a replay buffer, with demonstrations (RLPD) or without",
-    off_policy=True,
-)
-RLT = FunctionSpec(
-    name="rlt",
-    target="embodrl.algorithms.off_policy:rlt",
-    description="a small actor on an RL token of a frozen policy, held near the policy's actions",
     off_policy=True,
 )
 DAGGER = FunctionSpec(

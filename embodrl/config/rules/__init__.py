@@ -34,7 +34,7 @@ from embodrl.config.rules.verbs import concerns, settings_of_other_verbs
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.errors import ConfigProblem
-from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS, VerbSpec
+from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
 
 __all__ = [
     "NOTES",
@@ -107,7 +107,9 @@ def run_rules(
 
     protocols = [SERVE_PROTOCOLS.entry(name) for name in context.config.serve.protocols] if verb == "serve" else []
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
-    chosen = (context.simulator, context.family, context.loss, *engines.values(), *protocols)
+    kind = context.config.model.small_actor.kind
+    actor = None if kind is None else SMALL_ACTORS.entry(kind)
+    chosen = (context.simulator, context.family, context.loss, actor, *engines.values(), *protocols)
     specs = [spec for spec in chosen if spec is not None]
     specs += _specs_of_verb(verb, context)
     sets = [rules for spec in specs for rules in spec.rules]
@@ -129,7 +131,7 @@ def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:
 
 def shipped_rules() -> RuleSet:
     """Return all rules that come with embodrl, for the references in docs/."""
-    registries = (ENVS, MODELS, ENGINES, LOSSES, SERVE_PROTOCOLS, VERBS)
+    registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, SERVE_PROTOCOLS, VERBS)
     specs = [registry.entry(name) for registry in registries for name in registry.shipped()]
     sets = {id(rules): rules for spec in specs for rules in spec.rules}.values()  # families share some
     return RuleSet(

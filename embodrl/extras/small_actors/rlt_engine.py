@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.off_policy import ramp, rlt
 from embodrl.config.schema import AlgorithmConfig
+from embodrl.extras.small_actors.loss import ramp, rlt
 from embodrl.extras.small_actors.on_frozen import ReferencePolicy
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine, Transitions
 

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from embodrl.specs import SmallActorSpec, VerbSpec
+from embodrl.extras.small_actors.rules import RLT_RULES, RULES
+from embodrl.specs import FunctionSpec, SmallActorSpec, VerbSpec
 
 RESIDUAL = SmallActorSpec(
     name="residual",
     target="embodrl.extras.small_actors.on_frozen:ResidualPolicy",
     description="adds to the frozen policy's action",
+    rules=(RULES,),
 )
 DSRL = SmallActorSpec(
     name="dsrl",
     target="embodrl.extras.small_actors.on_frozen:NoisePolicy",
     description="chooses the noise that a flow policy denoises",
+    rules=(RULES,),
 )
 RLT = SmallActorSpec(
     name="rlt",
     target="embodrl.extras.small_actors.on_frozen:ReferencePolicy",
     description="chooses the action near the frozen policy's, from an RL token",
+    rules=(RULES,),
     engine="embodrl.extras.small_actors.rlt_engine:RltEngine",
 )
 VERB = VerbSpec(name="model.token", target="embodrl.extras.small_actors.cli:token")
+RLT_LOSS = FunctionSpec(
+    name="rlt",
+    target="embodrl.extras.small_actors.loss:rlt",
+    description="a small actor on an RL token of a frozen policy, held near the policy's actions",
+    off_policy=True,
+    rules=(RLT_RULES,),
+)

@@ -28,5 +28,6 @@ def test_the_front_pages_run_loads_no_extra() -> None:
 def test_every_extra_is_found_by_an_entry_point() -> None:
     root = Path(__file__).parents[3]
     points = (root / "pyproject.toml").read_text(encoding="utf-8")
-    features = {path.parent.name for path in (root / "embodrl" / "extras").glob("*/__init__.py")}
+    folders = {path.parent.name for path in (root / "embodrl" / "extras").glob("*/__init__.py")}
+    features = folders - {"wire"}  # formats that several of them share
     assert features and all(f"embodrl.extras.{name}." in points for name in features)

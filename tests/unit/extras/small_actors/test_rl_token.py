@@ -12,9 +12,9 @@ from expect import raises_code
 from tiny_families import build, generator, observation, tiny_config
 from torch.nn import functional as F
 
-from embodrl.algorithms.off_policy import ramp, rlt
 from embodrl.config.schema import Config, ModelConfig
 from embodrl.errors import CheckpointError, FileDamagedError, PolicyFileError
+from embodrl.extras.small_actors.loss import ramp, rlt
 from embodrl.extras.small_actors.on_frozen import ReferencePolicy
 from embodrl.extras.small_actors.rl_token import RLToken, RLTokenSpec
 from embodrl.extras.small_actors.rlt_engine import RltEngine

@@ -58,7 +58,7 @@ def actions_are_those_of_the_data(context: Context) -> Iterator[Finding]:
 
 SPEC = SimulatorSpec(
     name=NAME,
-    target="embodrl.envs.dataset.spec:no_simulator",
+    target="embodrl.extras.dataset_env.spec:no_simulator",
     description="no simulator: cameras, state and actions of the demonstrations in sft.data_dir; for `embodrl sft`",
     simulates=False,
     fill=fill,

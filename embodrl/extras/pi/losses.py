@@ -1,0 +1,23 @@
+"""Losses of flow policies alone. Imports no torch."""
+
+from __future__ import annotations
+
+from embodrl.specs import FunctionSpec
+
+NFT = FunctionSpec(
+    name="nft",
+    target="embodrl.extras.pi.nft:nft_loss",
+    description="negative-aware fine-tuning of flow policies, without likelihoods",
+    parameters=(
+        *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
+        "counts",
+    ),
+)
+
+NONE = FunctionSpec(
+    name="none",
+    target="embodrl.algorithms.advantages:no_advantages",
+    description="no advantages: for losses that learn from a replay buffer",
+    off_policy=True,
+    ignores=("gae_lambda",),
+)
