@@ -36,7 +36,9 @@ def readers(key: str, schema: type[Section] = Config) -> frozenset[str] | None:
 
 def reads(verb: Verb | None, key: str, schema: type[Section] = Config) -> bool:
     """Return whether a verb reads a key or a part of it; without a verb every key counts."""
-    named = None if verb is None else readers(key, schema)
+    if verb is None:
+        return True
+    named = readers(key, schema)
     return named is None or verb in named or (verb in VERBS and VERBS.entry(verb).reads_as in named)
 
 
