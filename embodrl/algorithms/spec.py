@@ -68,6 +68,13 @@ FPO = FunctionSpec(
     description="PPO clip with a value loss, with ratios of flow-matching losses",
     needs_values=True,
 )
+NONE = FunctionSpec(
+    name="none",
+    target="embodrl.algorithms.advantages:no_advantages",
+    description="no advantages: for losses that learn from a replay buffer",
+    off_policy=True,
+    ignores=("gae_lambda",),
+)
 SAC = FunctionSpec(
     name="sac",
     target="embodrl.algorithms.off_policy:sac",

@@ -13,11 +13,3 @@ NFT = FunctionSpec(
         "counts",
     ),
 )
-
-NONE = FunctionSpec(
-    name="none",
-    target="embodrl.algorithms.advantages:no_advantages",
-    description="no advantages: for losses that learn from a replay buffer",
-    off_policy=True,
-    ignores=("gae_lambda",),
-)

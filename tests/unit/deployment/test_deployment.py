@@ -30,7 +30,6 @@ FSDP = (
     "actor.micro_batch_size=10",
     "env.num_processes=16",
     "env.train.total_num_envs=64",
-    "env.eval.total_num_envs=64",
 )
 RAY_TWO = ("cluster=ray_local", "cluster.num_nodes=2", "cluster.ray_address=auto")
 COMMANDS = {
@@ -68,7 +67,7 @@ COMMANDS = {
     # docs/cluster.md
     "plan of two servers": (
         *("cluster=2x8xh100", "cluster.launcher=ray", "actor=fsdp", "actor.micro_batch_size=10"),
-        *("env.num_processes=64", "env.train.total_num_envs=256", "env.eval.total_num_envs=256"),
+        *("env.num_processes=64", "env.train.total_num_envs=256"),
         PLACES + "{actor:0-7,rollout:8-15,env:8-15}",
     ),
     "two servers": (
@@ -81,7 +80,6 @@ COMMANDS = {
         "cluster=8xh100",
         "env.num_processes=64",
         "env.train.total_num_envs=256",
-        "env.eval.total_num_envs=256",
         "actor=fsdp",
         "actor.micro_batch_size=8",
         PLACES + "{actor:0-3,rollout:4-7,env:0-7}",
@@ -292,7 +290,7 @@ def test_every_documented_placement_is_started_here() -> None:
 
 def test_evaluation_beside_training_has_a_place_of_its_own() -> None:
     """The first GPU that neither trains nor acts, and cores that no simulator of the rollouts has."""
-    placed = (*FSDP, "env.num_processes=48", "env.train.total_num_envs=96", "env.eval.total_num_envs=96")
+    placed = (*FSDP, "env.num_processes=48", "env.train.total_num_envs=96")
     loaded = load_config(
         ["cluster=8xh100", *placed, PLACES + "{actor:0-3,rollout:4-6,env:4-6}", "runner.eval_async=true"], None, "plan"
     )

@@ -143,9 +143,9 @@ def test_training_refuses_what_planning_allows():
 AUTO = ("env=maniskill", "model=openvla", "cluster.placement=auto")
 MANY = (
     *("actor=fsdp", "actor.micro_batch_size=10", "env.num_processes=32"),
-    *("env.train.total_num_envs=64", "env.eval.total_num_envs=64"),
+    "env.train.total_num_envs=64",
 )
-THIRTY = ("env.num_processes=30", "env.train.total_num_envs=120", "env.eval.total_num_envs=120")
+THIRTY = ("env.num_processes=30", "env.train.total_num_envs=120")
 AHEAD = "runner.max_staleness=1"
 
 

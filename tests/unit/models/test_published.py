@@ -95,4 +95,4 @@ def test_weights_that_train_in_bf16_are_noted():
     assert noted("train", alone) and noted("sft", alone, "model.warm_start=null")
     assert noted("train", alone, "model.trainable=head") and not noted("train")
     assert not noted("train", alone, "model.trainable=lora") and not noted("train", "actor.param_dtype=fp32")
-    assert not noted("eval", alone)  # nothing trains
+    assert not noted("eval")  # nothing trains

@@ -153,9 +153,10 @@ class HalfExpert(KnownPolicy):
 
     def act(self, observation: Any, compute_values: bool, generators: Any = None) -> Any:
         output = super().act(observation, compute_values)
-        expert = self.pool.parts[0]._env.expert_actions()[:, None]
+        (simulator,) = self.pool.envs
+        expert = simulator.expert_actions()[:, None]
         chosen = expert * torch.tensor(self.SOLVES).view(-1, 1, 1).numpy() * 0.5
-        output.actions[:] = chosen[self.pool.parts[0].going]
+        output.actions[:] = chosen[simulator.going]
         return output
 
 

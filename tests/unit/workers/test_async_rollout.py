@@ -6,12 +6,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from batches import same
 from expect import raises_code
-from test_rollout import KnownPolicy, LocalPool, config_of, worker_of
+from test_rollout import KnownPolicy, ToyPool, config_of, worker_of
 
 from embodrl.errors import CheckpointError, EnvError
 from embodrl.types import Observation, PolicyOutput
@@ -36,13 +35,21 @@ class PacedPolicy(KnownPolicy):
         return super().act(observation, compute_values, generators)
 
 
+class StagedPool(ToyPool):
+    """Keeps the pools of its stages."""
+
+    def split(self, num_parts: int) -> Any:
+        self.parts = super().split(num_parts)
+        return self.parts
+
+
 class Parts:
     """What a test needs of an asynchronous rollout."""
 
     def __init__(self, *overrides: str, policy: PacedPolicy | None = None, stop: bool = False) -> None:
         self.config = config_of(*overrides)
         self.policy = policy or PacedPolicy()
-        self.pool: Any = LocalPool(self.config, self.config.env.train.total_num_envs)
+        self.pool: Any = StagedPool(self.config)
         self.stop = threading.Event()
         if stop:
             self.stop.set()
@@ -53,7 +60,7 @@ class Parts:
 
     def began(self) -> list[list[int]]:
         """Return the seeds of the shards that have begun, in the order of the stages."""
-        return [seeds for part in self.pool.parts for seeds, _ in part.resets]
+        return [seeds for simulator in self.pool.envs for seeds in simulator.resets]
 
     def wait_until(self, done: Any) -> None:
         with self.worker._changed:
@@ -134,7 +141,7 @@ def test_simulators_forget_their_history_now_and_then(started: Any, monkeypatch:
     for version in range(5):
         parts.worker.gather(version)
         parts.worker.update_weights([], version + 1)
-    assert parts.pool.parts[0].called == ["rebuild"] * 2
+    assert parts.pool.envs[0].num_rebuilds == 2
 
 
 def test_a_run_rolls_out_no_more_than_it_needs(started: Any) -> None:
@@ -266,7 +273,7 @@ def test_others_may_use_the_environments_once_rollouts_under_way_are_done(starte
 def test_a_failure_of_a_stage_reaches_the_trainer(started: Any) -> None:
     parts = started("runner.max_staleness=1")
 
-    def fail(seeds: np.ndarray, task_ids: np.ndarray) -> None:
+    def fail(*arguments: object) -> None:
         raise EnvError("given up after 3 restarts", "look at the log")
 
     parts.pool.parts[0].reset = fail
@@ -282,7 +289,7 @@ def test_a_stop_ends_the_waiting_and_leaves_no_step_under_way(started: Any) -> N
         parts.worker.gather(0)
     parts.policy.allowed.release(1)
     parts.worker.close()
-    assert all(part.pending is None for part in parts.pool.parts)
+    assert all(manager.process.pending is None for manager in parts.pool.managers)
     assert parts.worker.state().state["again"] == [0]
 
 

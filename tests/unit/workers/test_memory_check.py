@@ -111,7 +111,7 @@ def test_a_decoding_that_the_policy_lacks_is_not_served(monkeypatch: pytest.Monk
 
 def test_a_decoding_of_another_verb_stops_nothing() -> None:
     residual = ["cluster.device=cpu", "env=toy", "model=openvla", "algorithm=residual"]
-    loaded = load_config([*residual, "serve.decoding=mean"], verb="train")
+    loaded = load_config(residual, {"serve": {"decoding": "mean"}}, verb="train")
     check_machine(loaded.config, loaded.deployment)
     with raises_code("policy-has-no-decoding"):
         check_machine(load_config([*residual, "env.eval.decoding=mean"]).config, loaded.deployment)

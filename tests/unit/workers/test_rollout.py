@@ -43,9 +43,12 @@ class FaultyToy(ToyVectorEnv):
     def __init__(self, faults=(), **kwargs):
         super().__init__(**kwargs)
         self._faults, self._num_chunks, self.resets = dict(faults), 0, []
+        self.num_rebuilds = 0
+        self._ends = not kwargs["auto_reset"]
 
     def reset(self, seeds, task_ids, indices):
         self.resets.append(seeds.tolist())
+        self.going = np.ones(len(seeds), np.bool_)
         return super().reset(seeds, task_ids, indices)
 
     def chunk_step(self, actions, active):
@@ -53,7 +56,13 @@ class FaultyToy(ToyVectorEnv):
         if (row := self._faults.get(self._num_chunks)) is not None:
             step.reward[row] = np.nan
         self._num_chunks += 1
+        if self._ends:
+            self.going &= ~step.done
         return step
+
+    def rebuild(self):
+        self.num_rebuilds += 1
+        super().rebuild()
 
 
 class ToyPool(LocalPool):
