@@ -86,7 +86,7 @@ class Command(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:  # its class is private to typer
-            from embodrl.config.foreign import MEANT, key_advice
+            from embodrl.config.other_systems import MEANT, key_advice
 
             option = getattr(error, "option_name", "")
             name = option.lstrip("-").replace("-", "_")

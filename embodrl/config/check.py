@@ -12,8 +12,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from embodrl.config.foreign import MEANT, advice, key_advice
 from embodrl.config.nodes import Node, copy, lookup, origin_of, put
+from embodrl.config.other_systems import MEANT, advice, key_advice
 from embodrl.config.schema import (
     Config,
     env_settings,
@@ -66,7 +66,7 @@ def shipped_schemas() -> list[type[Config]]:
     return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.shipped())]
 
 
-def take_foreign(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
+def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     """Remove settings of other simulators and models from a tree.
 
     Those of a preset, and those that are as by default, have no meaning here and go silently.
@@ -136,7 +136,7 @@ def validate(
         The configuration, with the schema's default for every wrong value; the keys replaced; the problems.
     """
     remaining = copy(tree)
-    problems = take_foreign(remaining, schema)
+    problems = remove_settings_of_others(remaining, schema)
     pruned = {problem.key for problem in problems}
     for _ in range(10):
         plain = remaining.plain()

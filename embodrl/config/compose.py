@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from embodrl.config.check import schema_keys, schema_of, unknown_key, with_every_section
-from embodrl.config.foreign import advice
 from embodrl.config.nodes import (
     MAX_DEPTH,
     Node,
@@ -26,6 +25,7 @@ from embodrl.config.nodes import (
     put,
     read_yaml,
 )
+from embodrl.config.other_systems import advice
 from embodrl.config.presets import (
     DIRS,
     defaults_problems,

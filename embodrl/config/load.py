@@ -22,7 +22,7 @@ from embodrl.config.rules.base import Context, Rule, path_kind
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb
-from embodrl.config.trust import foreign_settings
+from embodrl.config.trust import untrusted_code
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import exits_named, nearest
@@ -116,7 +116,7 @@ def load_config(
         ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
-    refuse_foreign_code(composition, trust)
+    refuse_untrusted_code(composition, trust)
     return finish(composition, verb, further_rules=further_rules, made_before=made_before)
 
 
@@ -144,7 +144,7 @@ def load_run(
         ConfigError: with every problem found.
     """
     composition = compose_resolved(path, overrides or [], text)
-    refuse_foreign_code(composition, trust)
+    refuse_untrusted_code(composition, trust)
     if resuming:
         _keep_schedule(composition, compose_resolved(path, [], text).tree)
     return finish(composition, verb, resuming, further_rules)
@@ -168,10 +168,10 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
         composition.notes.append(ConfigProblem(key, message, str(planned.origin), hint=hint, code="schedule-kept"))
 
 
-def refuse_foreign_code(composition: Composition, trust: bool) -> None:
+def refuse_untrusted_code(composition: Composition, trust: bool) -> None:
     """Raise before anything is imported that only an untrusted file names."""
     if composition.untrusted and not trust:
-        problems = foreign_settings(composition.tree, composition.untrusted)
+        problems = untrusted_code(composition.tree, composition.untrusted)
         if problems:
             raise ConfigError(problems)
 

@@ -70,7 +70,7 @@ def _runs_code(key: str, value: object) -> bool:
     return key in _ALWAYS or not isinstance(value, str) or ":" in value or "${" in value
 
 
-def foreign_settings(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
+def untrusted_code(tree: Node, origins: Collection[str]) -> list[ConfigProblem]:
     """Return a problem per setting of an untrusted file that would run code; those of the command line are not meant.
 
     Args:

@@ -24,7 +24,7 @@ DATASET = "dataset"
 
 
 @dataclass(frozen=True)
-class Led:
+class ChunkOutcomes:
     """What the chunk that began at each frame led to.
 
     Attributes:
@@ -48,21 +48,21 @@ class OfflineData:
         demos: its actions are those that were executed.
         chunk: C.
         seen: what critics look at, ``[N,...]`` by name; empty for algorithms without.
-        led: for algorithms with critics.
+        outcomes: for algorithms with critics.
         positive: ``bool[N]``, the advantage indicator of RECAP; None for other algorithms.
     """
 
     demos: Demos
     chunk: int
     seen: Mapping[str, Tensor]
-    led: Led | None = None
+    outcomes: ChunkOutcomes | None = None
     positive: NDArray[np.bool_] | None = None
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """Return frames ``int64[count]``, drawn evenly with replacement from those whose outcome is known."""
-        if self.led is None:
+        if self.outcomes is None:
             return torch.randint(len(self.demos.actions), (count,), generator=generator)
-        usable = self.led.known.nonzero().squeeze(-1)
+        usable = self.outcomes.known.nonzero().squeeze(-1)
         return usable[torch.randint(len(usable), (count,), generator=generator)]
 
     def observation(self, frames: Tensor, instructions: Sequence[str] | None = None) -> Observation:
@@ -89,7 +89,7 @@ class OfflineData:
     def _checksum(self) -> int:
         """Of all that is learned from."""
         result = self.demos.checksum
-        for piece in (None if self.led is None else self.led.returns.numpy(), self.positive):
+        for piece in (None if self.outcomes is None else self.outcomes.returns.numpy(), self.positive):
             result = result if piece is None else zlib.crc32(np.ascontiguousarray(piece).data, result)
         return result
 

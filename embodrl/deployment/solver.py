@@ -259,7 +259,7 @@ def _deploy(
     simulators = [replace(place, visible=_visible(place, machine, gpus_per_node)) for place in places["env"]]
     processes += _pin_simulators(config, simulators, machines)
     if config.runner.eval_async:
-        processes += _beside(config, processes, machines[0], machine, gpus_per_node)
+        processes += _async_evaluation_places(config, processes, machines[0], machine, gpus_per_node)
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
     ray = config.cluster.launcher == "ray"
     native = config.actor.training_backend == "native"
@@ -280,7 +280,7 @@ def _deploy(
     )
 
 
-def _beside(
+def _async_evaluation_places(
     config: Config, processes: Sequence[ProcessPlace], topology: Topology, machine: Machine, gpus_per_node: int
 ) -> list[ProcessPlace]:
     """Return the places of the process that evaluates beside training, and of its simulators: on machine 0.

@@ -72,7 +72,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
         )
     if demos.outcomes is None:
         raise no_rewards(settings.demos)
-    demos = paid(demos, config)
+    demos = rewarded(demos, config)
     assert demos.outcomes is not None
     frames = demo_frames(observed(demos, config), demos.outcomes, policy)
     count = len(frames["acted"])
@@ -103,7 +103,7 @@ def check_rewards(directory: Path, config: Config) -> None:
         )
 
 
-def paid(demos: Demos, config: Config) -> Demos:
+def rewarded(demos: Demos, config: Config) -> Demos:
     """Return recorded episodes with the rewards of ``reward.model``, or as they are without one.
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from embodrl.data.rng import RandomSource
 from embodrl.errors import BatchShapeError, EmbodrlError
-from embodrl.models.common.condition import Condition, told
+from embodrl.models.common.condition import Condition, condition_observation
 from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, EvalOutput, Observation, PolicyOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -194,7 +194,9 @@ class VLAPolicy(nn.Module, ABC):
         rows = len(pictures)
         texts = [instruction] * rows if isinstance(instruction, str) else list(instruction)
         states = np.zeros((rows, 0), np.float32) if state is None else np.asarray(state, np.float32).reshape(rows, -1)
-        observation = told(Observation(pictures, states, texts, np.zeros(rows, np.int32)), self.condition)
+        observation = condition_observation(
+            Observation(pictures, states, texts, np.zeros(rows, np.int32)), self.condition
+        )
         with torch.no_grad():
             output = self.predict_action_batch(observation, "eval", SamplingParams(), compute_values=False)
         return output.actions if is_batch else output.actions[0]

@@ -25,7 +25,7 @@ from embodrl.processes.cores import unbind
 from embodrl.processes.ending import OUT_OF_MEMORY
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError, socket_pair, wait_for
 from embodrl.processes.guard import VARIABLE, end_family, family
-from embodrl.processes.liveness import Limits, Liveness, hurry
+from embodrl.processes.liveness import Limits, Liveness, stop_requested
 from embodrl.processes.trace import naming
 
 LOG_TAIL_BYTES = 8192  # the last words and a dump of every thread's stack
@@ -230,7 +230,7 @@ class ChildProcess:
         before = size = os.fstat(self._log.fileno()).st_size
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + (_HURRIED_DUMP_S if hurry.is_set() else _STACK_DUMP_S)
+        deadline = time.monotonic() + (_HURRIED_DUMP_S if stop_requested.is_set() else _STACK_DUMP_S)
         while time.monotonic() < deadline:
             time.sleep(_STACK_DUMP_PAUSE_S)
             last = size

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from embodrl.processes.liveness import hurry
+from embodrl.processes.liveness import stop_requested
 
 HANDLERS_S = 1.0
 """What exit handlers may take."""
@@ -77,7 +77,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 def closing_grace_s() -> float:
     """Return how long a process may take to end once it is asked to: less if this one is to end soon."""
-    return 1.0 if hurry.is_set() else 5.0
+    return 1.0 if stop_requested.is_set() else 5.0
 
 
 def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:

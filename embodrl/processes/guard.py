@@ -174,7 +174,7 @@ class _Watch:
             left_s = None if self._deadline == math.inf else max(0.0, self._deadline - time.monotonic())
             ready = select.select([self._channel, *pipe], [], [], left_s)[0]
             if self._channel in ready:
-                if not self._is_told():
+                if not self._take_message():
                     return 0
             elif ready:
                 self._deadline = time.monotonic() + self._limit_s
@@ -186,7 +186,7 @@ class _Watch:
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(descriptor, text.encode())
 
-    def _is_told(self) -> bool:
+    def _take_message(self) -> bool:
         """Take a message; return False at the end of the driver."""
         message, descriptors, _, _ = socket.recv_fds(self._channel, _SECONDS.size, 2)
         if not message:

@@ -29,7 +29,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STOPPED = "Tt"
 _WAITS_FOR_DISK_OR_CORE = "DR"
 
-hurry = threading.Event()
+stop_requested = threading.Event()
 """Set once this process is to end soon: from then on, a silence of ``_HURRIED_S`` counts as hung."""
 
 
@@ -205,7 +205,7 @@ class Liveness:
         return is_stopped(self.pid)
 
     def _verdict(self, use: _Use) -> str:
-        limit = min(self.limits.heartbeat_s, _HURRIED_S) if hurry.is_set() else self.limits.heartbeat_s
+        limit = min(self.limits.heartbeat_s, _HURRIED_S) if stop_requested.is_set() else self.limits.heartbeat_s
         silent = f"no heartbeat for {self._silent_s:.0f} s"
         if self._silent_s >= limit and use.state in _STOPPED:
             return f"is stopped by a signal (state {use.state}): {silent}"

@@ -162,11 +162,11 @@ class AsyncEvaluator:
         policy: of the driver, for the names of its weights.
 
     Attributes:
-        under_way: the evaluation whose result has not been taken.
+        in_progress: the evaluation whose result has not been taken.
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: Path, policy: VLAPolicy) -> None:
-        self.under_way: PendingEvaluation | None = None
+        self.in_progress: PendingEvaluation | None = None
         self._run_dir = run_dir.resolve()
         self._places = deployment.of("eval")
         self._log_dir = run_dir / "logs"
@@ -216,7 +216,7 @@ class AsyncEvaluator:
         self._begin(wanted)
 
     def _begin(self, wanted: PendingEvaluation) -> None:
-        self.under_way = wanted
+        self.in_progress = wanted
         self._future = self._thread.submit(self._measure, wanted)
 
     def take(
@@ -233,7 +233,7 @@ class AsyncEvaluator:
             WorkerDied: the process died more often than ``rollout.max_restarts``.
             WorkerError: it failed.
         """
-        if self.under_way is None or self._future is None:
+        if self.in_progress is None or self._future is None:
             return None
         while wanted_now and not self._future.done():
             if should_stop():
@@ -242,8 +242,8 @@ class AsyncEvaluator:
         if not self._future.done():
             return None
         answer = self._future.result()
-        done = self.under_way
-        self.under_way = None
+        done = self.in_progress
+        self.in_progress = None
         return done, answer
 
     def _measure(self, wanted: PendingEvaluation) -> EvaluationAnswer:
@@ -292,7 +292,7 @@ class AsyncEvaluator:
         self._thread.shutdown()  # a process that was just starting is up now
         self._group.close()
         self._launcher.close()
-        if self._has_begun and self.under_way is None:
+        if self._has_begun and self.in_progress is None:
             shutil.rmtree(self._sender.directory, ignore_errors=True)
 
 
@@ -310,12 +310,12 @@ def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRI
 
     The row is behind what the checkpoint knows of the file of rows, which is brought back to that.
     """
-    under_way = unfinished_evaluation(checkpoint)
+    in_progress = unfinished_evaluation(checkpoint)
     path = run_dir / file_name
-    if under_way is None or not path.is_file():
+    if in_progress is None or not path.is_file():
         return None
     rows = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]
-    found = [row for row in rows if row is not None and is_late(row) and row["iteration"] == under_way.iteration]
+    found = [row for row in rows if row is not None and is_late(row) and row["iteration"] == in_progress.iteration]
     return found[-1] if found else None
 
 

@@ -30,7 +30,7 @@ class Evaluations:
         learner: what it trains with.
         journal: of its rows.
         checkpoints: of the run, of which the best one's is kept.
-        beside: evaluates while the run trains on; None evaluates between two iterations.
+        async_evaluator: evaluates while the run trains on; None evaluates between two iterations.
 
     Attributes:
         best: success rate of the best policy so far; -1 without one.
@@ -43,22 +43,22 @@ class Evaluations:
         learner: Learner,
         journal: Journal,
         checkpoints: CheckpointManager,
-        beside: AsyncEvaluator | None = None,
+        async_evaluator: AsyncEvaluator | None = None,
     ) -> None:
         self.session = session
         self.learner = learner
         self.journal = journal
         self.checkpoints = checkpoints
-        self.beside = beside
+        self.async_evaluator = async_evaluator
         self.regressed: EmbodrlError | None = None
         rates = (row.get("eval/success_rate") for row in journal.rows if row["iteration"])
         self.best = max((rate for rate in rates if is_number(rate)), default=-1.0)
         self._unfinished: PendingEvaluation | None = None
 
     @property
-    def under_way(self) -> PendingEvaluation | None:
+    def in_progress(self) -> PendingEvaluation | None:
         """The evaluation that has begun, and whose result is not taken."""
-        return None if self.beside is None else self.beside.under_way
+        return None if self.async_evaluator is None else self.async_evaluator.in_progress
 
     @property
     def is_solved(self) -> bool:
@@ -75,12 +75,12 @@ class Evaluations:
         rows = self.journal.rows
         evaluated = [i for i, row in enumerate(rows, start=1) if "eval/success_rate" in row]
         # With evaluations beside training, the rows after the last one know nothing yet.
-        until = len(rows) if self.beside is None else max(evaluated, default=0)
+        until = len(rows) if self.async_evaluator is None else max(evaluated, default=0)
         if regressed := self._regression(until):
             raise regressed
-        if self.beside is not None:
+        if self.async_evaluator is not None:
             engine = self.learner.engine
-            self.beside.continue_from(engine.version, engine.weights, self._unfinished)
+            self.async_evaluator.continue_from(engine.version, engine.weights, self._unfinished)
 
     def measure(self, iteration: int, is_last: bool) -> Row:
         """Evaluate now, unless a process does it while the run trains on; return the metrics.
@@ -88,12 +88,12 @@ class Evaluations:
         Raises:
             InterruptedError: a signal came during the evaluation.
         """
-        return self.learner.evaluate(self._video_dir(iteration, is_last)) if self.beside is None else {}
+        return self.learner.evaluate(self._video_dir(iteration, is_last)) if self.async_evaluator is None else {}
 
     def conclude(self, iteration: int, row: Row, is_last: bool) -> None:
         """Draw the conclusions of an evaluation whose row is written, or begin one that is played beside training."""
-        if self.beside is not None:
-            self._begin_beside(iteration, is_last)
+        if self.async_evaluator is not None:
+            self._begin_async(iteration, is_last)
             return
         self.regressed = self._regression(len(self.journal.rows))
         if self.session.config.runner.keep_best and iteration:
@@ -109,11 +109,11 @@ class Evaluations:
         Raises:
             InterruptedError: the run is to stop, and the evaluation is still under way.
         """
-        if self.beside is None:
+        if self.async_evaluator is None:
             return False
-        if wait and self.under_way is not None:
-            self.journal.view.phase(f"evaluation after iteration {self.under_way.iteration}")
-        taken = self.beside.take(wait, self._is_to_stop)
+        if wait and self.in_progress is not None:
+            self.journal.view.phase(f"evaluation after iteration {self.in_progress.iteration}")
+        taken = self.async_evaluator.take(wait, self._is_to_stop)
         if taken is None:
             return False
         done, answer = taken
@@ -127,7 +127,7 @@ class Evaluations:
 
     def state(self) -> dict[str, object] | None:
         """Return the evaluation that is under way, for a checkpoint."""
-        return None if self.under_way is None else asdict(self.under_way)
+        return None if self.in_progress is None else asdict(self.in_progress)
 
     def restore(self, checkpoint: Checkpoint, late: Row | None) -> None:
         """Continue from a checkpoint.
@@ -144,7 +144,7 @@ class Evaluations:
             if late["iteration"] and is_number(rate) and rate > self.best:  # policy_best/ was exported with the row
                 self.best = float(rate)
                 self.checkpoints.keep_best(late["iteration"])
-        elif self._unfinished is not None and self.beside is None:
+        elif self._unfinished is not None and self.async_evaluator is None:
             text = "the policy after iteration %d is not evaluated: runner.eval_async is false now"
             logger.warning(text, self._unfinished.iteration)
 
@@ -160,9 +160,9 @@ class Evaluations:
         wanted = self.learner.films and video.enabled and (is_last or video.every_eval)
         return self.session.directory / "videos" / f"iteration_{iteration:04d}" if wanted else None
 
-    def _begin_beside(self, iteration: int, is_last: bool) -> None:
+    def _begin_async(self, iteration: int, is_last: bool) -> None:
         """Begin an evaluation, unless the one before has ended the run; wait for that of the last iteration."""
-        assert self.beside is not None
+        assert self.async_evaluator is not None
         if self.is_solved or self.regressed:
             return
         config = self.session.config
@@ -173,7 +173,7 @@ class Evaluations:
         video_dir = self._video_dir(iteration, is_last)
         where = None if video_dir is None else str(video_dir.resolve())
         best = self.best if config.runner.keep_best and iteration else None
-        self.beside.begin(PendingEvaluation(iteration, engine.version, where, best), engine.weights())
+        self.async_evaluator.begin(PendingEvaluation(iteration, engine.version, where, best), engine.weights())
         self.take(iteration, wait=is_last)
 
     def _add_late(self, row: Row) -> None:

@@ -75,7 +75,7 @@ class Trainer:
     def is_finished(self) -> bool:
         """All iterations are done, logged and evaluated, or as many as it took to solve the task."""
         is_done = self.evaluations.is_solved or self.iteration >= self.schedule.total
-        return is_done and self.pending is None and self.evaluations.under_way is None
+        return is_done and self.pending is None and self.evaluations.in_progress is None
 
     def run(self, settings: str) -> int:
         """Train until the last iteration or a signal; return the exit code, 1 if what was done could not be saved.

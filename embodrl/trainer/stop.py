@@ -17,7 +17,7 @@ from types import FrameType
 from embodrl.errors import EmbodrlError, user_location
 from embodrl.processes.ending import REPEAT_S, SecondSignal, owns_process
 from embodrl.processes.guard import CALM, PAUSE, end_family, family, keep_time, release_signals, watch_signals
-from embodrl.processes.liveness import Activity, completed_work, hurry
+from embodrl.processes.liveness import Activity, completed_work, stop_requested
 
 TIMEOUT_S = 10.0
 _AT_ONCE_S = 2.0
@@ -116,7 +116,7 @@ class StopSignal:
         release_signals()
         for descriptor in self._pipe:
             os.close(descriptor)
-        hurry.clear()
+        stop_requested.clear()
         if self.late and isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise self._not_saved(self.late) from error
 
@@ -183,7 +183,7 @@ class StopSignal:
         if first == _END:
             return
         self._second.is_now()  # its time begins here where native code keeps the handler waiting
-        hurry.set()  # processes that hang are given up sooner
+        stop_requested.set()  # processes that hang are given up sooner
         activity = Activity(os.getpid())
         asked_again = False
         left_s = self._timeout_s * _END_AFTER

@@ -25,7 +25,7 @@ from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.weight_sync.base import WeightTarget
-from embodrl.processes.liveness import hurry
+from embodrl.processes.liveness import stop_requested
 from embodrl.specs import WORKFLOW_RUNNERS, WorkflowRunnerSpec
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
@@ -113,17 +113,17 @@ class AsyncCollector:
         config: Config,
         num_envs: int,
         num_tasks: int,
-        players: Sequence[EpisodeRunner],
+        runners: Sequence[EpisodeRunner],
         target: WeightTarget,
         should_stop: Callable[[], bool],
     ) -> None:
         self.config = config
         self.num_envs = num_envs
-        self.players = players
+        self.runners = runners
         self.target = target
         self.should_stop = should_stop
         self.schedule = EpisodeSchedule(config, num_envs, num_tasks)
-        count = len(self.players)
+        count = len(self.runners)
         self.gate = StalenessGate(config.runner.max_staleness, count * config.algorithm.rollout_epoch, count)
         self._next_shard = 0
         self._again: list[int] = []
@@ -153,9 +153,9 @@ class AsyncCollector:
     def gather_more(self, iteration: int, epoch: int) -> tuple[TrajectoryBatch, Metrics]:
         """One more shard per stage, as many environments as there are."""
         with self._changed:
-            self._extra += len(self.players)
+            self._extra += len(self.runners)
             self._changed.notify_all()
-        return self._gather(len(self.players), more=True)
+        return self._gather(len(self.runners), more=True)
 
     def _gather(self, count: int, more: bool = False) -> tuple[TrajectoryBatch, Metrics]:
         clock = time.perf_counter()
@@ -238,7 +238,7 @@ class AsyncCollector:
             self._changed.notify_all()
         deadline = time.monotonic() + _JOIN * self.config.runner.stop_timeout_s
         while any(thread.is_alive() for thread in self._threads):
-            if hurry.is_set() and time.monotonic() > deadline:
+            if stop_requested.is_set() and time.monotonic() > deadline:
                 logger.warning("a rollout that hangs is left alone, as the run is to end")
                 return
             for thread in self._threads:
@@ -248,7 +248,7 @@ class AsyncCollector:
 
     def _start(self) -> None:
         if not self._threads:
-            for number, episode_runner in enumerate(self.players):
+            for number, episode_runner in enumerate(self.runners):
                 self._threads.append(
                     threading.Thread(target=self._work, args=(episode_runner,), name=f"rollout-{number}", daemon=True)
                 )
@@ -295,9 +295,9 @@ class AsyncCollector:
     def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
         """Return a shard; None if it was interrupted."""
         iteration, place = divmod(number, self.gate.batch_size)
-        epoch, part = divmod(place, len(self.players))
+        epoch, part = divmod(place, len(self.runners))
         seeds, task_ids = self.schedule.draw(iteration, epoch)
-        size = self.num_envs // len(self.players)
+        size = self.num_envs // len(self.runners)
         rows = slice(part * size, (part + 1) * size)
         groups = self.schedule.group_ids(0)[rows]
         shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
@@ -308,7 +308,7 @@ class AsyncCollector:
 
     def _breaks_off(self) -> bool:
         """Return whether no shard is wanted any more; one that is under way starts again when the run is resumed."""
-        return self._closing or self._failure is not None or hurry.is_set()
+        return self._closing or self._failure is not None or stop_requested.is_set()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class AsyncCollector:
                 "next_shard": self._next_shard,
                 "rejected": self.gate.rejected,
                 "env_steps_dropped": self._env_steps_dropped,
-                "settings": shard_settings(self.config, len(self.players)),
+                "settings": shard_settings(self.config, len(self.runners)),
             }
         return RolloutState(state, tensors)
 
@@ -350,7 +350,7 @@ class AsyncCollector:
                 code="checkpoint-other-settings",
             )
         before = state["settings"]
-        now = shard_settings(self.config, len(self.players))
+        now = shard_settings(self.config, len(self.runners))
         if before.get(PLAYERS, now[PLAYERS]) != now[PLAYERS]:
             raise CheckpointError(
                 f"the checkpoint holds rollouts of {before[PLAYERS]} player(s), and now there are {now[PLAYERS]}",
@@ -387,7 +387,7 @@ class AsyncCollector:
             self._env_steps_dropped = state["env_steps_dropped"]
 
 
-def shard_settings(config: Config, num_players: int) -> dict[str, object]:
+def shard_settings(config: Config, num_runners: int) -> dict[str, object]:
     """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
     env = config.env
     algorithm = config.algorithm
@@ -400,7 +400,7 @@ def shard_settings(config: Config, num_players: int) -> dict[str, object]:
         "env.train.max_steps_per_rollout_epoch": env.train.max_steps_per_rollout_epoch,
         "env.train.auto_reset": env.train.auto_reset,
         "env.train.ignore_terminations": env.train.ignore_terminations,
-        PLAYERS: num_players,
+        PLAYERS: num_runners,
         "rollout.pipeline_stages": config.rollout.pipeline_stages,
         "rollout.workflow": config.rollout.workflow,
         "algorithm.group_size": algorithm.group_size,

@@ -26,7 +26,7 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.offload import OffloadReport
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.models.base import VLAPolicy
-from embodrl.processes.liveness import hurry
+from embodrl.processes.liveness import stop_requested
 from embodrl.processes.restarts import RestartBudget
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.group import Handle, WorkerGroup, wait_all
@@ -99,7 +99,7 @@ class RemoteBackend(RolloutBackend):
     """Rollouts in processes of their own, on this machine or on others, each with a share of the environments.
 
     A process that dies is restarted, gets the weights, and repeats what it was doing; the others continue. If the run
-    is to end soon (``hurry``), it is not: what is known of its random numbers takes its place in a checkpoint.
+    is to end soon (``stop_requested``), it is not: what is known of its random numbers takes its place in a checkpoint.
 
     Args:
         config: the run.
@@ -193,12 +193,12 @@ class RemoteBackend(RolloutBackend):
             if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
                 self._join_all()
                 return
-            if hurry.is_set():  # the run is ending: no rollout will use them
+            if stop_requested.is_set():  # the run is ending: no rollout will use them
                 return
             try:
                 self.link.send(self._weights(), version, self._check)
             except (WeightSyncError, WorkerDied) as error:
-                if hurry.is_set():
+                if stop_requested.is_set():
                     return
                 logger.warning("weights of version %d: %s; they are sent again in full", version, error)
                 self._join_all()
@@ -275,11 +275,11 @@ class RemoteBackend(RolloutBackend):
     def _revive(self, error: WorkerError) -> None:
         rank = error.rank
         while True:
-            if hurry.is_set():
+            if stop_requested.is_set():
                 self._leave_lost(error)
             self._count_restart(error)
             try:
-                self.group.restart(rank, _START_TIMEOUT_S, hurry.is_set)
+                self.group.restart(rank, _START_TIMEOUT_S, stop_requested.is_set)
                 self._new.add(rank)
                 return
             except WorkerError as again:
@@ -388,7 +388,7 @@ class RemoteBackend(RolloutBackend):
 
     def _end_late(self, handles: Mapping[int, Handle]) -> None:
         """Kill the processes that have not answered long after the run was asked to end soon."""
-        if not hurry.is_set():
+        if not stop_requested.is_set():
             return
         self._hurried_at = self._hurried_at or time.monotonic()
         if time.monotonic() - self._hurried_at < self._patience_s:

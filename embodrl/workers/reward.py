@@ -313,10 +313,12 @@ class RewardWorker:
         batch.call_id = None
         self._paid = self._paid + 1
         self._waited_s = 0.0
-        paid = torch.stack([outcome.sum() for outcome in outcomes if not isinstance(outcome, RewardError)] or [_NONE])
+        granted = torch.stack(
+            [outcome.sum() for outcome in outcomes if not isinstance(outcome, RewardError)] or [_NONE]
+        )
         return {
-            "reward/mean": float(paid.mean()),
-            "reward/std": float(paid.std(correction=0)),
+            "reward/mean": float(granted.mean()),
+            "reward/std": float(granted.std(correction=0)),
             "reward/errors": float(len(errors)),
             "reward/failed_calls": float(failures),
             "time/reward_wait_s": waited,
@@ -396,13 +398,13 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
     for number, reward in rewards.items():
         chunks = episodes.index == number
         valid = batch.valid[chunks]
-        paid = torch.zeros(valid.shape)
+        granted = torch.zeros(valid.shape)
         if reward.ndim:
-            paid[valid] = reward
+            granted[valid] = reward
         else:
             row, action = valid.nonzero()[-1].tolist()
-            paid[row, action] = reward
-        batch.rewards[chunks] = paid
+            granted[row, action] = reward
+        batch.rewards[chunks] = granted
 
 
 class RewardCalls:

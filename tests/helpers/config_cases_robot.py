@@ -48,7 +48,7 @@ ROBOT = [
         ("env.real_time.wait_for_person=true",),
     ),
     Wrong(
-        "a person in a hurry",
+        "a person in a stop_requested",
         "env.reset_timeout_s",
         "person-has-time",
         ("env.reset_timeout_s=60", "env.step_timeout_s=900", "env.real_time.control_dir=here", *CLOCK),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.foreign import advice
+from embodrl.config.other_systems import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import OffPolicyConfig
 from embodrl.errors import EmbodrlError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from embodrl.config.foreign import advice
+from embodrl.config.other_systems import advice
 from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences, policy_directory, read_card
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.hub import parse

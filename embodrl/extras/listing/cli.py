@@ -94,7 +94,7 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
             raise ConfigError(problems)
         return own
     from embodrl.config.compose import compose, parse_arguments
-    from embodrl.config.load import import_extensions, refuse_foreign_code
+    from embodrl.config.load import import_extensions, refuse_untrusted_code
 
     problems = [
         ConfigProblem(
@@ -111,7 +111,7 @@ def load_extensions(settings: list[str], config_file: Path | None = None, trust:
     if problems:
         raise ConfigError(problems)
     composition = compose(settings, config_file)
-    refuse_foreign_code(composition, trust)
+    refuse_untrusted_code(composition, trust)
     problems = composition.problems + import_extensions(composition.tree)[0]
     if problems:
         raise ConfigError(problems)

@@ -89,7 +89,7 @@ class IqlCritics:
         Raises:
             NonFiniteError: the loss or its gradient is not finite; the weights are as before.
         """
-        led = data.led
+        led = data.outcomes
         assert led is not None, "the run was built for critics"
         seen = self._inputs(data, frames)
         after = self._inputs(data, led.next[frames])

@@ -72,7 +72,11 @@ class OfflineLearner(RecordLearner):
             weights = advantage_weights(found[0], settings.temperature, settings.max_weight).cpu()
             at_bound = float((weights >= settings.max_weight).float().mean())
             metrics = {**found[1], "weight_mean": float(weights.mean()), "weights_clipped": at_bound}
-        words = None if data.positive is None else told_advantages(data, frames, settings.condition_dropout, generator)
+        words = (
+            None
+            if data.positive is None
+            else advantage_instructions(data, frames, settings.condition_dropout, generator)
+        )
         return metrics | self.imitate(frames, weights, rates.policy, words)
 
     def imitate(
@@ -105,7 +109,7 @@ class OfflineLearner(RecordLearner):
             self.critics.load(checkpoint.tensors(SECTION))
 
 
-def told_advantages(data: OfflineData, frames: Tensor, dropout: float, generator: torch.Generator) -> list[str]:
+def advantage_instructions(data: OfflineData, frames: Tensor, dropout: float, generator: torch.Generator) -> list[str]:
     """Return the instructions of frames, which say whether the advantage is positive but for a share of them."""
     index = frames.numpy()
     dropped = (torch.rand(len(frames), generator=generator) < dropout).tolist()

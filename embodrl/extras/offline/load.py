@@ -18,10 +18,10 @@ from embodrl.algorithms.off_policy import chunk_return, n_step_return
 from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
 from embodrl.data.demos import Demos, Outcomes
 from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
-from embodrl.data.offline import Led, OfflineData
+from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import EmbodrlError
 from embodrl.extras.offline.labels import read_indicator
-from embodrl.learners.replay import check_rewards, no_rewards, paid
+from embodrl.learners.replay import check_rewards, no_rewards, rewarded
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_model import network_inputs
 from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
@@ -54,7 +54,7 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     check_demos(demos, config)
     if demos.outcomes is None:
         raise no_rewards(source)
-    demos = paid(demos, config)
+    demos = rewarded(demos, config)
     assert demos.outcomes is not None
     known = [success for success in demos.success if success is not None]
     rate = f", {sum(known)} of {len(known)} successful" if known else ""
@@ -64,7 +64,7 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     if conditions:
         positive = read_indicator(directory, config.algorithm.offline.tag, demos)
         return OfflineData(executed, chunk, {}, positive=positive), None
-    led = what_chunks_led_to(demos, demos.outcomes, chunk, config.algorithm)
+    led = chunk_outcomes(demos, demos.outcomes, chunk, config.algorithm)
     if not bool(led.known.any()):
         raise EmbodrlError(
             f"{source} has no chunk of {chunk} actions whose outcome is recorded",
@@ -96,7 +96,7 @@ def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpe
     return network_inputs(spec, demos.images, demos.state, torch.from_numpy(numbers[demos.episode]))
 
 
-def what_chunks_led_to(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: AlgorithmConfig) -> Led:
+def chunk_outcomes(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: AlgorithmConfig) -> ChunkOutcomes:
     """Return n-step returns of the chunks that begin at each frame.
 
     Args:
@@ -119,4 +119,4 @@ def what_chunks_led_to(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: 
     known = torch.from_numpy(acted)
     found = n_step_return(sums, lengths, torch.from_numpy(terminated), known, algorithm.gamma)
     following = (torch.from_numpy(frames) + chunk * found.offset).clamp(max=len(frames) - 1)
-    return Led(found.returns, found.discount, following, known[:, 0])
+    return ChunkOutcomes(found.returns, found.discount, following, known[:, 0])

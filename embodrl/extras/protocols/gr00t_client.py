@@ -49,9 +49,9 @@ class GrootClient(Client):
 
     async def connect(self) -> None:
         self._context = self._asyncio.Context()
-        self._told = await self._hello(self.config.answer_timeout_s)
+        self._server_info = await self._hello(self.config.answer_timeout_s)
         names: dict[str, tuple[str, ...]] = {}
-        for kind, content in self._told.items() if isinstance(self._told, Mapping) else ():
+        for kind, content in self._server_info.items() if isinstance(self._server_info, Mapping) else ():
             as_json = content.get("as_json") if isinstance(content, Mapping) else None
             names[kind] = texts(as_json.get("modality_keys")) if isinstance(as_json, Mapping) else ()
         language = names.get("language", ())
@@ -71,7 +71,7 @@ class GrootClient(Client):
 
     async def _return(self) -> None:
         # ZMQ connects whenever the server is back, and does not say that it is not.
-        if await self._hello(self.config.reconnect_timeout_s) != self._told:
+        if await self._hello(self.config.reconnect_timeout_s) != self._server_info:
             raise changed(self.url)
 
     async def act(self, observation: Observation) -> Array:

@@ -26,7 +26,7 @@ from embodrl.extras.ray.machines import RayMachine, Reservation
 from embodrl.extras.ray.watcher import Watcher
 from embodrl.processes.child import LOG_TAIL_BYTES
 from embodrl.processes.codec import Blobs
-from embodrl.processes.liveness import Limits, hurry, start_beating
+from embodrl.processes.liveness import Limits, start_beating, stop_requested
 from embodrl.processes.serve import describe_error
 from embodrl.scheduler.channel import Channel
 from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, free_port, hung_error, raised, settle
@@ -225,7 +225,7 @@ class _RayWorker(Running):
         while self._about is not None and not self._over.wait(_LOOK_S):
             pid, _, _, heartbeat = self._about
             busy = not self._started.done() or bool(self._pending)
-            if reason := self._ask_watcher("look", pid, heartbeat, busy, hurry.is_set()):
+            if reason := self._ask_watcher("look", pid, heartbeat, busy, stop_requested.is_set()):
                 self.give_up(reason)
                 return
 

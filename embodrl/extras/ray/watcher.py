@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 
-from embodrl.processes.liveness import Limits, Liveness, hurry, is_stopped
+from embodrl.processes.liveness import Limits, Liveness, is_stopped, stop_requested
 
 
 class Watcher:
@@ -30,7 +30,7 @@ class Watcher:
             hurried: the run is to end soon.
         """
         if hurried:
-            hurry.set()
+            stop_requested.set()
         if pid not in self._known:
             try:
                 heartbeat = os.open(f"/proc/{pid}/fd/{memory_fd}", os.O_RDONLY | os.O_CLOEXEC)

@@ -25,11 +25,11 @@ from embodrl.config.check import schema_of, validate
 from embodrl.config.compose import Composition, assignment, compose, concerning, is_choice, parse_arguments
 from embodrl.config.explain import flow
 from embodrl.config.isolated import interpreter_of
-from embodrl.config.load import refuse_foreign_code
+from embodrl.config.load import refuse_untrusted_code
 from embodrl.config.nodes import Node, lookup, walk
 from embodrl.config.schema import CollectConfig, RecipeConfig
 from embodrl.config.schema.readers import Verb, reads
-from embodrl.config.trust import foreign_settings
+from embodrl.config.trust import untrusted_code
 from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
 from embodrl.pipelines.load import load_config
@@ -206,10 +206,10 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         OutputError: the directory holds something else.
     """
     composition = compose(overrides, config_file)
-    refuse_foreign_code(composition, trust)
+    refuse_untrusted_code(composition, trust)
     settings = _recipe_settings(composition)
     if composition.untrusted and not trust:
-        _refuse_foreign_arguments(settings)
+        _refuse_untrusted_code(settings)
     directory = _directory(composition.tree, composition.choices.get("experiment"))
     problems: dict[ConfigProblem, list[str]] = {
         problem: [] for problem in _misplaced(overrides, composition.tree, settings)
@@ -274,11 +274,11 @@ def _recipe_settings(composition: Composition) -> RecipeConfig:
     return settings
 
 
-def _refuse_foreign_arguments(settings: RecipeConfig) -> None:
+def _refuse_untrusted_code(settings: RecipeConfig) -> None:
     """Refuse code that the lists of an untrusted file name: for the stages they are on the command line."""
     texts = [text for name in VERBS for text in getattr(settings, name)]
     tree = compose(texts, None).tree
-    if problems := [problem for text in texts for problem in foreign_settings(tree, (text,))]:
+    if problems := [problem for text in texts for problem in untrusted_code(tree, (text,))]:
         raise ConfigError(problems)
 
 

@@ -86,15 +86,15 @@ def refusal(text: str) -> Exception:
     return Gone(text[:500]) if any(code in text for code in _PASSING) else refused(text)
 
 
-def _keys(told: object) -> Message:
+def _keys(info: object) -> Message:
     """Return the keys that a server of embodrl has told; {} of another make."""
-    keys = told.get("keys") if isinstance(told, Mapping) else None
+    keys = info.get("keys") if isinstance(info, Mapping) else None
     return keys if isinstance(keys, Mapping) else {}
 
 
-def _identity(told: object) -> list[Any]:
+def _identity(info: object) -> list[Any]:
     names = ("model", "keys", "num_action_chunks", "action_dim")
-    return [told.get(name) for name in names] if isinstance(told, Mapping) else []
+    return [info.get(name) for name in names] if isinstance(info, Mapping) else []
 
 
 def keys_needed(missing: Iterable[str]) -> RemotePolicyError:
@@ -117,7 +117,7 @@ class Client(ABC):
         self.config = config
         self.token = os.environ.get(TOKEN_VARIABLE)
         self.keys = WireMap((), (), "")
-        self._told: Any = None
+        self._server_info: Any = None
 
     @abstractmethod
     async def connect(self) -> None:
@@ -176,15 +176,15 @@ class Client(ABC):
         limit = f"{self.config.answer_timeout_s:g} s (model.answer_timeout_s)"
         return unreachable(self.url, f"no answer within {limit}")
 
-    def _learn(self, told: Message) -> None:
+    def _learn(self, info: Message) -> None:
         """Take the keys that are configured, and the others from what the server told."""
         own = self.config.keys
-        images = own.images or texts(told.get("images"))
-        instruction = own.instruction or told.get("instruction")
+        images = own.images or texts(info.get("images"))
+        instruction = own.instruction or info.get("instruction")
         missing = [name for name, value in (("images", images), ("instruction", instruction)) if not value]
         if missing:
             raise keys_needed(missing)
-        self.keys = WireMap(images, own.state or texts(told.get("state")), str(instruction))
+        self.keys = WireMap(images, own.state or texts(info.get("state")), str(instruction))
 
 
 def texts(value: object) -> tuple[str, ...]:
@@ -210,8 +210,8 @@ class HttpClient(Client):
 
     async def connect(self) -> None:
         self._open()
-        self._told = await self._hello()
-        self._learn(_keys(self._told))
+        self._server_info = await self._hello()
+        self._learn(_keys(self._server_info))
 
     async def _hello(self) -> Any:
         url = self.url.rstrip("/")
@@ -245,8 +245,8 @@ class HttpClient(Client):
         return content
 
     async def _return(self) -> None:
-        told = await self._hello()
-        if _identity(told) != _identity(self._told):
+        info = await self._hello()
+        if _identity(info) != _identity(self._server_info):
             raise changed(self.url)
 
     async def _while_alive(self, exchange: Coroutine[Any, Any, _T]) -> _T:
@@ -254,7 +254,7 @@ class HttpClient(Client):
         task = asyncio.ensure_future(exchange)
         try:
             while not (await asyncio.wait({task}, timeout=PROBE_S))[0]:
-                if not _keys(self._told):
+                if not _keys(self._server_info):
                     continue  # of another make: openpi's own server does not answer anything while it computes
                 if self._probing is None or self._probing.done():
                     self._probing = asyncio.create_task(self._probe())

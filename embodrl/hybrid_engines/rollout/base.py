@@ -18,7 +18,7 @@ from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.training.parallel import on_threads
 from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.models.base import VLAPolicy, check_decoding
-from embodrl.models.common.condition import told
+from embodrl.models.common.condition import condition_observation
 from embodrl.types import MODES, ActMode, ChunkPrefix, Decoding, Observation, PolicyOutput, SamplingParams
 
 
@@ -167,7 +167,7 @@ class RolloutEngine(ABC):
     ) -> PolicyOutput:
         """Draw a chunk of actions for each row, with the engine's own generators unless others are given."""
         return self._predict(
-            ActRequest(self._told(observation), "train", compute_values, generators or self.generators)
+            ActRequest(self._conditioned(observation), "train", compute_values, generators or self.generators)
         )
 
     def decide(
@@ -184,14 +184,16 @@ class RolloutEngine(ABC):
             EmbodrlError: there is no such decoding.
         """
         check_decoding(decoding, self.decodings, type(self.policy).__name__)
-        return self._predict(ActRequest(self._told(observation), MODES[decoding], False, generators or self.generators))
+        return self._predict(
+            ActRequest(self._conditioned(observation), MODES[decoding], False, generators or self.generators)
+        )
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> PolicyOutput:
         """As ``decide`` by ``greedy``, continuing the chunks that robots are in the midst of: see ``VLAPolicy``."""
         with self._lock:
             self.onload()
             with torch.no_grad(), autocast(self.precision, self.device):
-                actions = self.policy.continue_chunk(self._told(observation), prefix, guidance)
+                actions = self.policy.continue_chunk(self._conditioned(observation), prefix, guidance)
             return PolicyOutput(actions, torch.zeros(actions.shape), None, {}, self.version)
 
     def values(self, observation: Observation) -> Tensor:
@@ -201,17 +203,19 @@ class RolloutEngine(ABC):
             with torch.no_grad(), autocast(self.precision, self.device):
                 return self.policy.predict_values(part).float().cpu()
 
-        tasks = [lambda part=part: compute(part) for part in self._parts(self._told(observation))]
+        tasks = [lambda part=part: compute(part) for part in self._parts(self._conditioned(observation))]
         with self._lock:
             return torch.cat(on_threads(tasks, self.num_threads))
 
     def inputs(self, observation: Observation) -> dict[str, Tensor]:
         """Return what the policy makes of observations (``VLAPolicy.preprocess``), on the CPU."""
         with self._lock:
-            return {name: tensor.cpu() for name, tensor in self.policy.preprocess(self._told(observation)).items()}
+            return {
+                name: tensor.cpu() for name, tensor in self.policy.preprocess(self._conditioned(observation)).items()
+            }
 
-    def _told(self, observation: Observation) -> Observation:
-        return told(observation, self.policy.condition)
+    def _conditioned(self, observation: Observation) -> Observation:
+        return condition_observation(observation, self.policy.condition)
 
     def _parts(self, observation: Observation) -> list[Observation]:
         rows = np.array_split(np.arange(observation.batch_size), min(self.num_threads, observation.batch_size))

@@ -18,7 +18,7 @@ def conditioned(instruction: str, condition: Condition | None) -> str:
     return instruction if condition is None else f"{instruction}{PREFIX}{condition}"
 
 
-def told(observation: Observation, condition: Condition | None) -> Observation:
+def condition_observation(observation: Observation, condition: Condition | None) -> Observation:
     """Return an observation whose instructions say the condition."""
     if condition is None:
         return observation

@@ -103,22 +103,22 @@ class Late:
     def __init__(self, rates: list[float], behind: int) -> None:
         self.rates, self.behind = rates, behind
         self.trainer: Trainer | None = None
-        self.under_way: PendingEvaluation | None = None
+        self.in_progress: PendingEvaluation | None = None
         self.best: list[float | None] = []
 
     def continue_from(self, version: int, weights: object, unfinished: object) -> None: ...
 
     def begin(self, wanted: PendingEvaluation, weights: object) -> None:
-        assert self.under_way is None
-        self.under_way = wanted
+        assert self.in_progress is None
+        self.in_progress = wanted
         self.best.append(wanted.best)
 
     def take(self, wait: bool, should_stop: object) -> tuple[PendingEvaluation, dict[str, Any]] | None:
-        done = self.under_way
+        done = self.in_progress
         assert self.trainer is not None
         if done is None or not (wait or self.trainer.iteration >= done.iteration + self.behind):
             return None
-        self.under_way = None
+        self.in_progress = None
         rate = self.rates.pop(0)
         figures = {"eval/success_rate": rate, "time/eval_s": 1.0}
         is_best = done.best is not None and rate > done.best

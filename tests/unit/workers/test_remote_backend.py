@@ -19,7 +19,7 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
 from embodrl.extras.workflows.runner import WorkflowCollector
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.processes.liveness import hurry
+from embodrl.processes.liveness import stop_requested
 from embodrl.scheduler.channel import LocalChannel
 from embodrl.scheduler.group import Handle
 from embodrl.scheduler.launchers.base import CallOutcome
@@ -249,9 +249,9 @@ def test_a_restart_keeps_nothing_of_the_iteration_alive() -> None:
 @pytest.fixture
 def soon() -> Iterator[None]:
     """The run is to end soon: a signal has come."""
-    hurry.set()
+    stop_requested.set()
     yield
-    hurry.clear()
+    stop_requested.clear()
 
 
 def test_who_dies_when_a_signal_has_come_is_not_restarted_and_the_others_answers_count(soon: None) -> None:
@@ -287,7 +287,7 @@ def test_a_restart_under_way_is_given_up_when_a_signal_comes() -> None:
     restart = group.restart
 
     def restart_with_signal(*arguments: Any) -> None:
-        hurry.set()
+        stop_requested.set()
         restart(*arguments)
 
     group.restart = restart_with_signal  # type: ignore[method-assign]
@@ -295,7 +295,7 @@ def test_a_restart_under_way_is_given_up_when_a_signal_comes() -> None:
         with pytest.raises(InterruptedError):
             rollouts.revive(WorkerDied("rollout[1] was killed", rank=1), incarnation=0)
     finally:
-        hurry.clear()
+        stop_requested.clear()
     assert group.asked == ["restart 1"]
 
 

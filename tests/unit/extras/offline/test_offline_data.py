@@ -13,7 +13,7 @@ from tiny_families import build
 from embodrl.config.schema import Config
 from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError
-from embodrl.extras.offline.load import load_offline, what_chunks_led_to
+from embodrl.extras.offline.load import chunk_outcomes, load_offline
 from embodrl.pipelines.load import load_config
 
 
@@ -31,13 +31,13 @@ def test_returns_of_chunks(tmp_path: Path) -> None:
     demos = load_demos(tmp_path / "data")
     assert demos.outcomes is not None
     settings = config(tmp_path / "data", "algorithm.gamma=0.5", "algorithm.off_policy.n_step=2").algorithm
-    led = what_chunks_led_to(demos, demos.outcomes, 2, settings)
+    led = chunk_outcomes(demos, demos.outcomes, 2, settings)
     assert led.known.tolist() == [True] * 5 + [True, True, False, False]
     assert led.returns[led.known].tolist() == [3.5, 3 + 0.5 * 7, 5 + 0.5 * 4, 7.0, 4.0, 1.0, 3.0]
     assert led.discount[led.known].tolist() == [0.25, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5]
     assert led.next[[0, 5, 6]].tolist() == [4, 7, 8]
     per_action = settings.model_copy(update={"reward_type": "action_level"})
-    led = what_chunks_led_to(demos, demos.outcomes, 2, per_action)
+    led = chunk_outcomes(demos, demos.outcomes, 2, per_action)
     assert led.returns[0] == 0 + 0.5 * 1 + 0.25 * 2 + 0.125 * 3 and led.discount[0] == 0.5**4
 
 
@@ -46,7 +46,7 @@ def test_what_a_run_learns_from(tmp_path: Path) -> None:
     policy = build("gaussian", add_value_head=False)
     data, spec = load_offline(config(tmp_path / "data", "model.num_action_chunks=2"), policy)
     assert (spec.num_cameras, spec.state_dim, spec.num_tasks) == (0, 4, 1) if spec else False
-    assert set(data.seen) == {"state", "task"} and data.led is not None
+    assert set(data.seen) == {"state", "task"} and data.outcomes is not None
     actions, inside = data.actions(torch.tensor([4]), 2)
     assert np.allclose(actions, 4 / 100) and inside.tolist() == [[True, False]]  # as executed, not as labelled
     data, spec = load_offline(config(tmp_path / "data", "model=cnn"), policy)

@@ -15,10 +15,10 @@ from tiny_training import training_config
 
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
-from embodrl.data.offline import Led, OfflineData
+from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.extras.offline.iql import IqlCritics
-from embodrl.extras.offline.learner import OfflineLearner, told_advantages
+from embodrl.extras.offline.learner import OfflineLearner, advantage_instructions
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.objective import normalized
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
@@ -45,7 +45,7 @@ def data_of(chunk: int, count: int = 24, seed: int = 0) -> OfflineData:
     }
     demos = Demos.of_episodes(columns, [6] * (count // 6), ["push the cube"] * (count // 6), ["push"] * (count // 6))
     over = torch.arange(count) % 6 >= 6 - chunk
-    led = Led(
+    led = ChunkOutcomes(
         returns=torch.randn(count, generator=generator),
         discount=0.9 * ~over,
         next=(torch.arange(count) + chunk).clamp(max=count - 1),
@@ -124,13 +124,16 @@ def test_critics_learn_from_the_equations() -> None:
     config = config_of()
     critics, data = critics_of(config), data_of(2)
     frames = torch.tensor([0, 4, 9])
-    assert data.led is not None
+    assert data.outcomes is not None
     nothing = torch.zeros(3, 0)
     with torch.no_grad():
         actions = torch.stack([torch.from_numpy(data.demos.actions[i : i + 2]) for i in (0, 4, 9)])
         q_target = critics.target(data.inputs(frames), actions).min(0).values
         v = critics.v(data.inputs(frames), nothing)[0]
-        y = data.led.returns[frames] + data.led.discount[frames] * critics.v(data.inputs(frames + 2), nothing)[0]
+        y = (
+            data.outcomes.returns[frames]
+            + data.outcomes.discount[frames] * critics.v(data.inputs(frames + 2), nothing)[0]
+        )
         q = critics.q(data.inputs(frames), actions)
         u = q_target - v
         value_loss = torch.where(u < 0, 0.3, 0.7).mul(u**2).mean()
@@ -169,7 +172,11 @@ def test_a_positive_temperature_prefers_better_actions() -> None:
     data.demos.state[:] = 0
     data.demos.images[:] = 0
     seen = {STATE: torch.zeros(24, S), IMAGES: torch.zeros(24, 1, 16, 16, 3, dtype=torch.uint8), TASK: data.seen[TASK]}
-    led = Led(good.float(), torch.zeros(24), data.led.next, torch.ones(24, dtype=torch.bool)) if data.led else None
+    led = (
+        ChunkOutcomes(good.float(), torch.zeros(24), data.outcomes.next, torch.ones(24, dtype=torch.bool))
+        if data.outcomes
+        else None
+    )
     data = OfflineData(data.demos, 2, seen, led)
     chosen = {}
     for temperature in (0.0, 20.0):
@@ -212,10 +219,10 @@ def test_policy_and_critics_follow_their_gradients() -> None:
 
 def test_instructions_say_the_advantage_but_for_a_share() -> None:
     data = replace(data_of(2), positive=np.arange(24) % 2 == 0)
-    words = told_advantages(data, torch.arange(24), 0.0, generator())
+    words = advantage_instructions(data, torch.arange(24), 0.0, generator())
     assert words[:2] == ["push the cube, advantage: positive", "push the cube, advantage: negative"]
-    assert told_advantages(data, torch.arange(24), 1.0, generator()) == ["push the cube"] * 24
-    dropped = told_advantages(data, torch.arange(24).repeat(100), 0.3, generator()).count("push the cube")
+    assert advantage_instructions(data, torch.arange(24), 1.0, generator()) == ["push the cube"] * 24
+    dropped = advantage_instructions(data, torch.arange(24).repeat(100), 0.3, generator()).count("push the cube")
     assert 0.27 < dropped / 2400 < 0.33
 
 

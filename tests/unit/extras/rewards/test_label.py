@@ -90,7 +90,7 @@ def test_a_run_reads_the_indicator(data: Path) -> None:
     base = ["env=toy", "model=mlp", "algorithm=recap", "env.state=full", "env.cameras=[{height: 16, width: 16}]"]
     config = load_config([*base, f"algorithm.off_policy.demos={data}", "algorithm.offline.tag=other"]).config
     found, spec = load_offline(config, build("gaussian", add_value_head=False))
-    assert spec is None and found.led is None and found.positive is not None and len(found.positive) == 50
+    assert spec is None and found.outcomes is None and found.positive is not None and len(found.positive) == 50
     assert config.model.condition == "positive"
     with raises_code("labels-are-there", ConfigError):
         load_config([*base, f"algorithm.off_policy.demos={data}", "algorithm.offline.tag=none"])

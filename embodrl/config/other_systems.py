@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 _OWN = "register an environment of your own (docs/tutorial.md), or choose one of `embodrl list envs`"
 _GAE = "write algorithm.adv_type=gae, PPO's estimator; algorithm=ppo chooses estimator and loss"
 _PPO_LOSS = "write algorithm.loss_type=actor_critic, PPO's loss with a critic; algorithm=ppo chooses estimator and loss"
-FOREIGN: Mapping[tuple[str, str], tuple[str, str]] = {
+OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = {
     ("model", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
     ("model", "pi0.5"): ("pi05", "write model=pi05"),
     ("rollout", "sglang"): ("vllm", "SGLang is not supported; write rollout=vllm, or rollout=native"),
@@ -82,7 +82,7 @@ _GPUS = (
     " actor=fsdp 'cluster.component_placement={actor:0-1,rollout:0-1,env:all}'; cluster=8xh100 describes them to"
     " `embodrl plan`",
 )
-FOREIGN_KEYS: Mapping[str, tuple[str, str]] = {
+OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "actor.model.path": _MODEL_PATH,
     "actor_rollout_ref.model.path": _MODEL_PATH,
     "rollout.model.path": _MODEL_PATH,
@@ -109,7 +109,7 @@ def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None
         key: that is not known here, or the first part of it.
         given: tells whether the configuration has a longer key.
     """
-    for full, found in FOREIGN_KEYS.items():
+    for full, found in OTHER_KEYS.items():
         if full == key or (full.startswith(f"{key}.") and given(full)):
             return found
     return None
@@ -117,4 +117,4 @@ def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None
 
 def advice(key: str, name: str) -> tuple[str, str] | None:
     """Return the nearest name here and a hint for a name of another system; None if it is not known."""
-    return FOREIGN.get((key, name.lower()))
+    return OTHER_NAMES.get((key, name.lower()))

@@ -11,16 +11,16 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.check import schema_keys, shipped_schemas
-from embodrl.config.foreign import FOREIGN, FOREIGN_KEYS
+from embodrl.config.other_systems import OTHER_KEYS, OTHER_NAMES
 from embodrl.config.presets import groups, presets
 from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.names import import_workflow
 from embodrl.specs import ADVANTAGES, ENGINES, LOSSES, MODELS
 
 
-@pytest.mark.parametrize(("key", "name"), FOREIGN)
+@pytest.mark.parametrize(("key", "name"), OTHER_NAMES)
 def test_a_name_of_another_system_is_answered(key: str, name: str) -> None:
-    near, hint = FOREIGN[key, name]
+    near, hint = OTHER_NAMES[key, name]
     with pytest.raises(ConfigError) as caught:
         load_config(["env=toy", "model.warm_start=null", f"{key}='{name.upper()}'"])
     (problem,) = [found for found in caught.value.problems if found.key == key]
@@ -36,9 +36,9 @@ def test_a_name_of_another_system_is_answered(key: str, name: str) -> None:
     assert name not in names and (near in names or not near) and (key in groups() or key in known)
 
 
-@pytest.mark.parametrize("key", FOREIGN_KEYS)
+@pytest.mark.parametrize("key", OTHER_KEYS)
 def test_a_key_of_another_system_is_answered(key: str) -> None:
-    near, hint = FOREIGN_KEYS[key]
+    near, hint = OTHER_KEYS[key]
     (problem,) = problems(f"{key}=x")
     assert (problem.code, problem.nearest, problem.hint) == ("config-unknown-key", near, hint)
     assert key.startswith(problem.key) and (not near or near in schema_keys(shipped_schemas()[0]))
@@ -62,7 +62,7 @@ def test_a_form_that_is_refused_is_answered_with_the_one_that_works(
     assert problem.code == code and written in problem.hint
 
 
-HINTS = sorted({hint for _, hint in (*FOREIGN.values(), *FOREIGN_KEYS.values())})
+HINTS = sorted({hint for _, hint in (*OTHER_NAMES.values(), *OTHER_KEYS.values())})
 SETTINGS = re.compile(r"(?:(?:'[a-z_.]+=[^']+'|\b[a-z_.]+=[a-z0-9_]+\b(?!-))(?: (?=[a-z_.']+=))?)+")
 WRITTEN = sorted({found for hint in HINTS for found in SETTINGS.findall(hint)})
 
