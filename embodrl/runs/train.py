@@ -16,8 +16,7 @@ from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.async_evaluation import finished_since, unfinished_evaluation
-from embodrl.trainer.evaluations import start_async_evaluator
+from embodrl.trainer.async_evaluation import unfinished_evaluation
 from embodrl.trainer.files import (
     LEAST_FREE_BYTES,
     LOG_FILE,
@@ -27,13 +26,12 @@ from embodrl.trainer.files import (
     run_directory,
     sent_num_bytes,
 )
-from embodrl.trainer.journal import Journal
 from embodrl.trainer.lock import RunLock
-from embodrl.trainer.loop import Trainer, make_trainer
-from embodrl.trainer.parts import build, check_machine
+from embodrl.trainer.loop import Trainer
+from embodrl.trainer.parts import build, check_machine, make_trainer
 from embodrl.trainer.provenance import compute_text
 from embodrl.trainer.result import TrainResult, already_complete, conclude
-from embodrl.trainer.saving import iteration_of, open_metrics, pending_row
+from embodrl.trainer.saving import iteration_of, pending_row
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.trainer.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
@@ -163,20 +161,16 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
     session.engine = parts.engine
     parts.engine.on_step = console.step
     session.stop.arm()
-    late = None if checkpoint is None else finished_since(directory, checkpoint)  # before its row is dropped
-    journal = Journal(open_metrics(session, closing), console, config.model.warm_start is not None)
-    console.restore(journal.rows)
-    beside = start_async_evaluator(session, parts.policy, closing)
     publish_to = directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     watch = Watch(lambda: bool(session.stop), console.phase)
     learner = RolloutLearner(config, deployment, graph_of(session.loaded), parts, watch, publish_to)
-    has_reference = config.algorithm.kl.coef > 0
-    trainer = make_trainer(session, learner, Schedule.of_training(config), journal, beside, has_reference)
     num_bytes = parts.engine.state_num_bytes()
     sent = sent_num_bytes(config, deployment, parts.policy)
     check_disk_space(directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
     if checkpoint is not None:
         console.message(f"resuming from {checkpoint.path}")
-        trainer.restore(checkpoint, late)
+    schedule = Schedule.of_training(config)
+    has_reference = config.algorithm.kl.coef > 0
+    trainer = make_trainer(session, learner, schedule, console, closing, has_reference=has_reference)
     # Only now: settings with which it could not be resumed are not kept.
     return trainer, session.record(trainer.iteration, console.message)
