@@ -11,35 +11,26 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
 from embodrl.data.imitation import FrameBatches, load_checked_demos
 from embodrl.data.statistics import STATISTICS_FILE
-from embodrl.errors import CheckpointError, EmbodrlError, OutputError, UsageError
+from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import ImitationLearner
 from embodrl.learners.imitation_policy import check_range, policy_with_statistics, with_vision
 from embodrl.reporting.progress import Progress
 from embodrl.specs import ENGINES
 from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.storage.integrity import check_checksums
-from embodrl.trainer.async_evaluation import unfinished_evaluation
-from embodrl.trainer.files import (
-    LEAST_FREE_BYTES,
-    LOG_FILE,
-    POLICY_DIR,
-    drop_missing_warm_start,
-    removed_if_empty,
-)
+from embodrl.trainer.files import LEAST_FREE_BYTES, LOG_FILE, POLICY_DIR, is_exported, removed_if_empty
 from embodrl.trainer.imitation_parts import (
     ImitationView,
+    make_hooks,
     names_output,
-    player,
     prepare_imitation,
     run_and_export,
-    start_engine,
-    step_reporter,
+    start_imitation,
 )
 from embodrl.trainer.lock import LOCK_FILE
 from embodrl.trainer.loop import Trainer
 from embodrl.trainer.parts import make_trainer
 from embodrl.trainer.provenance import compute_text
-from embodrl.trainer.saving import iteration_of, pending_row
+from embodrl.trainer.saving import is_complete, iteration_of
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.trainer.settings import load_saved
@@ -76,10 +67,7 @@ def sft(loaded: LoadedConfig) -> int:
             )
     with names_output():
         preflight(directory, LEAST_FREE_BYTES)
-    with (
-        removed_if_empty(directory, (LOCK_FILE, LOG_FILE, STATISTICS_FILE)),
-        run_directory_of(directory) as lock,
-    ):
+    with removed_if_empty(directory, (LOCK_FILE, LOG_FILE, STATISTICS_FILE)), run_directory_of(directory) as lock:
         return run_tries(loaded, directory, lock, work)
 
 
@@ -103,32 +91,20 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
         checkpoint, problems = CheckpointManager(directory, 1).latest_good()
         loaded, saved = load_saved(directory, overrides, "sft", checkpoint, True, trust)
         loaded = loaded.with_absolute_paths()
-        config = loaded.config
-        if checkpoint is None and problems:
-            raise CheckpointError(
-                f"{directory} has no intact checkpoint: {'; '.join(problems)}",
-                "start again in another sft.output_dir; sft.save_interval sets how often checkpoints are written",
-                code="sft-no-checkpoint",
-            )
+        total = loaded.config.sft.max_steps
         if checkpoint is None:
+            if problems:
+                raise CheckpointError(
+                    f"{directory} has no intact checkpoint: {'; '.join(problems)}",
+                    "start again in another sft.output_dir; sft.save_interval sets how often checkpoints are written",
+                    code="sft-no-checkpoint",
+                )
             logger.warning("%s has no checkpoint: it starts over", directory)
-            return run_tries(loaded, directory, lock, work, None, saved.text)
-        done = iteration_of(checkpoint)
-        is_evaluated = pending_row(checkpoint.state) is None and unfinished_evaluation(checkpoint) is None
-        if done >= config.sft.max_steps and is_evaluated and _is_exported(directory):
-            progress = f"{done}/{config.sft.max_steps}"
-            logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", progress)
+        elif is_complete(checkpoint, total) and is_exported(directory):
+            steps = f"{iteration_of(checkpoint)}/{total}"
+            logger.warning("run complete (%s steps); to train further, resume with a larger sft.max_steps", steps)
             return 0
         return run_tries(loaded, directory, lock, work, checkpoint, saved.text)
-
-
-def _is_exported(directory: Path) -> bool:
-    """Return whether the policy is there and intact; a warning names what is damaged."""
-    try:
-        return check_checksums(directory / POLICY_DIR)
-    except EmbodrlError as error:
-        logger.warning("%s; it is exported again", error.message)
-        return False
 
 
 def work(session: RunSession) -> int:
@@ -137,10 +113,7 @@ def work(session: RunSession) -> int:
     directory = session.directory
     settings = session.config.sft
     prepare_imitation(session)
-    with (
-        ExitStack() as closing,
-        Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress,
-    ):
+    with ExitStack() as closing, Progress("sft", settings.max_steps, "steps", config.runner.logger.console) as progress:
         progress.message(f"run: {directory}, log: {directory / LOG_FILE}")
         progress.message(compute_text(config))
         if config.model.freeze_vision:  # maybe of a run that learnt from reward, whose config.yaml says so
@@ -162,22 +135,16 @@ def work(session: RunSession) -> int:
 def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: ExitStack) -> Trainer:
     """Return the trainer, where the try of the run begins."""
     config = session.config
-    checkpoint = session.checkpoint
     settings = session.config.sft
-    weights_from = config if checkpoint is None else drop_missing_warm_start(config)
     statistics = session.directory / STATISTICS_FILE
-    resumed = checkpoint is not None
-    weights_from, policy = policy_with_statistics(weights_from, demos, statistics, progress.message, resumed)
+    resumed = session.checkpoint is not None
+    weights_from, policy = policy_with_statistics(session.weights_from, demos, statistics, progress.message, resumed)
     check_range(policy, demos, settings)
-    engine = start_engine(session, weights_from, policy, closing)
+    engine = start_imitation(session, weights_from, policy, closing)
     batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)
-    play = player(session, policy, progress)
-    learner = ImitationLearner(config, policy, engine, batches, pauses, play, step_reporter(session, progress))
-    view = ImitationView(progress)
+    learner = ImitationLearner(config, policy, engine, batches, pauses, make_hooks(session, policy, progress))
     schedule = Schedule.of_imitation(config)
-    trainer = make_trainer(session, learner, schedule, view, closing, METRICS_FILE, weights_from)
-    if checkpoint is not None:
-        progress.start_at(trainer.iteration)
-        progress.message(f"resuming from {checkpoint.path}")
+    trainer = make_trainer(session, learner, schedule, ImitationView(progress), closing, METRICS_FILE, weights_from)
+    progress.start_at(trainer.iteration)
     return trainer

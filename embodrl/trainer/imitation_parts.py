@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.base import TrainEngine
-from embodrl.learners.imitation import engine_config
+from embodrl.learners.imitation import ImitationHooks, engine_config
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.progress import Progress
@@ -17,9 +17,8 @@ from embodrl.reporting.rows import is_number, other_rates
 from embodrl.reporting.sinks import MetricValue
 from embodrl.trainer.files import POLICY_DIR, check_disk_space, export_policy, versions_num_bytes
 from embodrl.trainer.loop import Trainer
-from embodrl.trainer.parts import make_launcher
+from embodrl.trainer.parts import start_engine
 from embodrl.trainer.session import RunSession
-from embodrl.workers.actor import make_train_engine
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.parts import make_acting
@@ -33,7 +32,7 @@ def prepare_imitation(session: RunSession) -> None:
         check_simulator(session.config)
 
 
-def start_engine(
+def start_imitation(
     session: RunSession, built_from: Config, policy: VLAPolicy, closing: ExitStack, published: int = 0
 ) -> TrainEngine:
     """Return the engine of a try that imitates; the disk has room for what the run writes.
@@ -50,14 +49,8 @@ def start_engine(
         EmbodrlError: the policy lacks the decoding of evaluations, or a training process could not be started.
     """
     config = session.config
-    deployment = session.deployment
     check_policy_decoding(config, policy, config.env.eval.decoding)
-    training = engine_config(built_from, policy.device)
-    launcher = make_launcher(training, deployment) if deployment.trains_in_processes else None
-    if launcher is not None:
-        closing.callback(launcher.close)
-    engine = session.engine = make_train_engine(training, deployment, policy, session.directory / "logs", launcher)
-    closing.callback(engine.close)
+    engine = session.engine = start_engine(session, engine_config(built_from, policy.device), policy, closing)
     is_evaluated = config.sft.eval_interval > 0
     sent = (published + (config.runner.eval_async and is_evaluated)) * versions_num_bytes(policy)
     keeps_best = config.runner.keep_best and is_evaluated
@@ -77,29 +70,25 @@ def names_output() -> Iterator[None]:
         raise OutputError(error.message, hint, code=error.code) from error
 
 
-def step_reporter(session: RunSession, progress: Progress) -> Callable[[int, Mapping[str, float]], bool]:
-    """Return the function that shows a step's metrics and tells whether the run is to stop."""
+def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> ImitationHooks:
+    """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it."""
+    config = session.config
 
-    def on_step(step: int, row: Mapping[str, float]) -> bool:
-        progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
+    def should_stop() -> bool:
         return bool(session.stop)
 
-    return on_step
-
-
-def player(session: RunSession, policy: VLAPolicy, progress: Progress) -> Callable[[Path | None], Row]:
-    """Return what evaluates the policy of a run: simulators start for it, and end with it."""
-    config = session.config
+    def on_step(step: int, row: Mapping[str, float]) -> None:
+        progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
 
     def play(video_dir: Path | None) -> Row:
         acting = make_acting(config, policy)
         with make_pool(config.evaluated, config.env.eval.total_num_envs) as pool:
-            evaluator = Evaluator(config, pool, acting, should_stop=lambda: bool(session.stop))
+            evaluator = Evaluator(config, pool, acting, should_stop=should_stop)
             with progress.within("evaluation", evaluator.num_plays, "episodes") as shown:
                 evaluator.progress = shown.update
                 return evaluator.run(video_dir).metrics()
 
-    return play
+    return ImitationHooks(play, on_step, should_stop)
 
 
 def run_and_export(trainer: Trainer, progress: Progress) -> int:

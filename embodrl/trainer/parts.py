@@ -39,7 +39,7 @@ from embodrl.scheduler.launchers.base import Launcher
 from embodrl.specs import LOSSES
 from embodrl.trainer.async_evaluation import finished_since
 from embodrl.trainer.evaluations import Evaluations, start_async_evaluator
-from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, drop_missing_warm_start
+from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes
 from embodrl.trainer.journal import Journal, View
 from embodrl.trainer.loop import Trainer
 from embodrl.trainer.saving import Saver, open_metrics
@@ -97,13 +97,34 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     Raises:
         EnvError: a simulator could not be started.
         WorkerError: a process could not be started.
+        OutputError: the disk has too little space.
         EmbodrlError: what a backend needs is missing.
     """
     closing.enter_context(MemoryWatch())
     config = session.config
-    weights_from = config if session.checkpoint is None else drop_missing_warm_start(config)
-    if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
-        return cast("PartsBuilder", import_object(own))(session, weights_from, device, stopped, closing)
+    weights_from = session.weights_from
+    own = LOSSES.entry(config.algorithm.loss_type).parts
+    if own is not None:
+        parts = cast("PartsBuilder", import_object(own))(session, weights_from, device, stopped, closing)
+    else:
+        parts = _build_of_rollouts(session, weights_from, device, stopped, closing)
+    session.engine = parts.engine
+    session.stop.arm()
+    num_bytes = parts.engine.state_num_bytes()
+    sent = sent_num_bytes(config, session.deployment, parts.policy)
+    check_disk_space(session.directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
+    return parts
+
+
+def _build_of_rollouts(
+    session: RunSession,
+    weights_from: Config,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+) -> Parts:
+    """As ``build``, where the policy learns from its rollouts."""
+    config = session.config
     launcher = make_launcher(config, session.deployment)
     if launcher is not None:
         closing.callback(launcher.close)
@@ -198,6 +219,27 @@ def _build_remote(
     return _with_records(config, Parts(policy, engine, rollouts, rewards), None)
 
 
+def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
+    """Return the engine that trains, in this process or in others, where no other process acts.
+
+    Args:
+        session: the try of the run.
+        config: the configuration of the engine.
+        policy: the policy of this process.
+        closing: the parts to close, in reverse order.
+
+    Raises:
+        WorkerError: a training process could not be started.
+    """
+    deployment = session.deployment
+    launcher = make_launcher(config, deployment) if deployment.trains_in_processes else None
+    if launcher is not None:
+        closing.callback(launcher.close)
+    engine = make_train_engine(config, deployment, policy, session.directory / "logs", launcher)
+    closing.callback(engine.close)
+    return engine
+
+
 def make_trainer(
     session: RunSession,
     learner: Learner,
@@ -234,6 +276,7 @@ def make_trainer(
     evaluations = Evaluations(session, learner, journal, saver.manager, beside)
     trainer = Trainer(session, learner, schedule, journal, evaluations, saver)
     if checkpoint is not None:
+        view.message(f"resuming from {checkpoint.path}")
         trainer.restore(checkpoint, late)
     return trainer
 

@@ -29,19 +29,13 @@ from embodrl.learners.imitation_policy import check_range
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
 from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.files import (
-    LEAST_FREE_BYTES,
-    POLICY_DIR,
-    PUBLISHED_DIR,
-    drop_missing_warm_start,
-)
+from embodrl.trainer.files import LEAST_FREE_BYTES, POLICY_DIR, PUBLISHED_DIR
 from embodrl.trainer.imitation_parts import (
     ImitationView,
-    player,
+    make_hooks,
     prepare_imitation,
     run_and_export,
-    start_engine,
-    step_reporter,
+    start_imitation,
 )
 from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer
@@ -107,10 +101,8 @@ def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
     directory = session.directory
     settings = session.config.sft
     prepare_imitation(session)
-    with (
-        ExitStack() as closing,
-        Progress("train", settings.max_steps, "steps", config.runner.logger.console) as progress,
-    ):
+    console = config.runner.logger.console
+    with ExitStack() as closing, Progress("train", settings.max_steps, "steps", console) as progress:
         trainer, learner = _bring_up(session, store, progress, closing)
         if trainer.iteration < settings.max_steps:
             store.remove(DONE)
@@ -130,9 +122,8 @@ def _bring_up(
     """Return the trainer, where the try of the run begins, and its learner."""
     config = session.config
     directory = session.directory
-    checkpoint = session.checkpoint
-    policy = build_policy(config if checkpoint is None else drop_missing_warm_start(config))
-    engine = start_engine(session, config, policy, closing, published=1)
+    policy = build_policy(session.weights_from)
+    engine = start_imitation(session, config, policy, closing, published=1)
     reader = _reader(config, store, directory)
     batches = FollowedBatches(reader, config, policy.action_horizon, lambda demos: _check(demos, policy, config))
     learner = StoreLearner(
@@ -142,17 +133,13 @@ def _bring_up(
         batches,
         store,
         PublishedWeights(store, directory / PUBLISHED_DIR, policy),
-        lambda: bool(session.stop),
-        player(session, policy, progress),
-        step_reporter(session, progress),
+        make_hooks(session, policy, progress),
     )
     publish_interval = store_settings(config).publish_interval
     # Without a checkpoint, a trainer that is killed could not follow its own weights.
     schedule = Schedule(config.sft.max_steps, config.sft.eval_interval, publish_interval, saves_first=True)
-    view = ImitationView(progress)
-    trainer = make_trainer(session, learner, schedule, view, closing, METRICS_FILE)
-    if checkpoint is not None:
-        progress.start_at(trainer.iteration)
+    trainer = make_trainer(session, learner, schedule, ImitationView(progress), closing, METRICS_FILE)
+    progress.start_at(trainer.iteration)
     return trainer, learner
 
 

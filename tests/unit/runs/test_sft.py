@@ -200,7 +200,7 @@ def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_p
         monkeypatch.setattr(verb, name, lambda *_: None)
     monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(8))
     monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))
-    monkeypatch.setattr(imitation_parts, "make_train_engine", lambda *_: pytest.fail("it has started"))
+    monkeypatch.setattr(imitation_parts, "start_engine", lambda *_: pytest.fail("it has started"))
     settings = [
         "env.eval.decoding=sampled",
         f"sft.data_dir={tmp_path}",
