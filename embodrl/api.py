@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from embodrl.config.schema.readers import Verb
     from embodrl.models.base import VLAPolicy
     from embodrl.runs.collect import CollectResult
-    from embodrl.runs.evaluate import EvaluationResult
+    from embodrl.runs.eval_result import EvaluationResult
     from embodrl.runs.train import TrainResult
 
 ConfigLike = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path | None
@@ -28,7 +28,7 @@ ConfigLike = LoadedConfig | Mapping[str, Any] | Sequence[str] | str | Path | Non
 
 def __getattr__(name: str) -> Any:
     # Results are defined beside the verbs, which import torch.
-    modules = {"TrainResult": "train", "EvaluationResult": "evaluate", "CollectResult": "collect"}
+    modules = {"TrainResult": "train", "EvaluationResult": "eval_result", "CollectResult": "collect"}
     if name not in modules:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     import importlib
@@ -205,7 +205,7 @@ def collect(
     from embodrl.runs.collect import collect as run
     from embodrl.runs.policies import find_policy
     from embodrl.workers.env import places_here
-    from embodrl.workers.policy import acting_policy
+    from embodrl.workers.parts import acting_policy
 
     if policy is None:
         loaded = _measured(_load(config, overrides, "collect"))
@@ -306,7 +306,7 @@ def follow_weights(
     from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
     from embodrl.hybrid_engines.weight_sync.buckets import layout_of
     from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver
-    from embodrl.runs.evaluate import evaluation_of
+    from embodrl.runs.eval_result import evaluation_of
     from embodrl.trainer.settings import load_saved
     from embodrl.workers.env import make_pool
     from embodrl.workers.evaluator import Evaluator

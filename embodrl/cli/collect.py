@@ -65,7 +65,7 @@ def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tup
     from embodrl.config.compose import assignment
     from embodrl.hub import is_hub_id
     from embodrl.runs.policies import find_policy
-    from embodrl.workers.policy import acting_policy
+    from embodrl.workers.parts import acting_policy
 
     if "://" in text and not is_hub_id(text):
         loaded = load_measured(["model=remote", assignment("model.url", text), *rest], config, verb="record")

@@ -98,6 +98,18 @@ def check_robot(config: Config) -> None:
         )
 
 
+def load_checked_demos(config: Config) -> Demos:
+    """Load the demonstrations of ``sft.data_dir``, which the configured policy can imitate.
+
+    Raises:
+        EmbodrlError: they are of another robot or view than the environment's, or damaged.
+    """
+    check_robot(config)
+    demos = load_configured_demos(config)
+    check_demos(demos, config)
+    return demos
+
+
 def check_demos(demos: Demos, config: Config) -> None:
     """Reject demonstrations of another robot or view than the configured one.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,6 +74,21 @@ class Batches(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ImitationHooks:
+    """What the run does for a learner that imitates.
+
+    Attributes:
+        play: the function that evaluates the policy; see ``Learner.evaluate``.
+        on_step: the function called after every step with its number and metrics.
+        should_stop: the function that tells whether the run is to stop.
+    """
+
+    play: Callable[[Path | None], Row]
+    on_step: Callable[[int, Mapping[str, float]], None]
+    should_stop: Callable[[], bool]
+
+
 class ImitationLearner(Learner):
     """Imitates frames. An iteration takes as many optimizer steps as up to the next that is logged or evaluated after.
 
@@ -82,8 +98,7 @@ class ImitationLearner(Learner):
         engine: trains.
         batches: of demonstrated frames.
         pauses: numbers of steps after whose multiples an iteration ends; zeros are ignored.
-        play: evaluates the policy; see ``Learner.evaluate``.
-        on_step: called after every step with its number and metrics; True ends the iteration.
+        hooks: what the run does for it.
     """
 
     def __init__(
@@ -93,15 +108,13 @@ class ImitationLearner(Learner):
         engine: TrainEngine,
         batches: Batches,
         pauses: tuple[int, ...],
-        play: Callable[[Path | None], Row],
-        on_step: Callable[[int, Mapping[str, float]], bool],
+        hooks: ImitationHooks,
     ) -> None:
         super().__init__(policy, engine)
         self.config = config
         self.batches = batches
         self._pauses = [pause for pause in pauses if pause]
-        self._play = play
-        self._on_step = on_step
+        self.hooks = hooks
         self._start = time.monotonic()
 
     def step(self, iteration: int) -> Row:
@@ -112,8 +125,8 @@ class ImitationLearner(Learner):
         while True:
             row = self._take_step(iteration)
             iteration += 1
-            is_to_stop = self._on_step(iteration, row)
-            if is_to_stop or self._is_pause(iteration) or not self.await_batch(iteration):
+            self.hooks.on_step(iteration, row)
+            if self.hooks.should_stop() or self._is_pause(iteration) or not self.await_batch(iteration):
                 break
         now = time.monotonic()
         times = {"time_s": now - self._start, "time/total_s": now - began}
@@ -140,7 +153,7 @@ class ImitationLearner(Learner):
         self.engine.fetch()
         if self.config.actor.enable_offload:
             self.engine.offload()
-        return self._play(video_dir)
+        return self.hooks.play(video_dir)
 
     def state(self) -> LearnerState:
         data_rng, order = self.batches.state()

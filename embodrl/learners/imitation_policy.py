@@ -36,7 +36,7 @@ def with_vision(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def policy_with_statistics(
-    config: Config, demos: Demos, path: Path, tell: Callable[[str], None]
+    config: Config, demos: Demos, path: Path, tell: Callable[[str], None], resumed: bool = False
 ) -> tuple[Config, VLAPolicy]:
     """Build the policy with the statistics that ``sft.stats`` asks for, and return it with its configuration.
 
@@ -45,11 +45,15 @@ def policy_with_statistics(
         demos: that statistics are computed from.
         path: of the file that they are written to, unless they are the checkpoint's.
         tell: called with a line that says which they are.
+        resumed: a run continues, with the statistics that it began with.
 
     Raises:
         CheckpointError: see the family's builder.
     """
     model = config.model
+    if resumed and path.is_file():
+        config = with_model(config, stats_path=str(path))
+        return config, build_policy(config)
     choice = config.sft.stats
     path.unlink(missing_ok=True)  # of an earlier start that failed
     if choice == "auto" and model.stats_path is not None:

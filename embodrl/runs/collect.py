@@ -19,7 +19,7 @@ from embodrl.reporting.progress import Progress
 from embodrl.trainer.stop import StopSignal
 from embodrl.types import EnvSpec
 from embodrl.workers.demonstrations import DemoCollector
-from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.env import check_simulator, make_single_pool
 from embodrl.workers.policy import RecordedPolicy
 
 
@@ -81,8 +81,7 @@ def collect(
     with ExitStack() as closing:
         closing.enter_context(writer)
         check_simulator(config)
-        single = {"max_chunk": 1, "auto_reset": False, "ignore_terminations": False}
-        pool = make_pool(config, env.train.total_num_envs, places=places, **single)
+        pool = make_single_pool(config, env.train.total_num_envs, places)
         stop = closing.enter_context(StopSignal())
         closing.callback(pool.close)
         progress = closing.enter_context(Progress("collect", settings.num_episodes, "episodes", console))

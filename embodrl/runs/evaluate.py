@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -13,87 +12,18 @@ from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvTimeout, EnvWorkerDied
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models.base import VLAPolicy
-from embodrl.reporting.intervals import wilson_interval
 from embodrl.reporting.progress import Progress
-from embodrl.runs.eval_output import HTML_FILE, EvalDirectory
+from embodrl.runs.eval_output import EvalDirectory
+from embodrl.runs.eval_result import EvaluationResult, evaluation_of
 from embodrl.storage.json_file import check_json_file, write_json_file
 from embodrl.trainer.files import removed_if_empty
 from embodrl.trainer.provenance import compute_text
 from embodrl.types import Decoding
-from embodrl.workers.env import check_environments, check_simulator, make_pool, places_here
-from embodrl.workers.evaluator import EpisodeRecord, EvalResult, Evaluator
-from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
-
-
-@dataclass(frozen=True, repr=False)
-class EvaluationResult:
-    """What an evaluation measured.
-
-    Attributes:
-        success_rate: fraction of the episodes in which the task was solved; NaN without an episode.
-        success_at_end: fraction that ended solved; NaN without an episode, or where the environment does not tell.
-        interval: 95 % Wilson score interval of it.
-        per_task: success rate by task.
-        episodes: one record per episode that was completed, ordered by seed.
-        lost_episodes: number of episodes that simulator faults ended in every attempt; not counted above.
-        output_dir: directory with eval.json, eval.html and videos; None if nothing was written.
-        axes: what was measured on the same episodes perturbed, by axis.
-        decodings: what was measured on the same episodes by other choices of the actions: ``sampled``, ``mean``.
-    """
-
-    success_rate: float
-    interval: tuple[float, float]
-    per_task: dict[str, float]
-    episodes: list[EpisodeRecord]
-    lost_episodes: int
-    output_dir: Path | None = None
-    success_at_end: float = float("nan")
-    axes: Mapping[str, EvaluationResult] = field(default_factory=dict[str, "EvaluationResult"])
-    decodings: Mapping[Decoding, EvaluationResult] = field(default_factory=dict["Decoding", "EvaluationResult"])
-
-    def __repr__(self) -> str:
-        """Return one line; the records of the episodes would be hundreds."""
-        low, high = self.interval
-        lost = f", {self.lost_episodes} lost" if self.lost_episodes else ""
-        return (
-            f"EvaluationResult(success_rate={self.success_rate:.3f}, interval=({low:.3f}, {high:.3f}),"
-            f" {len(self.episodes)} episodes{lost}, output_dir={str(self.output_dir)!r})"
-        )
-
-    @property
-    def exit_code(self) -> int:
-        """0, or 1 if episodes were lost: the rate is not that of all of them then."""
-        others = (*self.axes.values(), *self.decodings.values())
-        return 1 if self.lost_episodes or any(result.lost_episodes for result in others) else 0
-
-    @property
-    def report(self) -> Path | None:
-        """eval.html; None if nothing was written."""
-        return self.output_dir / HTML_FILE if self.output_dir is not None else None
-
-    @property
-    def videos(self) -> list[Path]:
-        """Videos of the first episodes."""
-        return sorted(self.output_dir.glob("videos/[!.]*.mp4")) if self.output_dir is not None else []
-
-
-def evaluation_of(
-    result: EvalResult, output_dir: Path | None = None, axes: Mapping[str, EvalResult] | None = None
-) -> EvaluationResult:
-    """Return the public form of what an ``Evaluator`` measured."""
-    return EvaluationResult(
-        result.success_rate,
-        wilson_interval(sum(result.successes), result.episodes),
-        result.per_task,
-        result.records,
-        result.lost_episodes,
-        output_dir,
-        result.success_at_end,
-        {name: evaluation_of(perturbed) for name, perturbed in (axes or {}).items()},
-        {name: evaluation_of(other) for name, other in result.decodings.items()},
-    )
+from embodrl.workers.env import check_environments, make_pool, places_here
+from embodrl.workers.evaluator import EvalResult, Evaluator
+from embodrl.workers.parts import make_acting, prepare_acting
+from embodrl.workers.policy import build_policy
 
 
 def described(pool: EnvPool) -> dict[str, object]:
@@ -134,9 +64,7 @@ def evaluate(
         check_json_file(path)
     output = EvalDirectory(config, output_dir, weights)
     with removed_if_empty(output.directory):
-        device = configure_torch(config, loaded.deployment.of("rollout")[0])
-        check_memory(config, loaded.deployment, training=False, device=device, decoding=config.env.eval.decoding)
-        check_simulator(config)
+        prepare_acting(config, loaded.deployment, config.env.eval.decoding)
 
         @cache
         def policy() -> VLAPolicy:
@@ -170,7 +98,7 @@ def _measure(
     pool = make_pool(config, config.env.eval.total_num_envs, places=places_here(loaded.deployment), axis=axis)
     with pool:
         check_environments(config, pool, training=False)
-        evaluator = Evaluator(config, pool, make_rollout_engine(config, policy(), num_threads(config)))
+        evaluator = Evaluator(config, pool, make_acting(config, policy()))
         if decoding is not None:
             evaluator.decodings = (decoding,)
         console = config.runner.logger.console

@@ -9,31 +9,20 @@ from pathlib import Path
 import torch
 
 from embodrl.config import LoadedConfig
-from embodrl.errors import CheckpointError, ConfigError, ConfigProblem, OutputError
+from embodrl.errors import CheckpointError, OutputError
 from embodrl.learners.rollout import RolloutLearner, Watch
 from embodrl.pipelines.load import graph_of
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.async_evaluation import finished_since, unfinished_evaluation
-from embodrl.trainer.evaluations import start_async_evaluator
-from embodrl.trainer.files import (
-    LEAST_FREE_BYTES,
-    LOG_FILE,
-    PUBLISHED_DIR,
-    check_disk_space,
-    has_results,
-    run_directory,
-    sent_num_bytes,
-)
-from embodrl.trainer.journal import Journal
+from embodrl.trainer.files import LEAST_FREE_BYTES, LOG_FILE, PUBLISHED_DIR, has_results, run_directory
 from embodrl.trainer.lock import RunLock
-from embodrl.trainer.loop import Trainer, make_trainer
-from embodrl.trainer.parts import build, check_machine
+from embodrl.trainer.loop import Trainer
+from embodrl.trainer.parts import build, check_machine, make_trainer
 from embodrl.trainer.provenance import compute_text
 from embodrl.trainer.result import TrainResult, already_complete, conclude
-from embodrl.trainer.saving import iteration_of, open_metrics, pending_row
+from embodrl.trainer.saving import is_complete, iteration_of
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.trainer.settings import STATE_KEY, is_run, load_saved, not_a_run, refuse_impossible
@@ -106,16 +95,9 @@ def _resume(directory: Path, lock: RunLock, overrides: list[str], trust: bool) -
         return run_tries(loaded, directory, lock, work, None, saved.text)
     state = checkpoint.state
     generators = num_generators(config, loaded.deployment)
-    refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators)
     done = iteration_of(checkpoint)
-    pending = pending_row(checkpoint.state)
-    if done > config.runner.max_iterations:
-        message = f"is {config.runner.max_iterations}, and the run has done {done}"
-        raise ConfigError(
-            [ConfigProblem("runner.max_iterations", message, hint="raise it", code="iterations-already-done")]
-        )
-    is_done = pending is None and unfinished_evaluation(checkpoint) is None
-    if done == config.runner.max_iterations and is_done and has_results(directory):
+    refuse_impossible(config, state.text(STATE_KEY), state.fields("rollout"), generators, done)
+    if is_complete(checkpoint, config.runner.max_iterations) and has_results(directory):
         return already_complete(config, directory, checkpoint, done, overrides)
     return run_tries(loaded, directory, lock, work, checkpoint, saved.text)
 
@@ -150,9 +132,6 @@ def work(session: RunSession) -> TrainResult:
 def _bring_up(session: RunSession, console: Console, device: torch.device, closing: ExitStack) -> tuple[Trainer, str]:
     """Return the trainer, where the try of the run begins, and the settings for its checkpoints."""
     config = session.config
-    deployment = session.deployment
-    directory = session.directory
-    checkpoint = session.checkpoint
 
     def stopped() -> bool:
         console.advance()
@@ -160,23 +139,11 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
 
     console.phase("starting simulators")
     parts = build(session, device, stopped, closing)
-    session.engine = parts.engine
     parts.engine.on_step = console.step
-    session.stop.arm()
-    late = None if checkpoint is None else finished_since(directory, checkpoint)  # before its row is dropped
-    journal = Journal(open_metrics(session, closing), console, config.model.warm_start is not None)
-    console.restore(journal.rows)
-    beside = start_async_evaluator(session, parts.policy, closing)
-    publish_to = directory / PUBLISHED_DIR if config.rollout.publish_weights else None
+    publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     watch = Watch(lambda: bool(session.stop), console.phase)
-    learner = RolloutLearner(config, deployment, graph_of(session.loaded), parts, watch, publish_to)
-    has_reference = config.algorithm.kl.coef > 0
-    trainer = make_trainer(session, learner, Schedule.of_training(config), journal, beside, has_reference)
-    num_bytes = parts.engine.state_num_bytes()
-    sent = sent_num_bytes(config, deployment, parts.policy)
-    check_disk_space(directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
-    if checkpoint is not None:
-        console.message(f"resuming from {checkpoint.path}")
-        trainer.restore(checkpoint, late)
+    learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, watch, publish_to)
+    schedule = Schedule.of_training(config)
+    trainer = make_trainer(session, learner, schedule, console, closing, has_reference=config.algorithm.kl.coef > 0)
     # Only now: settings with which it could not be resumed are not kept.
     return trainer, session.record(trainer.iteration, console.message)

@@ -16,7 +16,6 @@ import numpy as np
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import OutputError, WeightSyncError, WorkerDied
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.buckets import Named, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
@@ -29,10 +28,9 @@ from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
-from embodrl.workers.collector import Share, share_config
-from embodrl.workers.env import check_environments, make_pool
+from embodrl.workers.collector import Share
 from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results
-from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.parts import make_share
 
 logger = logging.getLogger(__name__)
 
@@ -63,27 +61,14 @@ class EvaluationProcess(Worker):
     def __init__(self, config: Config, deployment: Deployment, run_dir: str) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        rollouts = deployment.of("rollout")
-        threads = deployment.threads_of(rollouts[0])
-        configure_torch(config, threads=threads)
         self._run_dir = Path(run_dir)
-        self._share = Share(0, len(rollouts))
+        self._share = Share(0, len(deployment.of("rollout")))
         self._whole = config
-        self._config = share_config(config, self._share)
-        mine = self._config
-        played = mine.evaluated
         logs = self._run_dir / "logs" / "evaluation"
-        self._pool = make_pool(played, mine.env.train.total_num_envs, logs, places=deployment.of("eval_env"))
-        self._pool.start_async()
-        try:
-            policy = build_policy(config)
-            self._pool.wait_started()
-            check_environments(played, self._pool, training=False)
-        except BaseException:  # a signal too must not leave simulators; raised again
-            self._pool.close()
-            raise
-        self._engine = make_rollout_engine(mine, policy, threads)
-        self._evaluator = Evaluator(mine, self._pool, self._engine)
+        parts = make_share(config, deployment, self._share, logs, deployment.of("eval_env"), training=False)
+        self._pool = parts.pool
+        self._engine = parts.engine
+        self._evaluator = Evaluator(parts.config, parts.pool, parts.engine)
         self._source = WeightSource(self._engine)
 
     def close(self) -> None:

@@ -104,6 +104,15 @@ def has_results(run_dir: Path) -> bool:
     return listed
 
 
+def is_exported(run_dir: Path) -> bool:
+    """Return whether the policy is there and intact; a warning names what is damaged."""
+    try:
+        return check_checksums(run_dir / POLICY_DIR)
+    except EmbodrlError as error:
+        logger.warning("%s; it is exported again", error.message)
+        return False
+
+
 def sent_num_bytes(config: Config, deployment: Deployment, policy: VLAPolicy) -> int:
     """Return how many bytes of weights a run has on disk for other processes: a whole version, and trained weights."""
     by_disk = deployment.rolls_out_in_processes and config.rollout.weight_sync == "disk"

@@ -22,6 +22,10 @@ class View(Protocol):
         """Show what the run does now, of so many chunks; 0: not known."""
         ...
 
+    def restore(self, rows: list[Row]) -> None:
+        """Take up the rows of earlier processes, without showing each."""
+        ...
+
     def update(self, row: Mapping[str, MetricValue]) -> None:
         """Show the metrics of an iteration."""
         ...

@@ -22,7 +22,6 @@ from embodrl.learners.base import Learner
 from embodrl.processes.trace import record
 from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
-from embodrl.trainer.async_evaluation import AsyncEvaluator
 from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.files import hint_from, unsaved_run_message
 from embodrl.trainer.journal import Journal
@@ -219,26 +218,3 @@ class Trainer:
         except Exception as error:  # noqa: BLE001  (the first error is reported; what it broke may not be known)
             why = str(error) or type(error).__name__
             logger.error("the state after iteration %d could not be saved: %s", self.iteration, why)
-
-
-def make_trainer(
-    session: RunSession,
-    learner: Learner,
-    schedule: Schedule,
-    journal: Journal,
-    beside: AsyncEvaluator | None = None,
-    has_reference: bool = False,
-) -> Trainer:
-    """Return the trainer of a try, with its checkpoints and evaluations; ``restore`` continues an earlier one.
-
-    Args:
-        session: the try of the run.
-        learner: does an iteration.
-        schedule: when the run evaluates, saves and ends.
-        journal: of the rows.
-        beside: evaluates while the run trains on; None evaluates between two iterations.
-        has_reference: the engine's state has the weights of a reference policy.
-    """
-    saver = Saver(session, learner, has_reference)
-    evaluations = Evaluations(session, learner, journal, saver.manager, beside)
-    return Trainer(session, learner, schedule, journal, evaluations, saver)

@@ -14,16 +14,16 @@ import torch
 
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
-from embodrl.data.imitation import DemoDraws, check_demos, check_robot, load_configured_demos, observed
+from embodrl.data.imitation import DemoDraws, load_checked_demos, observed
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
-from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.learners.base import Learner
 from embodrl.learners.dagger import DaggerLearner
 from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
@@ -32,14 +32,20 @@ from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
-from embodrl.scheduler.channel import Channel
+from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.specs import LOSSES
-from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, drop_missing_warm_start
+from embodrl.trainer.async_evaluation import finished_since
+from embodrl.trainer.evaluations import Evaluations, start_async_evaluator
+from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes
+from embodrl.trainer.journal import Journal, View
+from embodrl.trainer.loop import Trainer
+from embodrl.trainer.saving import Saver, open_metrics
+from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
-from embodrl.workers.actor import launch_trainers, make_native_engine
+from embodrl.workers.actor import make_train_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
@@ -91,13 +97,34 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     Raises:
         EnvError: a simulator could not be started.
         WorkerError: a process could not be started.
+        OutputError: the disk has too little space.
         EmbodrlError: what a backend needs is missing.
     """
     closing.enter_context(MemoryWatch())
     config = session.config
-    weights_from = config if session.checkpoint is None else drop_missing_warm_start(config)
-    if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
-        return cast("PartsBuilder", import_object(own))(session, weights_from, device, stopped, closing)
+    weights_from = session.weights_from
+    own = LOSSES.entry(config.algorithm.loss_type).parts
+    if own is not None:
+        parts = cast("PartsBuilder", import_object(own))(session, weights_from, device, stopped, closing)
+    else:
+        parts = _build_of_rollouts(session, weights_from, device, stopped, closing)
+    session.engine = parts.engine
+    session.stop.arm()
+    num_bytes = parts.engine.state_num_bytes()
+    sent = sent_num_bytes(config, session.deployment, parts.policy)
+    check_disk_space(session.directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
+    return parts
+
+
+def _build_of_rollouts(
+    session: RunSession,
+    weights_from: Config,
+    device: torch.device,
+    stopped: Callable[[], bool],
+    closing: ExitStack,
+) -> Parts:
+    """As ``build``, where the policy learns from its rollouts."""
+    config = session.config
     launcher = make_launcher(config, session.deployment)
     if launcher is not None:
         closing.callback(launcher.close)
@@ -132,7 +159,8 @@ def _build_local(
     # The driver's policy may be offloaded between rollouts where other processes train.
     apart = config.rollout.enable_offload and deployment.trains_in_processes
     memory = policy_memory(policy) if apart else None
-    engine, _ = _make_engine(session, weights_from, policy, launcher, None, closing, memory)
+    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher, memory=memory)
+    closing.callback(engine.close)
     pool.wait_started()
     check_environments(config, pool)
     threads = deployment.threads_of(deployment.of("rollout")[0])
@@ -164,9 +192,10 @@ def _build_remote(
     policy = build_policy(weights_from, device)
     pipes = channels_of(channels, "weights")
     sends = sends_weights(config, deployment)
-    engine, trainers = _make_engine(session, weights_from, policy, launcher, pipes if sends else None, closing)
-    if trainers is not None and sends:
-        sender: Sender = RemoteSender(trainers, pipes, trained_names(policy))
+    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher, pipes if sends else None)
+    closing.callback(engine.close)
+    if isinstance(engine, RemoteTrainEngine) and sends:
+        sender: Sender = RemoteSender(cast("WorkerGroup", engine.group), pipes, trained_names(policy))
         where = "training process of rank 0"
         sent_from = resolve_device(config)
     else:
@@ -190,23 +219,66 @@ def _build_remote(
     return _with_records(config, Parts(policy, engine, rollouts, rewards), None)
 
 
-def _make_engine(
-    session: RunSession,
-    weights_from: Config,
-    policy: VLAPolicy,
-    launcher: Launcher | None,
-    pipes: dict[str, Channel] | None,
-    closing: ExitStack,
-    memory: Offload | None = None,
-) -> tuple[TrainEngine, WorkerGroup | None]:
-    """Return what trains, and the processes in which it does, which send the weights through ``pipes`` if given."""
-    config = session.config
+def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
+    """Return the engine that trains, in this process or in others, where no other process acts.
+
+    Args:
+        session: the try of the run.
+        config: the configuration of the engine.
+        policy: the policy of this process.
+        closing: the parts to close, in reverse order.
+
+    Raises:
+        WorkerError: a training process could not be started.
+    """
     deployment = session.deployment
-    if not deployment.trains_in_processes:
-        return make_native_engine(config, deployment, policy), None
-    group = launch_trainers(weights_from, deployment, session.directory / "logs", launcher, pipes)
-    closing.callback(group.close)
-    return RemoteTrainEngine(config, policy, group, pipes is not None, memory), group
+    launcher = make_launcher(config, deployment) if deployment.trains_in_processes else None
+    if launcher is not None:
+        closing.callback(launcher.close)
+    engine = make_train_engine(config, deployment, policy, session.directory / "logs", launcher)
+    closing.callback(engine.close)
+    return engine
+
+
+def make_trainer(
+    session: RunSession,
+    learner: Learner,
+    schedule: Schedule,
+    view: View,
+    closing: ExitStack,
+    file_name: str = METRICS_FILE,
+    built_from: Config | None = None,
+    has_reference: bool = False,
+) -> Trainer:
+    """Return the trainer of a try, where that begins: with its rows, checkpoints and evaluations.
+
+    Args:
+        session: the try of the run.
+        learner: the part that does an iteration.
+        schedule: the iterations after which the run evaluates, saves and ends.
+        view: the display of the rows.
+        closing: the parts to close, in reverse order.
+        file_name: the file of rows in the run's directory.
+        built_from: the configuration that the policy was built from; None for that of the run.
+        has_reference: the engine's state has the weights of a reference policy.
+
+    Raises:
+        CheckpointError: the checkpoint was made with other settings.
+    """
+    checkpoint = session.checkpoint
+    # Before its row is dropped.
+    late = None if checkpoint is None else finished_since(session.directory, checkpoint, file_name)
+    metrics = open_metrics(session, closing, file_name)
+    journal = Journal(metrics, view, session.config.model.warm_start is not None)
+    view.restore(journal.rows)
+    beside = start_async_evaluator(session, learner.policy, closing, built_from) if schedule.evaluates else None
+    saver = Saver(session, learner, has_reference)
+    evaluations = Evaluations(session, learner, journal, saver.manager, beside)
+    trainer = Trainer(session, learner, schedule, journal, evaluations, saver)
+    if checkpoint is not None:
+        view.message(f"resuming from {checkpoint.path}")
+        trainer.restore(checkpoint, late)
+    return trainer
 
 
 def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], bool]:
@@ -252,9 +324,7 @@ def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) ->
     source = config.algorithm.off_policy.demos
     assert source is not None, "the configuration was checked"
     imitated = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": source})})
-    check_robot(imitated)
-    demos = load_configured_demos(imitated)
-    check_demos(demos, imitated)
+    demos = load_checked_demos(imitated)
     size = config.actor.global_batch_size
     seed = config.runner.seed
     draws = DemoDraws(observed(demos, config), size, policy.action_horizon, seed)

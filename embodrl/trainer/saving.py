@@ -15,6 +15,7 @@ from embodrl.learners.base import Learner
 from embodrl.reporting.metrics_file import METRICS_FILE, Row
 from embodrl.reporting.sinks import MetricsLogger
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
+from embodrl.trainer.async_evaluation import unfinished_evaluation
 from embodrl.trainer.files import METRICS_BLOB, saved_metrics
 from embodrl.trainer.session import RunSession
 from embodrl.trainer.settings import STATE_KEY
@@ -104,6 +105,12 @@ def iteration_of(checkpoint: Checkpoint) -> int:
 def pending_row(state: Fields) -> Row | None:
     """Return the row of a checkpoint's iteration that is not in the file of metrics yet; None if it is."""
     return None if state.content.get("pending") is None else dict(state.fields("pending").content)
+
+
+def is_complete(checkpoint: Checkpoint, total: int) -> bool:
+    """Return whether a checkpoint is of the last of so many iterations, and its evaluation is done."""
+    is_evaluated = pending_row(checkpoint.state) is None and unfinished_evaluation(checkpoint) is None
+    return iteration_of(checkpoint) >= total and is_evaluated
 
 
 def open_metrics(session: RunSession, closing: ExitStack, file_name: str = METRICS_FILE) -> MetricsLogger:

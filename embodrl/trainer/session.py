@@ -17,7 +17,7 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.processes.restarts import RestartBudget
 from embodrl.reporting.log import RunLog
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
-from embodrl.trainer.files import LOG_FILE, resume_hint
+from embodrl.trainer.files import LOG_FILE, drop_missing_warm_start, resume_hint
 from embodrl.trainer.lock import RunLock, run_lock
 from embodrl.trainer.provenance import add_provenance, changes_so_far
 from embodrl.trainer.settings import last_settings, write_settings
@@ -89,6 +89,11 @@ class RunSession:
     def deployment(self) -> Deployment:
         """Where everything of the run is."""
         return self.loaded.deployment
+
+    @property
+    def weights_from(self) -> Config:
+        """The configuration that the policy is built from: a checkpoint replaces a warm start that is missing."""
+        return self.config if self.checkpoint is None else drop_missing_warm_start(self.config)
 
     def record(self, iteration: int, say: Callable[[str], None]) -> str:
         """Write the settings and the provenance of this process; return the settings, for checkpoints.

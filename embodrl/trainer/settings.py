@@ -225,7 +225,11 @@ def last_settings(run_dir: Path) -> str | None:
 
 
 def refuse_impossible(
-    config: Config, in_checkpoint: str, rollout: Fields | None = None, num_generators: Sequence[int] = ()
+    config: Config,
+    in_checkpoint: str,
+    rollout: Fields | None = None,
+    num_generators: Sequence[int] = (),
+    done: int = 0,
 ) -> None:
     """Refuse, before anything is started, settings that a checkpoint can't be resumed with.
 
@@ -234,6 +238,7 @@ def refuse_impossible(
         in_checkpoint: the settings that the checkpoint was made with.
         rollout: the state of the rollouts in the checkpoint.
         num_generators: random generators of each rollout process, now; empty if that is not known.
+        done: number of complete iterations.
 
     Raises:
         ConfigError: names each, with the value that the checkpoint was made with.
@@ -243,6 +248,11 @@ def refuse_impossible(
         why = next((reason for pattern, reason in FIXED.items() if re.fullmatch(pattern, key)), None)
         if why is not None:
             problems.append(_fixed(key, now, was, why))
+    if done > config.runner.max_iterations:
+        message = f"is {config.runner.max_iterations}, and the run has done {done}"
+        problems.append(
+            ConfigProblem("runner.max_iterations", message, hint="raise it", code="iterations-already-done")
+        )
     if problems:
         raise ConfigError(problems)
 

@@ -22,6 +22,7 @@ from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
+from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
@@ -50,6 +51,7 @@ def make_train_engine(
     log_dir: Path | None = None,
     launcher: Launcher | None = None,
     pipes: Mapping[str, Channel] | None = None,
+    memory: Offload | None = None,
 ) -> TrainEngine:
     """Return the engine of ``actor.training_backend``, in this process or in others.
 
@@ -60,13 +62,14 @@ def make_train_engine(
         log_dir: where the output of further processes goes.
         launcher: starts further processes; None starts them on this machine.
         pipes: channels of that launcher to the rollout processes, if the training processes send weights themselves.
+        memory: weights of ``policy``, where they may be offloaded while other processes train.
 
     Raises:
         WorkerError: a training process could not be started; none is left.
     """
     if deployment.trains_in_processes:
         group = launch_trainers(config, deployment, log_dir, launcher, pipes)
-        return RemoteTrainEngine(config, policy, group, sends_weights=pipes is not None)
+        return RemoteTrainEngine(config, policy, group, pipes is not None, memory)
     return make_native_engine(config, deployment, policy)
 
 

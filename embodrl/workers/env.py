@@ -194,6 +194,12 @@ def held_out_pool(config: Config, log_dir: Path | None, places: Sequence[Process
     return make_pool(config, config.env.train.total_num_envs, where, places=places)
 
 
+def make_single_pool(config: Config, total_num_envs: int, places: Sequence[ProcessPlace] | None = None) -> EnvPool:
+    """Return a pool for episodes of single actions, which end where they terminate; see ``make_pool``."""
+    single = {"max_chunk": 1, "auto_reset": False, "ignore_terminations": False}
+    return make_pool(config, total_num_envs, places=places, **single)
+
+
 def make_pool(
     config: Config,
     total_num_envs: int,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,13 +12,11 @@ from typing import Literal
 import psutil
 import torch
 
-from embodrl.config import LoadedConfig
 from embodrl.config.policy_card import known_instructions
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.models import registry
 from embodrl.models.base import Decoding, VLAPolicy, check_decoding
 from embodrl.models.common.condition import conditioned
@@ -212,22 +209,3 @@ class RecordedPolicy:
 
     name: str
     engine: RolloutEngine
-
-
-def acting_policy(
-    loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
-) -> RecordedPolicy:
-    """Build the policy of a configuration that was loaded for ``record``.
-
-    Args:
-        loaded: the policy's configuration.
-        name: where it comes from.
-        make_policy: returns it; by default the one that ``config.model`` names.
-
-    Raises:
-        EmbodrlError: the device has less memory than the weights take, or the policy can't be built.
-    """
-    config = loaded.config
-    device = configure_torch(config, loaded.deployment.of("rollout")[0])
-    check_memory(config, loaded.deployment, training=False, device=device)
-    return RecordedPolicy(name, make_rollout_engine(config, make_policy(config), num_threads(config)))

@@ -17,16 +17,15 @@ from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment
 from embodrl.errors import ChannelClosed, ChannelTimeout
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
 from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.types import Decoding
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
-from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
-from embodrl.workers.env import check_environments, held_out_pool, make_pool
+from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector
+from embodrl.workers.env import held_out_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard, ShardMeta
-from embodrl.workers.policy import build_policy, configure_torch
+from embodrl.workers.parts import make_share
 from embodrl.workers.reward import DetachedRewards, RewardWorker
 from embodrl.workers.rollout_backend import make_sync_collector
 from embodrl.workers.weights import ReceiverThread, Route, make_receiver
@@ -73,25 +72,15 @@ class RolloutProcess(Worker):
     ) -> None:
         for module in config.extensions:
             importlib.import_module(module)
-        threads = deployment.threads_of(deployment.of("rollout")[self.rank])
-        configure_torch(config, threads=threads)
         share = Share(self.rank, self.world_size)
-        mine = share_config(config, share)
         logs = None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}"
         places = deployment.of("env")[share.rows(config.env.num_processes)]
-        self.pool = make_pool(mine, mine.env.train.total_num_envs, logs, places=places)
-        self.pool.start_async()
-        try:
-            self.policy = build_policy(config)
-            self.pool.wait_started()
-            check_environments(config, self.pool)
-        except BaseException:  # a signal too must not leave simulators; raised again
-            self.pool.close()
-            raise
+        parts = make_share(config, deployment, share, logs, places)
+        mine = parts.config
         self.config = mine
         self.share = share
-        memory = policy_memory(self.policy) if config.rollout.enable_offload else None
-        self.engine = make_rollout_engine(mine, self.policy, threads, (share.rank, share.count), memory)
+        self.pool = parts.pool
+        self.engine = parts.engine
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         make_own = partial(held_out_pool, log_dir=logs, places=places)
         self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)
@@ -128,7 +117,7 @@ class RolloutProcess(Worker):
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
             self._receiver.close()
-        receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.policy))
+        receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.engine.policy))
         self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

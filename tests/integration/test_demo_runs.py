@@ -204,7 +204,7 @@ def test_fine_tuning_needs_a_directory_that_can_be_written(
     settings = ["env=toy", "model.warm_start=null", f"sft.data_dir={stopped[0]}"]
     loaded = load_config([*settings, f"sft.output_dir={output_dir}"])
     (tmp_path / "file").write_text("mine")  # after the configuration was checked, which would refuse it
-    monkeypatch.setattr(worker, "configure_torch", lambda config, place: pytest.fail("started"))
+    monkeypatch.setattr(worker, "prepare_imitation", lambda session: pytest.fail("started"))
     with pytest.raises(OutputError) as refused:
         worker.sft(loaded)
     assert "sft.output_dir" in refused.value.hint

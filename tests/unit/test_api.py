@@ -110,7 +110,7 @@ def test_settings_as_keywords_are_answered_with_the_list() -> None:
 
 
 def test_results_are_short_and_have_the_success_rate(tmp_path: Path) -> None:
-    from embodrl.runs.evaluate import EvaluationResult
+    from embodrl.runs.eval_result import EvaluationResult
     from embodrl.runs.train import TrainResult
 
     result = EvaluationResult(0.5, (0.4, 0.6), {}, [object()] * 500, 0)  # type: ignore[list-item]

@@ -226,7 +226,7 @@ def _repeat(demos: Demos, episodes: list[int], pool: EnvPool) -> tuple[NDArray[n
 
 
 def _run_open_loop(demos: Demos, config: Config, rows: list[int], recorded: list[str]) -> Replay:
-    from embodrl.workers.env import check_simulator, make_pool
+    from embodrl.workers.env import check_simulator, make_single_pool
 
     check_simulator(config)
     width = config.env.num_processes
@@ -235,7 +235,7 @@ def _run_open_loop(demos: Demos, config: Config, rows: list[int], recorded: list
     wanted = [camera.name for camera in config.env.cameras]
     single = len(recorded) == len(wanted) == 1
     views = [0] if single else [recorded.index(name) for name in wanted if name in recorded]
-    with make_pool(config, width, max_chunk=1, auto_reset=False, ignore_terminations=False) as pool:
+    with make_single_pool(config, width) as pool:
         for first in range(0, len(rows), width):
             group = rows[first : first + width]
             seen, success = _repeat(demos, [*group, *([group[-1]] * (width - len(group)))], pool)

@@ -16,9 +16,8 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_net import ObservationSpec
-from embodrl.trainer.parts import also_lost, make_launcher
+from embodrl.trainer.parts import also_lost, start_engine
 from embodrl.trainer.session import RunSession
-from embodrl.workers.actor import make_train_engine
 from embodrl.workers.policy import build_policy
 from embodrl.workers.reward import RewardWorker
 
@@ -33,16 +32,13 @@ def build(
     """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
     config = session.config
     deployment = session.deployment
-    log_dir = session.directory / "logs"
-    launcher = make_launcher(config, deployment)
-    if launcher is not None:
-        closing.callback(launcher.close)
     policy = build_policy(weights_from, device)
     data, seen = load_offline(config, policy)
-    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher)
-    closing.callback(engine.close)
+    engine = start_engine(session, weights_from, policy, closing)
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
-    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, also_lost(engine, stopped))
+    rollouts = OfflineBackend(
+        config, acting, deployment.of("env"), session.directory / "logs", also_lost(engine, stopped)
+    )
     closing.callback(rollouts.close)
     critics = None if seen is None else make_critics(config, policy, seen)
     learner = OfflineLearner(config, policy, engine, data, critics)

@@ -25,7 +25,7 @@ from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation
-from embodrl.workers.policy import acting_policy
+from embodrl.workers.parts import acting_policy
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from embodrl.config import LoadedConfig
 from embodrl.config.policy_card import SHIPPED_POLICY, policy_directory
 from embodrl.config.schema import Config
 from embodrl.extras.serving.server import PolicyServer
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.processes.ending import leave, owns_process
 from embodrl.runs.policies import PolicySource
 from embodrl.trainer.files import PUBLISHED_DIR
 from embodrl.trainer.provenance import compute_text
-from embodrl.workers.policy import build_policy, check_memory, check_policy_decoding, configure_torch, num_threads
+from embodrl.workers.parts import make_acting, prepare_acting
+from embodrl.workers.policy import build_policy, check_policy_decoding
 
 
 def describe(config: Config, source: PolicySource | None) -> Iterator[str]:
@@ -62,11 +62,10 @@ def serve(
         say(line)
 
     async def run() -> int:
-        device = configure_torch(config, loaded.deployment.of("rollout")[0])
-        check_memory(config, loaded.deployment, training=False, device=device, decoding=config.serve.decoding)
+        prepare_acting(config, loaded.deployment, config.serve.decoding, simulates=False)
         policy = make_policy(config)
         check_policy_decoding(config, policy, config.serve.decoding)
-        engine = make_rollout_engine(config, policy, num_threads(config))
+        engine = make_acting(config, policy)
         say(compute_text(config))
         server = PolicyServer(engine, config, weights_dir, say)
         code = await server.run()

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
+from embodrl.data.imitation import load_checked_demos
 from embodrl.errors import EmbodrlError, NonFiniteError
 from embodrl.extras.small_actors.on_frozen import GREEDY, PREFIX_INPUTS, OnFrozenPolicy, prefix_input
 from embodrl.extras.small_actors.rl_token import RLToken, RLTokenSpec
@@ -100,9 +100,7 @@ def train_token(
     kind = prefix_input(config.model)
     if kind not in PREFIX_INPUTS or config.model.small_actor.kind is not None:
         raise _no_prefix(config)
-    check_robot(config)
-    demos = load_configured_demos(config)
-    check_demos(demos, config)
+    demos = load_checked_demos(config)
     head = config.model.value_head.model_copy(update={"input": kind})
     model = config.model.model_copy(update={"add_value_head": True, "value_head": head})
     policy = build_policy(config.model_copy(update={"model": model}), None).eval().requires_grad_(False)

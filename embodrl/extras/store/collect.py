@@ -36,7 +36,6 @@ from embodrl.extras.store.store import Retry, Store
 from embodrl.extras.store.weights import download_versions
 from embodrl.fields import Fields, read_regular_file
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.follower import WeightFollower, WeightSource
 from embodrl.learners.replay import reward_settings
 from embodrl.reporting.progress import Progress
@@ -47,9 +46,9 @@ from embodrl.storage.json_file import write_text_file
 from embodrl.trainer.stop import StopSignal
 from embodrl.types import Observation, PolicyOutput
 from embodrl.workers.demonstrations import Attempts, Demonstrator, StepwiseActor
-from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.env import make_single_pool
+from embodrl.workers.parts import make_acting, prepare_acting
 from embodrl.workers.play import PlayedChunk, Recorder
-from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -297,13 +296,10 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     settings = store_settings(config)
     collecting = config.collect
     store = open_store(config)
-    device = configure_torch(config, loaded.deployment.of("rollout")[0])
-    check_memory(config, loaded.deployment, training=False, device=device)
-    check_simulator(config)
+    prepare_acting(config, loaded.deployment)
     spool = Path(settings.spool_dir) / settings.collector
     with ExitStack() as closing:
-        number = config.env.train.total_num_envs
-        pool = make_pool(config, number, max_chunk=1, auto_reset=False, ignore_terminations=False)
+        pool = make_single_pool(config, config.env.train.total_num_envs)
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start()
@@ -322,7 +318,7 @@ def collect(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
         shards = ShardWriter(store, spool, settings.collector, make_writer, *sizes, meta)
         closing.callback(Retry(logger.warning), lease.release)  # not where another process has the spool
         closing.callback(shards.close)
-        engine = make_rollout_engine(config, build_policy(config), num_threads(config))
+        engine = make_acting(config)
         directory = spool / "weights"
         follower = WeightFollower(WeightSource(engine), directory, lambda: download_versions(store, directory))
         follower.start()

@@ -14,14 +14,13 @@ from embodrl.extras.store.config import store_settings
 from embodrl.extras.store.parts import DONE, RESULTS, open_store
 from embodrl.extras.store.store import Retry, Store
 from embodrl.extras.store.weights import download_versions
-from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.reporting.progress import Progress
-from embodrl.runs.evaluate import evaluation_of
+from embodrl.runs.eval_result import evaluation_of
 from embodrl.trainer.stop import StopSignal
-from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.env import make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.policy import build_policy, check_memory, configure_torch, num_threads
+from embodrl.workers.parts import make_acting, prepare_acting
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +94,13 @@ def evaluate(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     """
     config = loaded.config
     store = open_store(config)
-    device = configure_torch(config, loaded.deployment.of("rollout")[0])
-    check_memory(config, loaded.deployment, training=False, device=device, decoding=config.env.eval.decoding)
-    check_simulator(config)
+    prepare_acting(config, loaded.deployment, config.env.eval.decoding)
     with ExitStack() as closing:
         pool = make_pool(config.evaluated, config.env.eval.total_num_envs)
         stop = closing.enter_context(StopSignal(config.runner.stop_timeout_s))
         closing.callback(pool.close)
         pool.start()
-        engine = make_rollout_engine(config, build_policy(config), num_threads(config))
+        engine = make_acting(config)
         evaluator = Evaluator(config, pool, engine, should_stop=lambda: bool(stop))
         progress = Progress("eval", evaluator.num_plays, "episodes", config.runner.logger.console)
         evaluator.progress = closing.enter_context(progress).update

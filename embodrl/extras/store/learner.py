@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from embodrl.config.schema import Config
@@ -17,9 +17,8 @@ from embodrl.extras.store.weights import upload_versions
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
-from embodrl.learners.imitation import ImitationLearner
+from embodrl.learners.imitation import ImitationHooks, ImitationLearner
 from embodrl.models.base import VLAPolicy
-from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -83,9 +82,7 @@ class StoreLearner(ImitationLearner):
         batches: of the episodes.
         store: with the episodes.
         weights: where each checkpoint's are published.
-        is_to_stop: tells whether the run is to stop.
-        play: evaluates the policy; see ``Learner.evaluate``.
-        on_step: called after every step with its number and metrics.
+        hooks: what the run does for it.
     """
 
     def __init__(
@@ -96,17 +93,14 @@ class StoreLearner(ImitationLearner):
         batches: FollowedBatches,
         store: Store,
         weights: PublishedWeights,
-        is_to_stop: Callable[[], bool],
-        play: Callable[[Path | None], Row],
-        on_step: Callable[[int, Mapping[str, float]], bool],
+        hooks: ImitationHooks,
     ) -> None:
         self.settings = store_settings(config)
         pauses = (config.sft.log_interval, self.settings.publish_interval, config.sft.eval_interval)
-        super().__init__(config, policy, engine, batches, pauses, play, on_step)
+        super().__init__(config, policy, engine, batches, pauses, hooks)
         self.followed = batches
         self.store = store
         self.weights = weights
-        self._is_to_stop = is_to_stop
         self._retry = Retry(logger.warning)
         self._next_look = 0.0
         self._restored_at: int | None = None
@@ -125,7 +119,7 @@ class StoreLearner(ImitationLearner):
             self._retry(self.remove_used)
 
     def await_batch(self, iteration: int) -> bool:
-        while not self._is_to_stop():
+        while not self.hooks.should_stop():
             if time.monotonic() >= self._next_look:
                 self._next_look = time.monotonic() + self.settings.poll_s
                 self._retry(self.followed.poll)

@@ -7,7 +7,7 @@ collector, however old its weights were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,33 +25,25 @@ from embodrl.extras.store.parts import DONE, open_store
 from embodrl.extras.store.shards import ShardReader
 from embodrl.extras.store.store import Store
 from embodrl.extras.store.weights import newest_version
-from embodrl.learners.imitation import engine_config
 from embodrl.learners.imitation_policy import check_range
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
-from embodrl.runs.sft import ImitationView, player
 from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.async_evaluation import finished_since
-from embodrl.trainer.evaluations import start_async_evaluator
-from embodrl.trainer.files import (
-    LEAST_FREE_BYTES,
-    POLICY_DIR,
-    PUBLISHED_DIR,
-    check_disk_space,
-    drop_missing_warm_start,
-    export_policy,
-    versions_num_bytes,
+from embodrl.trainer.files import LEAST_FREE_BYTES, POLICY_DIR, PUBLISHED_DIR
+from embodrl.trainer.imitation_parts import (
+    ImitationView,
+    make_hooks,
+    prepare_imitation,
+    run_and_export,
+    start_imitation,
 )
-from embodrl.trainer.journal import Journal
 from embodrl.trainer.lock import RunLock
-from embodrl.trainer.loop import Trainer, make_trainer
-from embodrl.trainer.saving import open_metrics
+from embodrl.trainer.loop import Trainer
+from embodrl.trainer.parts import make_trainer
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
 from embodrl.trainer.settings import last_settings, load_saved
-from embodrl.workers.actor import make_train_engine
-from embodrl.workers.env import check_simulator
-from embodrl.workers.policy import build_policy, check_policy_decoding, configure_torch
+from embodrl.workers.policy import build_policy
 
 METRICS_FILE = "store_metrics.jsonl"
 
@@ -108,21 +100,14 @@ def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:
     config = session.config
     directory = session.directory
     settings = session.config.sft
-    configure_torch(config, session.deployment.of("actor")[0])
-    if settings.eval_interval:
-        check_simulator(config)
-    with (
-        ExitStack() as closing,
-        Progress("train", settings.max_steps, "steps", config.runner.logger.console) as progress,
-    ):
+    prepare_imitation(session)
+    console = config.runner.logger.console
+    with ExitStack() as closing, Progress("train", settings.max_steps, "steps", console) as progress:
         trainer, learner = _bring_up(session, store, progress, closing)
         if trainer.iteration < settings.max_steps:
             store.remove(DONE)
         say(f"following {store}, from step {trainer.iteration}, with {learner.followed.num_episodes} episodes")
-        code = trainer.run(session.record(trainer.iteration, progress.message))
-        with session.stop.saving():
-            learner.engine.fetch()
-            export_policy(learner.policy, directory / POLICY_DIR, config)
+        code = run_and_export(trainer, progress)
         if trainer.is_finished:
             learner.weights.finish(trainer.iteration, lambda: bool(session.stop), store_settings(config).poll_s)
         done = trainer.iteration
@@ -137,29 +122,10 @@ def _bring_up(
     """Return the trainer, where the try of the run begins, and its learner."""
     config = session.config
     directory = session.directory
-    checkpoint = session.checkpoint
-    policy = build_policy(config if checkpoint is None else drop_missing_warm_start(config))
-    training = engine_config(config, policy.device)
-    engine = make_train_engine(training, session.deployment, policy, directory / "logs", None)
-    session.engine = engine
-    closing.callback(engine.close)
-    check_policy_decoding(config, policy, config.env.eval.decoding)
-    is_evaluated = config.sft.eval_interval > 0
-    sent = (1 + (config.runner.eval_async and is_evaluated)) * versions_num_bytes(policy)
-    keeps_best = config.runner.keep_best and is_evaluated
-    check_disk_space(directory, config, policy, engine.state_num_bytes(), keep_best=keeps_best, sent=sent)
-    session.stop.arm()
+    policy = build_policy(session.weights_from)
+    engine = start_imitation(session, config, policy, closing, published=1)
     reader = _reader(config, store, directory)
     batches = FollowedBatches(reader, config, policy.action_horizon, lambda demos: _check(demos, policy, config))
-    late = None if checkpoint is None else finished_since(directory, checkpoint, METRICS_FILE)
-    metrics = open_metrics(session, closing, METRICS_FILE)
-    is_warm = config.model.warm_start is not None
-    journal = Journal(metrics, ImitationView(progress), is_warm)
-
-    def on_step(step: int, row: Mapping[str, float]) -> bool:
-        progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
-        return bool(session.stop)
-
     learner = StoreLearner(
         config,
         policy,
@@ -167,18 +133,13 @@ def _bring_up(
         batches,
         store,
         PublishedWeights(store, directory / PUBLISHED_DIR, policy),
-        lambda: bool(session.stop),
-        player(session, policy, progress),
-        on_step,
+        make_hooks(session, policy, progress),
     )
     publish_interval = store_settings(config).publish_interval
     # Without a checkpoint, a trainer that is killed could not follow its own weights.
     schedule = Schedule(config.sft.max_steps, config.sft.eval_interval, publish_interval, saves_first=True)
-    beside = start_async_evaluator(session, policy, closing) if is_evaluated else None
-    trainer = make_trainer(session, learner, schedule, journal, beside)
-    if checkpoint is not None:
-        trainer.restore(checkpoint, late)
-        progress.start_at(trainer.iteration)
+    trainer = make_trainer(session, learner, schedule, ImitationView(progress), closing, METRICS_FILE)
+    progress.start_at(trainer.iteration)
     return trainer, learner
 
 

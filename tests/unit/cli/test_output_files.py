@@ -88,7 +88,7 @@ def test_verbs_refuse_before_anything_starts(
     def started(*_: object, **__: object) -> None:
         raise AssertionError("started")
 
-    monkeypatch.setattr("embodrl.workers.policy.configure_torch", started)
+    monkeypatch.setattr("embodrl.workers.parts.configure_torch", started)
     monkeypatch.setattr("embodrl.extras.bench.transport.main", started)
     with pytest.raises(SystemExit) as left:
         app([*verb, "--json", str(tmp_path)])

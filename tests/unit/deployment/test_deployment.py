@@ -18,7 +18,7 @@ from embodrl.deployment import Deployment, ProcessPlace, topology
 from embodrl.errors import ConfigError
 from embodrl.hybrid_engines.training import remote
 from embodrl.scheduler.messages import CODEC
-from embodrl.workers import actor, rollout_process
+from embodrl.workers import actor, parts, rollout_process
 from embodrl.workers.env import gpu_variables
 from embodrl.workers.remote_backend import launch_rollouts, rollout_channels
 
@@ -119,8 +119,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     def train_engine(*args: Any, **kwargs: object) -> SimpleNamespace:
         return SimpleNamespace(threads=args[2])  # of _native_engine
 
-    monkeypatch.setattr(rollout_process, "make_pool", pool)
-    monkeypatch.setattr(rollout_process, "make_rollout_engine", engine)
+    monkeypatch.setattr(parts, "make_pool", pool)
+    monkeypatch.setattr(parts, "make_rollout_engine", engine)
     for name in ("Evaluator", "make_sync_collector", "make_runners"):
         monkeypatch.setattr(rollout_process, name, lambda *args, **kwargs: [None])
     monkeypatch.setattr(remote.StateShapes, "of", lambda *args: None)
@@ -129,7 +129,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "join_mesh", lambda *args, **kwargs: None)
     monkeypatch.setattr(actor, "_engine_of_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(actor, "_native_engine", train_engine)
-    for module in (rollout_process, actor):
+    for module in (parts, actor):
         monkeypatch.setattr(module, "configure_torch", lambda config, threads: torch.device("cpu"))
         monkeypatch.setattr(module, "build_policy", lambda config: None)
 

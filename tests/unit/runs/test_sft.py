@@ -25,6 +25,7 @@ from embodrl.learners.imitation import engine_config, learning_rate
 from embodrl.runs import sft as verb
 from embodrl.runs.sft import sft
 from embodrl.specs import LOSSES
+from embodrl.trainer import imitation_parts
 
 
 def demos(num_frames: int) -> Demos:
@@ -195,11 +196,11 @@ def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
 def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_path, monkeypatch):
     policy = ToyPolicy()
     monkeypatch.setattr(ToyPolicy, "decodings", ("greedy",))
-    for name in ("read_facts", "check_robot", "check_demos", "check_range"):
+    for name in ("read_facts", "check_range"):
         monkeypatch.setattr(verb, name, lambda *_: None)
-    monkeypatch.setattr(verb, "load_configured_demos", lambda config: demos(8))
+    monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(8))
     monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))
-    monkeypatch.setattr(verb, "make_train_engine", lambda *_: pytest.fail("it has started"))
+    monkeypatch.setattr(imitation_parts, "start_engine", lambda *_: pytest.fail("it has started"))
     settings = [
         "env.eval.decoding=sampled",
         f"sft.data_dir={tmp_path}",

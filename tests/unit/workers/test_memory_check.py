@@ -13,7 +13,7 @@ from embodrl.extras.model_tools.random_model import write_random_model
 from embodrl.extras.serving import verb as serving
 from embodrl.runs import evaluate as verb
 from embodrl.trainer.parts import check_machine
-from embodrl.workers import policy
+from embodrl.workers import parts, policy
 
 GIB = 1 << 30
 
@@ -43,7 +43,7 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(
 ) -> None:
     # 7.5 B weights, without what never runs, take four bytes each, or two; no gradients, no moments
     monkeypatch.setattr(policy, "memory_limit_bytes", lambda: 24 * GIB)
-    monkeypatch.setattr(verb, "check_simulator", lambda config: pytest.fail("it has started"))
+    monkeypatch.setattr(parts, "check_simulator", lambda config: pytest.fail("it has started"))
     loaded = load_config(["cluster.device=cpu", "env=toy", "model=openvla_7b"], verb="eval")
     with raises_code("model-too-large") as caught:
         verb.evaluate(loaded, output_dir=tmp_path / "eval")
@@ -94,7 +94,7 @@ def test_prompts_that_do_not_fit_are_refused_before_the_weights_are_loaded(
 def test_a_decoding_that_the_policy_lacks_is_refused_before_simulators_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: list[str]
 ) -> None:
-    monkeypatch.setattr(verb, "check_simulator", lambda config: pytest.fail("it has started"))
+    monkeypatch.setattr(parts, "check_simulator", lambda config: pytest.fail("it has started"))
     loaded = load_config(["cluster.device=cpu", "env=toy", *settings], verb="eval")
     with raises_code("policy-has-no-decoding"):
         verb.evaluate(loaded, output_dir=tmp_path / "eval")
@@ -102,7 +102,7 @@ def test_a_decoding_that_the_policy_lacks_is_refused_before_simulators_start(
 
 def test_a_decoding_that_the_policy_lacks_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     # as of a checkpoint on the hub, whose files are not looked at before
-    monkeypatch.setattr(serving, "check_memory", lambda *_, **__: None)
+    monkeypatch.setattr(parts, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(serving, "PolicyServer", lambda *_: pytest.fail("it serves"))
     settings = ["cluster.device=cpu", "env=toy", "model=openvla_oft", "model.action_head=l1", "serve.decoding=sampled"]
     with raises_code("policy-has-no-decoding"):

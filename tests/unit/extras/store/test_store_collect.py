@@ -202,10 +202,8 @@ class Ended(Exception):
 
 def test_a_second_collector_of_a_name_is_refused_until_the_first_ends(tmp_path, monkeypatch):
     pool = SimpleNamespace(start=lambda: None, close=lambda: None, spec=SimpleNamespace(control_hz=10.0))
-    monkeypatch.setattr(store_collect, "make_pool", lambda *_, **__: pool)
-    monkeypatch.setattr(store_collect, "configure_torch", lambda *_: torch.device("cpu"))
-    monkeypatch.setattr(store_collect, "check_memory", lambda *_, **__: None)
-    monkeypatch.setattr(store_collect, "build_policy", lambda _: None)
+    monkeypatch.setattr(store_collect, "make_single_pool", lambda *_, **__: pool)
+    monkeypatch.setattr(store_collect, "prepare_acting", lambda *_: None)
     monkeypatch.setattr(store_collect, "frame_rate", lambda *_: 10.0)
     for name in ("BEAT_S", "_LOOK_S"):
         monkeypatch.setattr(lease, name, 0.001)
@@ -216,7 +214,7 @@ def test_a_second_collector_of_a_name_is_refused_until_the_first_ends(tmp_path, 
             during()
             raise Ended
 
-        monkeypatch.setattr(store_collect, "make_rollout_engine", engine)
+        monkeypatch.setattr(store_collect, "make_acting", engine)
         settings = [f"store.url={tmp_path / 'store'}", f"store.spool_dir={tmp_path / spool}"]
         with pytest.raises(Ended):
             store_collect.collect(load_config(["env=toy", *settings]), waited.append)

@@ -1,0 +1,134 @@
+"""The composition root of runs that imitate: `embodrl sft` and `embodrl store train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from embodrl.config.schema import Config
+from embodrl.errors import OutputError
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.learners.imitation import ImitationHooks, engine_config
+from embodrl.models.base import VLAPolicy
+from embodrl.reporting.metrics_file import Row
+from embodrl.reporting.progress import Progress
+from embodrl.reporting.rows import is_number, other_rates
+from embodrl.reporting.sinks import MetricValue
+from embodrl.trainer.files import POLICY_DIR, check_disk_space, export_policy, versions_num_bytes
+from embodrl.trainer.loop import Trainer
+from embodrl.trainer.parts import start_engine
+from embodrl.trainer.session import RunSession
+from embodrl.workers.env import check_simulator, make_pool
+from embodrl.workers.evaluator import Evaluator
+from embodrl.workers.parts import make_acting
+from embodrl.workers.policy import check_policy_decoding, configure_torch
+
+
+def prepare_imitation(session: RunSession) -> None:
+    """Set up torch, and refuse evaluations that can't run, before anything is started."""
+    configure_torch(session.config, session.deployment.of("actor")[0])
+    if session.config.sft.eval_interval:
+        check_simulator(session.config)
+
+
+def start_imitation(
+    session: RunSession, built_from: Config, policy: VLAPolicy, closing: ExitStack, published: int = 0
+) -> TrainEngine:
+    """Return the engine of a try that imitates; the disk has room for what the run writes.
+
+    Args:
+        session: the try of the run.
+        built_from: the configuration that the policy was built from.
+        policy: the policy of this process.
+        closing: the parts to close, in reverse order.
+        published: the number of directories of published weights.
+
+    Raises:
+        OutputError: the disk has too little space.
+        EmbodrlError: the policy lacks the decoding of evaluations, or a training process could not be started.
+    """
+    config = session.config
+    check_policy_decoding(config, policy, config.env.eval.decoding)
+    engine = session.engine = start_engine(session, engine_config(built_from, policy.device), policy, closing)
+    is_evaluated = config.sft.eval_interval > 0
+    sent = (published + (config.runner.eval_async and is_evaluated)) * versions_num_bytes(policy)
+    keeps_best = config.runner.keep_best and is_evaluated
+    with names_output():
+        check_disk_space(session.directory, config, policy, engine.state_num_bytes(), keep_best=keeps_best, sent=sent)
+    session.stop.arm()
+    return engine
+
+
+@contextmanager
+def names_output() -> Iterator[None]:
+    """Name the setting of the output directory in errors of the block."""
+    try:
+        yield
+    except OutputError as error:
+        hint = "set sft.output_dir to a writable directory with free space"
+        raise OutputError(error.message, hint, code=error.code) from error
+
+
+def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> ImitationHooks:
+    """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it."""
+    config = session.config
+
+    def should_stop() -> bool:
+        return bool(session.stop)
+
+    def on_step(step: int, row: Mapping[str, float]) -> None:
+        progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
+
+    def play(video_dir: Path | None) -> Row:
+        acting = make_acting(config, policy)
+        with make_pool(config.evaluated, config.env.eval.total_num_envs) as pool:
+            evaluator = Evaluator(config, pool, acting, should_stop=should_stop)
+            with progress.within("evaluation", evaluator.num_plays, "episodes") as shown:
+                evaluator.progress = shown.update
+                return evaluator.run(video_dir).metrics()
+
+    return ImitationHooks(play, on_step, should_stop)
+
+
+def run_and_export(trainer: Trainer, progress: Progress) -> int:
+    """Train to the end or a signal, and export the policy; return the exit code."""
+    session = trainer.session
+    code = trainer.run(session.record(trainer.iteration, progress.message))
+    session.lock.check()
+    with session.stop.saving():
+        trainer.learner.engine.fetch()
+        export_policy(trainer.learner.policy, session.directory / POLICY_DIR, session.config)
+    return code
+
+
+class ImitationView:
+    """A progress bar of steps, with lines for evaluations and checkpoints.
+
+    Args:
+        progress: the bar.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def phase(self, text: str, chunks: int = 0) -> None:
+        """The bar says how far the run is."""
+
+    def restore(self, rows: list[Row]) -> None:
+        """The bar says how far earlier processes came."""
+
+    def update(self, row: Mapping[str, MetricValue]) -> None:
+        """Show an evaluation."""
+        rate = row.get("eval/success_rate")
+        if is_number(rate):
+            others = "".join(f", {name} {other:.1%}" for name, other in other_rates(row).items())
+            self._progress.message(f"step {row['iteration']}: success rate {rate:.1%}{others}")
+
+    def late(self, row: Mapping[str, MetricValue]) -> None:
+        """Show an evaluation that was played while the run trained on."""
+        self.update(row)
+
+    def message(self, text: str) -> None:
+        """Show a line that stays."""
+        self._progress.message(text)

@@ -1,0 +1,115 @@
+"""The composition root of what only acts: a policy on its device, and simulators that it plays in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from embodrl.config import LoadedConfig
+from embodrl.config.schema import Config
+from embodrl.deployment import Deployment, ProcessPlace
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
+from embodrl.models.base import Decoding, VLAPolicy
+from embodrl.workers.collector import Share, share_config
+from embodrl.workers.env import check_environments, check_simulator, make_pool
+from embodrl.workers.policy import RecordedPolicy, build_policy, check_memory, configure_torch, num_threads
+
+
+def prepare_acting(
+    config: Config, deployment: Deployment, decoding: Decoding | Literal["all"] = "all", simulates: bool = True
+) -> None:
+    """Set up torch for a policy that acts in this process, and refuse what can't work before anything is started.
+
+    Args:
+        config: the run.
+        deployment: the places of its processes.
+        decoding: the way in which the verb chooses actions; ``all`` for those that the policy has.
+        simulates: the simulators of ``config`` are started, too.
+
+    Raises:
+        EmbodrlError: the device has less memory than the weights take, or the simulator can't run.
+    """
+    device = configure_torch(config, deployment.of("rollout")[0])
+    check_memory(config, deployment, training=False, device=device, decoding=decoding)
+    if simulates:
+        check_simulator(config)
+
+
+def make_acting(config: Config, policy: VLAPolicy | None = None) -> RolloutEngine:
+    """Return the engine of a policy that has this machine to itself; None builds the policy that is configured."""
+    return make_rollout_engine(config, build_policy(config) if policy is None else policy, num_threads(config))
+
+
+def acting_policy(
+    loaded: LoadedConfig, name: str, make_policy: Callable[[Config], VLAPolicy] = build_policy
+) -> RecordedPolicy:
+    """Build the policy of a configuration that was loaded for ``record``.
+
+    Args:
+        loaded: the policy's configuration.
+        name: the path or address that the policy comes from.
+        make_policy: the function that returns the policy; by default the one that ``config.model`` names.
+
+    Raises:
+        EmbodrlError: the device has less memory than the weights take, or the policy can't be built.
+    """
+    prepare_acting(loaded.config, loaded.deployment, simulates=False)
+    return RecordedPolicy(name, make_acting(loaded.config, make_policy(loaded.config)))
+
+
+@dataclass(frozen=True)
+class ActingShare:
+    """What a process has that acts in a part of a run's environments.
+
+    Attributes:
+        config: the run with the environments of that part alone.
+        pool: the started simulators.
+        engine: the policy.
+    """
+
+    config: Config
+    pool: EnvPool
+    engine: RolloutEngine
+
+
+def make_share(
+    config: Config,
+    deployment: Deployment,
+    share: Share,
+    log_dir: Path | None,
+    places: Sequence[ProcessPlace],
+    training: bool = True,
+) -> ActingShare:
+    """Start the simulators of a process while its policy is built.
+
+    Args:
+        config: the whole run.
+        deployment: the places of its processes.
+        share: the part of the environments.
+        log_dir: the directory for the output of the simulators.
+        places: the places of the simulators.
+        training: False for a process that evaluates alone.
+
+    Raises:
+        EnvError: a simulator could not be started, or can't do what the run relies on; none is left.
+    """
+    threads = deployment.threads_of(deployment.of("rollout")[share.rank])
+    configure_torch(config, threads=threads)
+    mine = share_config(config, share)
+    pool = make_pool(mine if training else mine.evaluated, mine.env.train.total_num_envs, log_dir, places=places)
+    pool.start_async()
+    try:
+        policy = build_policy(config)
+        pool.wait_started()
+        check_environments(config if training else config.evaluated, pool, training)
+    except BaseException:  # a signal too must not leave simulators; raised again
+        pool.close()
+        raise
+    if not training:
+        return ActingShare(mine, pool, make_rollout_engine(mine, policy, threads))
+    memory = policy_memory(policy) if config.rollout.enable_offload else None
+    return ActingShare(mine, pool, make_rollout_engine(mine, policy, threads, (share.rank, share.count), memory))
