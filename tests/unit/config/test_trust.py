@@ -193,7 +193,7 @@ SITES = {
     "scheduler/launchers/host.py": "",
     "extras/ray/launcher.py": "cluster.ray_address",
     "specs.py": "",
-    "wire/codec.py": "",
+    "extras/wire/codec.py": "",
     "workers/actor.py": "extensions",
     "workers/rollout_backend.py": "",
     "workers/rollout_process.py": "extensions",

@@ -16,11 +16,11 @@ import pytest
 from expect import raises_code
 from typer.testing import CliRunner, Result
 
-from embodrl.cli import listing
 from embodrl.cli.main import app
 from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
+from embodrl.extras.listing import tables as listing
 from embodrl.extras.pipeline_show.draw import to_mermaid, to_svg, to_text
 from embodrl.names import import_object
 from embodrl.pipelines.builtin import NODES
