@@ -14,7 +14,7 @@ from torch import Tensor
 from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import REWARDS, Demos, Outcomes
 from embodrl.data.facts import RAW_INDEX
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
+from embodrl.data.imitation import load_checked_demos, observed
 from embodrl.data.lerobot import OWN_META
 from embodrl.data.load import is_lerobot
 from embodrl.data.replay import EXPERT, INPUT, ReplayBuffer, ReplayStores
@@ -57,11 +57,9 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     if settings.demos is None:
         return ReplayStores(online)
     config = config.model_copy(update={"sft": SftConfig(data_dir=settings.demos)})
-    check_robot(config)
     if config.reward.model is None:
         check_rewards(Path(settings.demos).expanduser(), config)
-    demos = load_configured_demos(config)
-    check_demos(demos, config)
+    demos = load_checked_demos(config)
     known = demos.state.shape[1]
     wanted = pool.spec.state_dim
     if config.env.include_state and known != wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
 from collections.abc import Callable, Iterable
@@ -28,7 +27,7 @@ from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import BEST_POLICY_DIR, EVAL_WEIGHTS_DIR, export_policy
-from embodrl.workers.collector import Share
+from embodrl.workers.collector import Share, share_config
 from embodrl.workers.evaluator import Evaluator, evaluation_result, join_results
 from embodrl.workers.parts import make_share
 
@@ -59,16 +58,13 @@ class EvaluationProcess(Worker):
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: str) -> None:
-        for module in config.extensions:
-            importlib.import_module(module)
         self._run_dir = Path(run_dir)
         self._share = Share(0, len(deployment.of("rollout")))
         self._whole = config
         logs = self._run_dir / "logs" / "evaluation"
-        parts = make_share(config, deployment, self._share, logs, deployment.of("eval_env"), training=False)
-        self._pool = parts.pool
-        self._engine = parts.engine
-        self._evaluator = Evaluator(parts.config, parts.pool, parts.engine)
+        places = deployment.of("eval_env")
+        self._pool, self._engine = make_share(config, deployment, self._share, logs, places, training=False)
+        self._evaluator = Evaluator(share_config(config, self._share), self._pool, self._engine)
         self._source = WeightSource(self._engine)
 
     def close(self) -> None:

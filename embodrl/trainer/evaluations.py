@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, OutputError
 from embodrl.learners.base import Learner
-from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.rows import is_number
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
@@ -196,21 +193,3 @@ class Evaluations:
         except OutputError as error:
             logger.error("%s", error)
         self.learner.rest()
-
-
-def start_async_evaluator(
-    session: RunSession, policy: VLAPolicy, closing: ExitStack, built_from: Config | None = None
-) -> AsyncEvaluator | None:
-    """Return what evaluates while the run trains on; None where it does not.
-
-    Args:
-        session: the try of the run.
-        policy: of this process, for the names of its weights.
-        closing: ends the process.
-        built_from: configuration that the policy was built from, where it is another than the run's.
-    """
-    if not session.config.runner.eval_async:
-        return None
-    beside = AsyncEvaluator(built_from or session.config, session.deployment, session.directory, policy)
-    closing.callback(beside.close)
-    return beside

@@ -37,8 +37,8 @@ from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Launcher
 from embodrl.specs import LOSSES
-from embodrl.trainer.async_evaluation import finished_since
-from embodrl.trainer.evaluations import Evaluations, start_async_evaluator
+from embodrl.trainer.async_evaluation import AsyncEvaluator, finished_since
+from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes
 from embodrl.trainer.journal import Journal, View
 from embodrl.trainer.loop import Trainer
@@ -63,8 +63,8 @@ from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightCha
 
 logger = logging.getLogger(__name__)
 
-PartsBuilder = Callable[[RunSession, Config, torch.device, Callable[[], bool], ExitStack], Parts]
-"""Called with the session, the configuration that weights come from, and the last three arguments of ``build``."""
+PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack], Parts]
+"""Called with the arguments of ``build``."""
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
@@ -102,12 +102,9 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     """
     closing.enter_context(MemoryWatch())
     config = session.config
-    weights_from = session.weights_from
     own = LOSSES.entry(config.algorithm.loss_type).parts
-    if own is not None:
-        parts = cast("PartsBuilder", import_object(own))(session, weights_from, device, stopped, closing)
-    else:
-        parts = _build_of_rollouts(session, weights_from, device, stopped, closing)
+    make = _build_parts if own is None else cast("PartsBuilder", import_object(own))
+    parts = make(session, device, stopped, closing)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.state_num_bytes()
@@ -116,13 +113,7 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     return parts
 
 
-def _build_of_rollouts(
-    session: RunSession,
-    weights_from: Config,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-) -> Parts:
+def _build_parts(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
     """As ``build``, where the policy learns from its rollouts."""
     config = session.config
     launcher = make_launcher(config, session.deployment)
@@ -130,9 +121,9 @@ def _build_of_rollouts(
         closing.callback(launcher.close)
     if session.deployment.rolls_out_in_processes:
         assert launcher is not None
-        parts = _build_remote(session, weights_from, device, stopped, closing, launcher)
+        parts = _build_remote(session, device, stopped, closing, launcher)
     else:
-        parts = _build_local(session, weights_from, device, stopped, closing, launcher)
+        parts = _build_local(session, device, stopped, closing, launcher)
     if isinstance(parts.rollouts.collector, AsyncCollector):
         parts.rollouts.collector.rewards = parts.rewards
     closing.callback(parts.rewards.close)
@@ -142,7 +133,6 @@ def _build_of_rollouts(
 
 def _build_local(
     session: RunSession,
-    weights_from: Config,
     device: torch.device,
     stopped: Callable[[], bool],
     closing: ExitStack,
@@ -155,11 +145,11 @@ def _build_local(
     pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
     closing.callback(pool.close)
     pool.start_async()  # while the policy is built
-    policy = build_policy(weights_from, device)
+    policy = build_policy(session.weights_from, device)
     # The driver's policy may be offloaded between rollouts where other processes train.
     apart = config.rollout.enable_offload and deployment.trains_in_processes
     memory = policy_memory(policy) if apart else None
-    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher, memory=memory)
+    engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, memory=memory)
     closing.callback(engine.close)
     pool.wait_started()
     check_environments(config, pool)
@@ -178,7 +168,6 @@ def _build_local(
 
 def _build_remote(
     session: RunSession,
-    weights_from: Config,
     device: torch.device,
     stopped: Callable[[], bool],
     closing: ExitStack,
@@ -189,10 +178,10 @@ def _build_remote(
     deployment = session.deployment
     log_dir = session.directory / "logs"
     channels = rollout_channels(launcher, len(deployment.of("rollout")))
-    policy = build_policy(weights_from, device)
+    policy = build_policy(session.weights_from, device)
     pipes = channels_of(channels, "weights")
     sends = sends_weights(config, deployment)
-    engine = make_train_engine(weights_from, deployment, policy, log_dir, launcher, pipes if sends else None)
+    engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, pipes if sends else None)
     closing.callback(engine.close)
     if isinstance(engine, RemoteTrainEngine) and sends:
         sender: Sender = RemoteSender(cast("WorkerGroup", engine.group), pipes, trained_names(policy))
@@ -202,7 +191,7 @@ def _build_remote(
         sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
         where = "driver"
         sent_from = policy.device
-    group = launch_rollouts(weights_from, deployment, launcher, channels, needs_frames(config), log_dir)
+    group = launch_rollouts(session.weights_from, deployment, launcher, channels, needs_frames(config), log_dir)
     closing.callback(group.close)
     kind = choose_weight_sync(deployment, config.rollout.weight_sync)
     weights = WeightChannel(
@@ -220,17 +209,7 @@ def _build_remote(
 
 
 def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
-    """Return the engine that trains, in this process or in others, where no other process acts.
-
-    Args:
-        session: the try of the run.
-        config: the configuration of the engine.
-        policy: the policy of this process.
-        closing: the parts to close, in reverse order.
-
-    Raises:
-        WorkerError: a training process could not be started.
-    """
+    """Return the engine of a run whose rollouts need no processes of their own; see ``make_train_engine``."""
     deployment = session.deployment
     launcher = make_launcher(config, deployment) if deployment.trains_in_processes else None
     if launcher is not None:
@@ -271,7 +250,10 @@ def make_trainer(
     metrics = open_metrics(session, closing, file_name)
     journal = Journal(metrics, view, session.config.model.warm_start is not None)
     view.restore(journal.rows)
-    beside = start_async_evaluator(session, learner.policy, closing, built_from) if schedule.evaluates else None
+    beside = None
+    if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):
+        beside = AsyncEvaluator(built_from or session.config, session.deployment, session.directory, learner.policy)
+        closing.callback(beside.close)
     saver = Saver(session, learner, has_reference)
     evaluations = Evaluations(session, learner, journal, saver.manager, beside)
     trainer = Trainer(session, learner, schedule, journal, evaluations, saver)

@@ -40,11 +40,6 @@ class Schedule:
         """Return the schedule of the section ``sft``."""
         return cls(config.sft.max_steps, config.sft.eval_interval, config.sft.save_interval)
 
-    @property
-    def evaluates(self) -> bool:
-        """The policy is measured at all."""
-        return self.eval_interval > 0 or self.evaluates_first or self.evaluates_last
-
     def is_evaluated(self, iteration: int) -> bool:
         """Return whether the policy is measured after so many iterations."""
         if iteration == 0:

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,7 +91,7 @@ class RunSession:
         """Where everything of the run is."""
         return self.loaded.deployment
 
-    @property
+    @cached_property
     def weights_from(self) -> Config:
         """The configuration that the policy is built from: a checkpoint replaces a warm start that is missing."""
         return self.config if self.checkpoint is None else drop_missing_warm_start(self.config)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -61,21 +61,6 @@ def acting_policy(
     return RecordedPolicy(name, make_acting(loaded.config, make_policy(loaded.config)))
 
 
-@dataclass(frozen=True)
-class ActingShare:
-    """What a process has that acts in a part of a run's environments.
-
-    Attributes:
-        config: the run with the environments of that part alone.
-        pool: the started simulators.
-        engine: the policy.
-    """
-
-    config: Config
-    pool: EnvPool
-    engine: RolloutEngine
-
-
 def make_share(
     config: Config,
     deployment: Deployment,
@@ -83,8 +68,8 @@ def make_share(
     log_dir: Path | None,
     places: Sequence[ProcessPlace],
     training: bool = True,
-) -> ActingShare:
-    """Start the simulators of a process while its policy is built.
+) -> tuple[EnvPool, RolloutEngine]:
+    """Start the simulators of a process while its policy is built; return the simulators and the engine.
 
     Args:
         config: the whole run.
@@ -97,6 +82,8 @@ def make_share(
     Raises:
         EnvError: a simulator could not be started, or can't do what the run relies on; none is left.
     """
+    for module in config.extensions:
+        importlib.import_module(module)
     threads = deployment.threads_of(deployment.of("rollout")[share.rank])
     configure_torch(config, threads=threads)
     mine = share_config(config, share)
@@ -110,6 +97,6 @@ def make_share(
         pool.close()
         raise
     if not training:
-        return ActingShare(mine, pool, make_rollout_engine(mine, policy, threads))
+        return pool, make_rollout_engine(mine, policy, threads)
     memory = policy_memory(policy) if config.rollout.enable_offload else None
-    return ActingShare(mine, pool, make_rollout_engine(mine, policy, threads, (share.rank, share.count), memory))
+    return pool, make_rollout_engine(mine, policy, threads, (share.rank, share.count), memory)

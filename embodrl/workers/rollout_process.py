@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,7 +20,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import layout_of
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.types import Decoding
 from embodrl.workers.async_collector import EpisodeRunner, make_runners
-from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector
+from embodrl.workers.collector import RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.env import held_out_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.lockstep import Shard, ShardMeta
@@ -70,17 +69,12 @@ class RolloutProcess(Worker):
     def __init__(
         self, config: Config, deployment: Deployment, keep_frames: bool = False, log_dir: str | None = None
     ) -> None:
-        for module in config.extensions:
-            importlib.import_module(module)
         share = Share(self.rank, self.world_size)
         logs = None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}"
         places = deployment.of("env")[share.rows(config.env.num_processes)]
-        parts = make_share(config, deployment, share, logs, places)
-        mine = parts.config
-        self.config = mine
+        self.pool, self.engine = make_share(config, deployment, share, logs, places)
+        self.config = mine = share_config(config, share)
         self.share = share
-        self.pool = parts.pool
-        self.engine = parts.engine
         self.channels = {name: self.channel(full) for name, full in channel_names(self.rank).items()}
         make_own = partial(held_out_pool, log_dir=logs, places=places)
         self.evaluator = Evaluator(mine, self.pool, self.engine, None, self._should_stop, make_own)

@@ -17,7 +17,7 @@ from torch import Tensor
 from embodrl.algorithms.off_policy import chunk_return, n_step_return
 from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
 from embodrl.data.demos import Demos, Outcomes
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
+from embodrl.data.imitation import load_checked_demos, observed
 from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import EmbodrlError
 from embodrl.extras.offline.labels import read_indicator
@@ -45,13 +45,11 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     source = config.algorithm.off_policy.demos
     assert source is not None, "the configuration was checked"
     config = config.model_copy(update={"sft": SftConfig(data_dir=source)})
-    check_robot(config)
     directory = Path(source).expanduser()
     conditions = config.algorithm.loss_type == RECAP
     if not conditions and config.reward.model is None:
         check_rewards(directory, config)
-    demos = load_configured_demos(config)
-    check_demos(demos, config)
+    demos = load_checked_demos(config)
     if demos.outcomes is None:
         raise no_rewards(source)
     demos = rewarded(demos, config)

@@ -22,23 +22,16 @@ from embodrl.workers.policy import build_policy
 from embodrl.workers.reward import RewardWorker
 
 
-def build(
-    session: RunSession,
-    weights_from: Config,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-) -> Parts:
+def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
     """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
     config = session.config
     deployment = session.deployment
-    policy = build_policy(weights_from, device)
+    policy = build_policy(session.weights_from, device)
     data, seen = load_offline(config, policy)
-    engine = start_engine(session, weights_from, policy, closing)
+    engine = start_engine(session, session.weights_from, policy, closing)
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
-    rollouts = OfflineBackend(
-        config, acting, deployment.of("env"), session.directory / "logs", also_lost(engine, stopped)
-    )
+    log_dir = session.directory / "logs"
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, also_lost(engine, stopped))
     closing.callback(rollouts.close)
     critics = None if seen is None else make_critics(config, policy, seen)
     learner = OfflineLearner(config, policy, engine, data, critics)

@@ -185,7 +185,6 @@ SITES = {
     "preflight/vulkan.py": "",
     "processes/bootstrap.py": "",
     "processes/child.py": "env.python model.python",
-    "trainer/async_evaluation.py": "extensions",
     "processes/guard.py": "",
     "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
     "trainer/parts.py": "",
@@ -196,7 +195,7 @@ SITES = {
     "extras/wire/codec.py": "",
     "workers/actor.py": "extensions",
     "workers/rollout_backend.py": "",
-    "workers/rollout_process.py": "extensions",
+    "workers/parts.py": "extensions",
 }
 CALLS = {"import_object", "import_module", "__import__", "Popen", "run_path", "run_module", "exec", "eval", "system"}
 CALLS |= {"create_subprocess_exec", "create_subprocess_shell", "execv", "execve", "spawnv"}
