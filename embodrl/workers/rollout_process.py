@@ -63,9 +63,9 @@ class RolloutProcess(Worker):
 
     Args:
         config: the whole run.
-        deployment: where everything of it is.
+        deployment: placement of everything in it.
         keep_frames: keep the images of the first camera.
-        log_dir: where the output of the simulators goes.
+        log_dir: directory of the output of the simulators.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class RolloutProcess(Worker):
         logs = None if log_dir is None else Path(log_dir) / f"rollout_{self.rank}"
         places = deployment.of("env")[share.rows(config.env.num_processes)]
         self.pool = make_pool(mine, mine.env.train.total_num_envs, logs, places=places)
+        # Simulators start while the policy is loaded.
         self.pool.start_async()
         try:
             self.policy = build_policy(config)
@@ -218,6 +219,7 @@ class RolloutProcess(Worker):
     def _should_stop(self) -> bool:
         """Tell whether the main process has given up the present request."""
         try:
+            # Signals for earlier requests may still be in the channel; they are discarded.
             while not self._stopped:
                 self._stopped = self.channels["stop"].get(0.0) == self._call
         except ChannelTimeout:
