@@ -101,8 +101,10 @@ def gae(
     to_steps = _chunk_steps if reward_type == "chunk_level" else _action_steps
     steps = to_steps(rewards, values, valid, terminated, truncated, bootstrap_values)
     if bootstrap_type == "none":
+        # At a truncation V(s+1) is then 0, as at a termination.
         steps = _RewardSteps(**{**vars(steps), "bootstrap_values": torch.zeros_like(steps.bootstrap_values)})
     advantages = _accumulate(steps, gamma, gae_lambda)
+    # The target of the critic is the lambda-return, A + V.
     returns = torch.where(steps.valid, advantages + steps.values, 0.0)
 
     shape = (num_steps, num_envs, expected)
@@ -167,12 +169,15 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
     for s in reversed(range(len(steps.rewards))):
         next_value = torch.where(done[s], bootstrap[s], successor_value)
         next_advantage = torch.where(done[s], 0.0, successor_advantage)
+        # The one-step error; below it, eq. 16 as a recursion.
         delta = steps.rewards[s] + gamma * next_value - steps.values[s]
         advantage = delta + gamma * gae_lambda * next_advantage
         advantages[s] = torch.where(steps.valid[s], advantage, 0.0)
+        # A step that is not valid hands on the advantage of its successor, unless a fault ended the episode there.
         successor_advantage = torch.where(
             steps.valid[s], advantage, torch.where(steps.lost[s], 0.0, successor_advantage)
         )
+        # The value at a lost step is kept: it is what the step before bootstraps from.
         successor_value = torch.where(steps.valid[s] | steps.lost[s], steps.values[s], successor_value)
     return advantages
 
@@ -187,6 +192,7 @@ def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None, 
             actions sees the advantage of a chunk once for each of its valid actions.
         eps: added to the standard deviation, so that equal advantages give 0.
     """
+    # float64: sums over a whole rollout lose no precision.
     selected = advantages[valid].double()
     result = torch.zeros_like(advantages)
     if selected.numel():
@@ -205,7 +211,7 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
 
     Args:
         batch: tells episodes and groups.
-        estimate: of its chunks.
+        estimate: estimate of its chunks.
         min_std: floor of the deviation: with shaped rewards the returns of a group that failed as a whole differ by
             next to nothing, which would be blown up to the size of a success.
         eps: added to the standard deviation, so that equal advantages give 0.
@@ -221,9 +227,11 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
     def sums(values: Tensor, where: Tensor, size: int) -> Tensor:
         return values.new_zeros(size).index_add_(0, where, values)
 
+    # One over the length: the steps of an episode count as one together.
     share = 1.0 / sums(torch.ones_like(x), index, len(episodes)).clamp_min(1)[index]
     group = group_of[index]
     num_groups = int(group_of.max()) + 1
+    # Weights of a group add up to 1, so that the sums below are its mean and variance.
     weight = share / sums(share, group, num_groups).clamp_min(1e-12)[group]
     centred = x - sums(weight * x, group, num_groups)[group]
     deviation = sums(weight * centred.square(), group, num_groups).sqrt()[group]
@@ -308,6 +316,7 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
     if config.normalization_scope == "group":
         return replace(estimate, advantages=normalize_by_group(batch, estimate, config.min_group_std))
     weights = None
+    # The loss meets the advantage of a chunk once for each valid action, so the mean has to as well.
     by_action = config.loss_agg == "token_mean" and config.logprob_type != "chunk_level"
     if by_action and estimate.advantages.shape[-1] == 1:
         weights = batch.valid.sum(-1, keepdim=True)

@@ -29,6 +29,6 @@ def dagger(far: NDArray[np.bool_], held: NDArray[np.int64], steps: int) -> NDArr
     Args:
         far: ``bool[B]``, the policy's action is further from the expert's than is tolerated.
         held: ``int64[B]``, steps that the expert still had control for.
-        steps: that it keeps control after the last action that was too far.
+        steps: number of steps for which it keeps control after the last action that was too far.
     """
     return np.where(far, steps, np.maximum(held - 1, 0))

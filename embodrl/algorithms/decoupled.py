@@ -63,7 +63,7 @@ def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
     Args:
         policy_version: ``int64[T,B]``.
         valid: ``bool[T,B,C]``.
-        version: of the weights now.
+        version: version of the weights now.
 
     Raises:
         EmbodrlError: a chunk comes from weights that are not there yet.
@@ -97,6 +97,7 @@ def mismatch_terms(logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, stalen
     """
     counts = (valid & (staleness == 0).unsqueeze(-1)).unsqueeze(-1)
     apart = torch.where(counts, (logprobs - old_logprobs).abs(), 0.0)
+    # An empty tensor has no largest element; its sum is 0.
     largest = apart.max() if apart.numel() else apart.sum()
     return {MISMATCH: apart.sum(), MISMATCH_COUNT: counts.sum().float() * apart.shape[-1], MISMATCH_MAX: largest}
 
@@ -151,7 +152,7 @@ def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tens
         prox_logprobs: ``float32[T,B,C,A]``.
         old_logprobs: ``float32[T,B,C,A]`` under the policy that acted.
         valid: ``bool[T,B,C]``.
-        episodes: of the rollout.
+        episodes: episodes of the rollout.
     """
     live = episodes.index >= 0
     tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
@@ -160,6 +161,7 @@ def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tens
     total = zeros.index_add(0, episodes.index[live], tokens.double().sum((-1, -2))[live])
     length = zeros.index_add(0, episodes.index[live], count)
     result = torch.zeros(valid.shape[:2], device=valid.device)
+    # The logarithm of the geometric mean is the mean of the log-ratios.
     result[live] = (total / length).float()[episodes.index[live]]
     return result
 
@@ -179,12 +181,13 @@ def weight_metrics(
     """Return the mean of w after the cap and its largest value before, and the part above the cap, over the ratios.
 
     Args:
-        log_weights: before the cap, of tokens or chunks.
-        weights: after the cap.
+        log_weights: logarithms of the weights of tokens or chunks before the cap.
+        weights: weights after the cap.
         exceeds: ``bool``, above the cap.
         mask: ``bool``, the valid ratios, to which the others broadcast.
         num_ratios: of the whole minibatch, so that those of micro-batches add up; the largest value is one of its own.
     """
+    # The exponential may overflow, and a metric must stay finite.
     highest = torch.finfo(log_weights.dtype).max
     largest = torch.where(mask, log_weights.exp().clamp(max=highest), 0.0)
     return {
@@ -228,7 +231,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
 
     Args:
         batch: the rollout.
-        algorithm: of the run.
+        algorithm: algorithm of the run.
         staleness: ``int64[T,B]``, in updates that changed the policy.
 
     Raises:
@@ -267,8 +270,8 @@ def proximal_terms(
     Args:
         micro: flat, with what ``proximal_columns`` gave.
         logprobs: ``float32[N,C,A]`` under the present policy.
-        algorithm: of the run.
-        counts: of the whole minibatch.
+        algorithm: algorithm of the run.
+        counts: counts of the whole minibatch.
     """
     decoupled = algorithm.decoupled
     old = micro.logprobs
@@ -280,6 +283,7 @@ def proximal_terms(
     if not decoupled.enabled:
         if prox is None or algorithm.engine_weight_cap is None:
             return None if prox is None else Proximal(prox, None, {})
+        # Truncated importance sampling: min(exp(logp_prox - logp_b), C).
         per_token = algorithm.logprob_type == "token_level"
         cap = algorithm.engine_weight_cap
         on_exceed = "clamp"

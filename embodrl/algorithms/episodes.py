@@ -61,7 +61,9 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
     live = valid.any(-1)
     lost = ~live & truncated[..., 0]
     done = ((terminated | truncated) & valid).any(-1) | lost
+    # Number of the episode within its environment: how many have ended before this chunk.
     ordinal = torch.cat([torch.zeros(1, num_envs, dtype=torch.int64, device=valid.device), done.long().cumsum(0)[:-1]])
+    # Episodes of all environments in one row of numbers.
     key = ordinal * num_envs + torch.arange(num_envs, device=valid.device)
     names, position = unique_inverse(key[live])
     index = torch.full_like(key, -1)
@@ -71,6 +73,7 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
     end = torch.zeros_like(start)
     start.scatter_reduce_(0, position, steps, "amin")
     end.scatter_reduce_(0, position, steps, "amax")
+    # The chunk of the fault has the key of the episode that it ended.
     return Episodes(index, names % num_envs if num_envs else names, start, end, torch.isin(names, key[lost]))
 
 
@@ -82,7 +85,7 @@ def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: in
     sums divided by a fixed length, so that long episodes are not weighted down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
     Args:
-        episodes: of the rollout.
+        episodes: episodes of the rollout.
         num_elements: ``int64[T,B]``, elements of each chunk that train; an episode without any does not count.
         rollout_length: elements of an environment that is never idle.
         by_episode: see above.
@@ -100,5 +103,6 @@ def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: in
     length.index_add_(0, index[live], num_elements[live].float())
     num_episodes = int((length > 0).sum())
     per_chunk = length[index[live]] if by_episode else float(rollout_length)
+    # Cancels the 1/N of the loss, so that the mean over ratios becomes the one that is wanted.
     weights[live] = total / (num_episodes * per_chunk)
     return weights

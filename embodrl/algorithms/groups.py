@@ -77,6 +77,7 @@ def reinforce_pp(
     to_come = torch.zeros_like(reward[0]) if len(reward) else reward.new_zeros(reward.shape[1:])
     follower = torch.full_like(index[0], -1) if len(index) else index.new_zeros(index.shape[1:])
     for s in reversed(range(len(reward))):
+        # R_s = r_s + gamma R_(s+1), where the next valid step is of the same episode.
         here = reward[s] + gamma * torch.where(index[s] == follower, to_come, 0.0)
         result[s] = torch.where(live[s], here, 0.0)
         to_come = torch.where(live[s], here, to_come)
@@ -92,6 +93,7 @@ def episode_returns(
     before = live.long().cumsum(0) - 1
     first = torch.full((len(episodes),), live.numel(), dtype=torch.int64, device=rewards.device)
     first.scatter_reduce_(0, index[live], before[live], "amin")
+    # k of the k-th valid step of its episode.
     position = before[live] - first[index[live]]
     discount = torch.tensor(gamma, dtype=torch.float64, device=rewards.device) ** position
     total = torch.zeros(len(episodes), dtype=torch.float64, device=rewards.device)
@@ -139,6 +141,7 @@ def _against_group(
     least = torch.full_like(zeros, torch.inf).scatter_reduce_(0, group[known], returns[known], "amin")
     above = torch.where(known, returns - least[group], 0.0)
     mean = zeros.clone().index_add_(0, group[known], above[known]) / count.clamp_min(1)
+    # A = R - mean(R of the group), both counted from the least.
     advantage = above - mean[group]
     if leave_one_out:
         # R - (n mean - R) / (n - 1) = n / (n - 1) * (R - mean)

@@ -59,6 +59,7 @@ def count_elements(
 
     def count(level: Level) -> Tensor:
         mask = valid.any(-1) if level == "chunk_level" else valid
+        # At least 1: a minibatch without a valid element has the loss 0 and not NaN.
         return (mask.sum() * (action_dim if level == "token_level" else 1)).clamp_min(1).float()
 
     value_level: Level = "action_level" if num_values == valid.shape[1] else "chunk_level"
@@ -95,6 +96,7 @@ def element_counts(valid: Tensor, action_dim: int, level: Level) -> Tensor:
 def reduce_to_ratio(log_ratio: Tensor, valid: Tensor, level: Level, length_normalized: bool) -> tuple[Tensor, Tensor]:
     """Return log ratios at a level and their mask; ``log_ratio float32[N,C,A]``, 0 where not valid."""
     at_level, mask = reduce_to_level(log_ratio, valid, level)
+    # GSPO, eq. 7: the geometric mean over the tokens instead of the product.
     if length_normalized and level != "token_level":
         length = torch.full_like(at_level, log_ratio.shape[-1])
         if level == "chunk_level":
@@ -114,8 +116,10 @@ def _surrogate(
     else:
         value = log_ratio
         clipped = log_ratio.clamp(math.log(1.0 - low), math.log(1.0 + high))
+    # PPO, eq. 7: min(r A, clip(r) A).
     surrogate = torch.minimum(weight * value, weight * clipped)
     if dual is not None:
+        # Dual clip, eq. 5: max(min(...), c A) where A < 0.
         floor = weight * (dual if kind == "ratio" else math.log(dual))
         surrogate = torch.where(weight < 0, torch.maximum(surrogate, floor), surrogate)
     return surrogate, (ratio < 1.0 - low) | (ratio > 1.0 + high)
@@ -166,14 +170,14 @@ def actor_loss(
         drift_coef: weight of the KL from the policy that acted.
         ref_logprobs: ``float32[N,C,A]`` under the reference policy; needed where ``kl_coef`` is not 0.
         kl_coef: weight of the KL to the reference.
-        kl_estimator: of that KL.
+        kl_estimator: estimator of that KL.
         entropy: ``float32[N,C,A]`` in nats, or None.
         entropy_type: level of its average.
         entropy_bonus: weight of the entropy.
         weights: ``float32[N]`` of the chunks in all but the entropy, 1 on average over the ratios; None for all 1.
         prox_logprobs: ``float32[N,C,A]``; ratio and drift are relative to it if given (decoupled PPO, decoupled.py).
         behavior_weights: ``float32[N,1,1]``, or of the ratios' shape, factors of surrogate and drift; None for all 1.
-        counts: of the whole minibatch; None takes this batch for the minibatch.
+        counts: counts of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
         the loss, and ``policy_loss`` (with the drift), ``approx_kl`` (per token; k3), ``ratio_mean`` (both with the
@@ -241,6 +245,7 @@ def _policy_loss(
     def mean(x: Tensor) -> Tensor:
         return total(torch.where(mask, x if behavior is None else behavior * x, 0.0), of_chunks) / num_ratios
 
+    # The surrogate is maximised.
     loss = -mean(objective)
     if not drift_coef:
         return loss, {}
@@ -312,7 +317,7 @@ def value_loss(
         valid: ``bool[N,C]``.
         value_clip: largest change that lowers the loss; None for no clip.
         huber_delta: error up to which the loss is quadratic; None for everywhere.
-        counts: of the whole minibatch; None takes this batch for the minibatch.
+        counts: counts of the whole minibatch; None takes this batch for the minibatch.
 
     Returns:
         the loss, and ``value_loss`` and ``value_clip_fraction``.
@@ -324,6 +329,7 @@ def value_loss(
     if value_clip is not None:
         change = torch.where(mask, values - old_values, 0.0)
         old_error = torch.where(mask, old_values - returns, 0.0)
+        # V_clip - R, with V_clip = V_old + clip(V - V_old).
         clipped_error = _squared(old_error + change.clamp(-value_clip, value_clip), huber_delta)
         error = torch.maximum(error, clipped_error)
         clipped_fraction = (change.detach().abs() > value_clip).sum() / count

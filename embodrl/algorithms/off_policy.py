@@ -61,10 +61,13 @@ def n_step_return(rewards: Tensor, lengths: Tensor, terminated: Tensor, acted: T
         acted: ``bool[N,n]``, there is a chunk; an observation without one ends what is known of its episode.
         gamma: discount per reward step.
     """
+    # Chunks after a termination or after a gap are not part of the return.
     alive = acted & (torch.cumsum(F.pad((terminated | ~acted)[:, :-1].long(), (1, 0)), 1) == 0)
     ends = torch.cumsum(lengths * alive, 1)
+    # t_i: discounts that the chunks before have cost.
     starts = F.pad(ends[:, :-1], (1, 0))
     returns = torch.where(alive, gamma**starts * rewards, 0.0).sum(1)
+    # Nothing is bootstrapped behind a termination.
     over = (terminated & alive).any(1)
     return NStep(returns, gamma ** ends[:, -1] * ~over, alive.sum(1))
 
@@ -94,7 +97,7 @@ def soft_target(
         next_q: ``float32[E,N]``, of the target critics in the subset.
         next_logprobs: ``float32[N]``, of ``a'``.
         alpha: temperature.
-        backup_entropy: with the entropy.
+        backup_entropy: the target includes the entropy.
         minimum: over the critics, as above; else their mean, as in DSRL.
     """
     value = over_critics(next_q, minimum)

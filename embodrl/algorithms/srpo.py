@@ -92,6 +92,7 @@ class VJepa2Encoder:
 
     def _embed(self, frames: Tensor) -> Tensor:
         size = int(self.model.config.crop_size)
+        # The encoder takes frames in tubes of a fixed length: the last frame is repeated to fill one.
         odd = -len(frames) % int(self.model.config.tubelet_size)
         frames = torch.cat([frames, frames[-1:].expand(odd, -1, -1, -1)])
         pixels = frames.permute(0, 3, 1, 2).float() / 255.0
@@ -138,6 +139,7 @@ def dbscan(points: Tensor, eps: float, min_samples: int) -> Tensor:
     Returns:
         ``int64[N]``: the cluster of each point, -1 for noise. A border point joins the first cluster that reaches it.
     """
+    # float64: distances of many points come from matrix products, which lose the small ones.
     near = torch.cdist(points.double(), points.double()) / max(points.shape[1], 1) ** 0.5 <= eps
     core = near.sum(1) >= min_samples
     label = torch.full((len(points),), -1, dtype=torch.int64)
@@ -148,6 +150,7 @@ def dbscan(points: Tensor, eps: float, min_samples: int) -> Tensor:
         reached = torch.zeros(len(points), dtype=torch.bool)
         reached[seed] = True
         while True:
+            # Only core points extend a cluster; border points join it.
             further = reached | near[reached & core].any(0)
             if bool((further == reached).all()):
                 break
@@ -162,8 +165,8 @@ def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
 
     Args:
         successes: ``float[N,D]``, N at least 1.
-        eps: of DBSCAN, on standardised dimensions.
-        min_samples: of DBSCAN.
+        eps: neighborhood radius of DBSCAN, on standardised dimensions.
+        min_samples: ``min_samples`` (core-point threshold) of DBSCAN.
     """
     deviation = successes.std(0, correction=0)
     scaled = (successes - successes.mean(0)) / torch.where(deviation > 0, deviation, 1.0)
@@ -181,7 +184,7 @@ def failure_rewards(failures: Tensor, centres: Tensor, scale: float, steepness: 
         failures: ``float[N,D]``.
         centres: ``float[M,D]``.
         scale: upper bound.
-        steepness: of the sigmoid.
+        steepness: steepness of the sigmoid.
     """
     distance = torch.cdist(failures, centres).min(1).values
     span = distance.max() - distance.min()
@@ -195,7 +198,7 @@ class SrpoRewards:
 
     Attributes:
         config: section ``algorithm.srpo``.
-        memory: by task, embeddings ``float32[N,D]`` of the latest successes.
+        memory: embeddings ``float32[N,D]`` of the latest successes by task.
         without_reference: tasks of the last call that have never been solved.
     """
 

@@ -129,7 +129,7 @@ def validate(
 
     Args:
         tree: not changed.
-        schema: of the tree.
+        schema: schema of the tree.
         verb: what the configuration is for: its settings are suggested first.
 
     Returns:

@@ -457,7 +457,7 @@ def compose_resolved(path: Path, overrides: list[str], text: str | None = None) 
     """Read a whole configuration, ``DIR/config.yaml`` of a run; presets are not read.
 
     Args:
-        path: of the file.
+        path: path of the file.
         overrides: command-line arguments.
         text: the content to use in place of the file's, e.g. from a checkpoint.
     """

@@ -108,7 +108,7 @@ def load_config(
             which ``{group: name}`` chooses a preset, too.
         verb: what the configuration is for: settings that it does not read are not checked, and refused
             on the command line. With ``plan`` machines may be described that are not there. None checks everything.
-        further_rules: of packages above this one, reported together with its own.
+        further_rules: rules of packages above this one, reported together with its own.
         trust: the settings of a run that another user started may run code.
         made_before: paths that need not exist yet, since earlier stages of a recipe make them.
 
@@ -132,12 +132,12 @@ def load_run(
     """Load the whole configuration that a run wrote, e.g. ``DIR/config.yaml``; presets are not read.
 
     Args:
-        path: of the file.
+        path: path of the file.
         overrides: command-line arguments.
-        verb: as for ``load_config``.
+        verb: see ``load_config``.
         resuming: the weights come from a checkpoint, so a warm start need not exist any more.
-        further_rules: as for ``load_config``.
-        trust: as for ``load_config``.
+        further_rules: see ``load_config``.
+        trust: see ``load_config``.
         text: the content to use in place of the file's, e.g. from a checkpoint.
 
     Raises:

@@ -241,7 +241,7 @@ class Batch:
         Args:
             size: rows per minibatch.
             epochs: how often every row is drawn.
-            generator: on the CPU, or a seed.
+            generator: generator on the CPU, or a seed.
         """
         if size < 1:
             raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")

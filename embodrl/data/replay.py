@@ -53,7 +53,7 @@ class ReplayBuffer:
 
     Args:
         capacity: frames, at most.
-        max_bytes: of memory, at most.
+        max_bytes: largest number of bytes of memory.
 
     Attributes:
         stored: chunks added so far, including those that have made room.
@@ -334,7 +334,7 @@ def intervened(frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the frames in which an expert acted, and what its chunks led to, as demonstrations with ``labels``.
 
     Args:
-        frames: of ``frames_of``.
+        frames: frames of ``frames_of``.
     """
     by_expert = frames["acted"] & (frames["source"] == EXPERT)
     led_here = torch.zeros_like(by_expert)

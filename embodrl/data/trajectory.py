@@ -198,7 +198,7 @@ def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: 
     Args:
         tensors: the result of ``batch_to_tensors``.
         batch_size: ``[N]`` or ``[T,N]``.
-        meta: of the batch.
+        meta: description of the batch.
 
     Raises:
         BatchError: these are not the tensors of a batch.

@@ -17,7 +17,7 @@ class Request(Generic[Content, Answer]):
     """What a coroutine waits for.
 
     Args:
-        content: of the request.
+        content: content of the request.
     """
 
     def __init__(self, content: Content) -> None:
@@ -38,7 +38,7 @@ class BatchPump(ABC, Generic[Content, Answer]):
     """Gathers the requests that wait while its thread is at work into batches. Its methods belong to one event loop.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
 
     Attributes:
         batches: computed so far.
@@ -83,6 +83,8 @@ class BatchPump(ABC, Generic[Content, Answer]):
         try:
             while self._waiting:
                 await self.gather(self._waiting)
+                # A coroutine may have been cancelled while others were gathered; its request must not take a place in
+                # the batch.
                 alive = [request for request in self._waiting if not request.answer.done()]
                 batch = self.choose(alive) if alive else []
                 taken = set(map(id, batch))

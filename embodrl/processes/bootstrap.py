@@ -12,6 +12,7 @@ from pathlib import Path
 def main() -> None:
     """Load embodrl and serve."""
     package = Path(__file__).resolve().parents[1]
+    # Python puts the directory of a script first; ``trace.py`` there would hide the standard library's.
     sys.path.pop(0)
     spec = importlib.util.spec_from_file_location(
         "embodrl", package / "__init__.py", submodule_search_locations=[str(package)]

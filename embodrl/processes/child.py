@@ -62,17 +62,17 @@ class ChildProcess:
     Args:
         command: interpreter and script; the number of the child's socket is appended. It begins with ``serve.begin``.
         start: value of the START frame, a dictionary; ``sys_path`` and ``started_by_main_thread`` are added.
-        codec: of the values.
+        codec: codec of the values.
         environ: environment variables on top of this process's.
         log_path: file that gets what the process prints; None for an unnamed one.
         pass_fds: file descriptors that it inherits, under the same numbers.
         stuck_error: raised if it does not end after SIGKILL.
-        name: for the list of processes; see ``guard``.
-        limits: when it counts as hung.
+        name: name in the list of processes; see ``guard``.
+        limits: times after which it counts as hung.
         oom_score_adj: added to the kernel's score when memory runs out; a process with a higher score is killed first.
 
     Attributes:
-        connection: to the child.
+        connection: connection to the child.
         pidfd: readable once the child has ended; -1 once everything is closed.
 
     Raises:
@@ -103,6 +103,7 @@ class ChildProcess:
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log: BinaryIO = tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")  # noqa: SIM115
+        # A log file may hold the output of earlier processes of that name; error messages show this one's alone.
         self._log_start = self._log.seek(0, os.SEEK_END)
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)  # both sides write at the end, wherever that is: see _trim_log
         fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)
@@ -118,6 +119,7 @@ class ChildProcess:
                 stderr=self._log,
                 pass_fds=(theirs.fileno(), self._heartbeat, *pass_fds),
                 env={
+                    # What a process printed just before it died must be in the log.
                     **inherited,
                     "PYTHONUNBUFFERED": "1",
                     **(environ or {}),
@@ -131,9 +133,11 @@ class ChildProcess:
             self._log.close()
             os.close(self._heartbeat)
             raise
+        # With a copy of the child's end open here, end-of-file would never arrive.
         finally:
             theirs.close()
         self.pidfd = os.pidfd_open(self._popen.pid)
+        # A child inherits the cores of the thread that starts it, which ``cores.bound_to`` may have narrowed.
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             unbind(self._popen.pid)
         self._liveness = Liveness(self._popen.pid, self._heartbeat, limits or Limits())
@@ -162,7 +166,7 @@ class ChildProcess:
         """Return the next frame; meanwhile look whether the process is alive, and bound the size of its log.
 
         Args:
-            deadline: of ``time.monotonic()``; None waits until it is found dead or hung.
+            deadline: time of ``time.monotonic()``; None waits until it is found dead or hung.
             busy: whether it owes an answer, so that it must make progress.
 
         Raises:
@@ -170,6 +174,7 @@ class ChildProcess:
             PeerGoneError, TimeoutError, MessageError: see ``Connection.receive``.
         """
         while True:
+            # Every step of a simulator comes through here; reading /proc each time would cost more than the frame.
             now = time.monotonic()
             if now - self._looked >= _LOOK_S:
                 self._looked = now
@@ -203,6 +208,7 @@ class ChildProcess:
         Raises:
             EmbodrlError: ``stuck_error``, it did not end.
         """
+        # Time to end by itself first: a kill would replace its own exit code by that of SIGKILL.
         self.wait_ended(_REAP_S)
         code = self.end_group()
         if code == OUT_OF_MEMORY:
@@ -210,6 +216,7 @@ class ChildProcess:
         if code >= 0:
             return f"exited with code {code}"
         reason = f"was killed by {signal.Signals(-code).name}"
+        # SIGKILL did not come from this side, so the kernel's out-of-memory killer is the likely sender.
         return reason + " (out of memory?)" if code == -signal.SIGKILL else reason
 
     def log_tail(self) -> str:
@@ -265,6 +272,7 @@ class ChildProcess:
                     os.killpg(self._popen.pid, signal.SIGKILL)
             try:
                 code = self._popen.wait(_REAP_S)
+                # Cleared before the search through all of /proc, so that a second caller does not repeat it.
                 if self._family:  # what has left the process group is still of the family
                     gone = self._family
                     self._family = ""
@@ -289,6 +297,7 @@ class ChildProcess:
         """Close socket, log and pidfd; the process has ended."""
         self.connection.close()
         self._log.close()
+        # -1 marks everything as closed: two threads may end the same process.
         if self.pidfd >= 0:
             os.close(self.pidfd)
             os.close(self._heartbeat)

@@ -54,9 +54,9 @@ class Extension(NamedTuple):
 
     Attributes:
         tag: names it in the description; begins with two underscores.
-        plural: for the message about values that can't be sent.
-        describe: from (value, codec, blobs, place of the value) to JSON.
-        restore: from (that JSON, codec, read) to the value.
+        plural: plural in the message about values that can't be sent.
+        describe: function from (value, codec, blobs, place of the value) to JSON.
+        restore: function from (that JSON, codec, read) to the value.
     """
 
     tag: str
@@ -140,6 +140,7 @@ class Codec:
 
     def describe(self, value: object, blobs: Blobs, where: str) -> object:
         """Return the JSON of a value, and add its memory to ``blobs``; ``where`` names it in the error."""
+        # Exact types: a numpy float64 is an instance of float, and would arrive as another type.
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, (list, tuple)):
@@ -202,6 +203,7 @@ class Codec:
         if tag == _OBJECTS:
             parts, shape = content
             array = np.empty(len(parts), dtype=object)
+            # Assigned one by one: numpy would turn nested lists into further dimensions.
             for index, part in enumerate(parts):
                 array[index] = self.restore(part, read)
             return array.reshape(shape)
@@ -237,6 +239,7 @@ def aligned(count: int) -> int:
 def placed(blobs: Iterable[NDArray[np.uint8]]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield blobs with their starts in the body."""
     blobs = list(blobs)
+    # ``accumulate`` yields one start more than there are blobs.
     return zip(accumulate((aligned(blob.nbytes) for blob in blobs), initial=0), blobs, strict=False)
 
 

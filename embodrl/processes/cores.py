@@ -35,5 +35,6 @@ def bound_to(cpus: Collection[int]) -> Iterator[None]:
 
 def unbind(pid: int) -> None:
     """Let a child that has just started use the cores that this process was started with."""
+    # The outermost entry: the cores of the process before any nested binding.
     if _UNBOUND:
         os.sched_setaffinity(pid, _UNBOUND[0])

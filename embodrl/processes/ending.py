@@ -95,6 +95,7 @@ def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:
     def end() -> None:
         os._exit(code)
 
+    # An exit handler or a full pipe may block, and the process must end anyway.
     late = threading.Timer(handlers_s, end)
     late.daemon = True
     late.start()
@@ -105,6 +106,7 @@ def leave(code: int, handlers_s: float = HANDLERS_S) -> NoReturn:
 
 def flush_files() -> None:
     """Write out what the open files of this process have buffered."""
+    # Files that were never closed are reachable through the garbage collector only.
     for found in gc.get_objects():
         if issubclass(type(found), _WITH_BUFFERS):
             with contextlib.suppress(OSError, ValueError):  # closed, or it can't be written any more

@@ -72,7 +72,7 @@ class Frame:
 
     Attributes:
         kind: what it asks for or answers.
-        number: of the call that it belongs to; of the result slot in the shared memory of a simulator.
+        number: number of the call that it belongs to; of the result slot in the shared memory of a simulator.
         argument: a count: actions in the chunk (STEP), environments (RESET).
         value: content.
     """
@@ -92,7 +92,7 @@ def wait_for(descriptors: Mapping[int, int], deadline: float | None) -> set[int]
     """Return which file descriptors are ready; none once ``time.monotonic()`` has passed the deadline.
 
     Args:
-        descriptors: of files or sockets, with the poll events wanted.
+        descriptors: descriptors of files or sockets, with the poll events wanted.
         deadline: None waits forever.
     """
     poller = select.poll()
@@ -107,7 +107,7 @@ class Sender:
 
     Args:
         sock: one of ``socket_pair``.
-        codec: of the values.
+        codec: codec of the values.
         peer_pidfd: pidfd of the process at the other end, if it is known.
     """
 
@@ -147,11 +147,13 @@ class Sender:
                 except (BrokenPipeError, ConnectionResetError) as error:
                     raise PeerGoneError from error
         finally:
+            # The descriptor in the message is a duplicate, so this one is closed after success, too.
             if memory >= 0:
                 os.close(memory)
 
     def _wait_writable(self, deadline: float | None) -> None:
         wanted = {self.sock.fileno(): select.POLLOUT}
+        # A process forked by the peer may hold the socket open, so that writing alone would not show the peer's death.
         if self._peer is not None:
             wanted[self._peer] = select.POLLIN
         ready = wait_for(wanted, deadline)
@@ -176,6 +178,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
         raise PeerGoneError from error
     descriptors = array.array("i")
     for _, _, content in ancillary:
+        # A message that was cut short may end within a descriptor.
         descriptors.frombytes(content[: len(content) // _FD_BYTES * _FD_BYTES])
     try:
         if not data and _hung_up(sock):
@@ -188,6 +191,7 @@ def receive_now(sock: socket.socket, codec: Codec = PLAIN) -> Frame | None:
             )
         return parse_frame(data, descriptors, codec)
     finally:
+        # The mapping keeps the memory; descriptors that stay open would add up to the limit of open files.
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -219,8 +223,8 @@ def parse_frame(data: bytes, descriptors: Sequence[int], codec: Codec = PLAIN) -
 
     Args:
         data: the message.
-        descriptors: of the memory file that came with it; the caller closes them.
-        codec: of the value.
+        descriptors: descriptors of the memory file that came with it; the caller closes them.
+        codec: codec of the value.
 
     Raises:
         MessageError: it is not a valid frame.
@@ -278,7 +282,7 @@ class Connection(Sender):
 
     Args:
         sock: one of ``socket_pair``.
-        codec: of the values.
+        codec: codec of the values.
         peer_pidfd: the peer's pidfd. A process forked by the peer may hold the peer's socket open, so that end-of-file
             alone would not report its death.
     """

@@ -57,8 +57,11 @@ def family() -> str:
         _Root.family = f"{above}/run.{own}" if above else own
         # Our end closes with this process, however it ends.
         theirs, _Root.channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # A guard that is stopped must not block the driver.
         _Root.channel.setblocking(False)
+        # -I and -S: the guard needs the standard library alone, and starts faster without site-packages.
         command = [sys.executable, "-I", "-S", __file__, str(theirs.fileno()), _Root.family, str(os.getpid())]
+        # The guard is in no family: the end of an outer run would kill it before it has ended its own.
         environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
         try:
             subprocess.run(
@@ -82,7 +85,7 @@ def watch_signals(wakeup: int, seconds: float) -> None:
     Args:
         wakeup: read end of the pipe of ``signal.set_wakeup_fd``, to which the interpreter's C handler writes even
             while native code holds the interpreter lock. The guard does not read from it.
-        seconds: from the signal to the end.
+        seconds: time from the signal to the end.
     """
     family()
     descriptors = [wakeup]
@@ -96,7 +99,7 @@ def keep_time(seconds: float) -> None:
     """Set when the guard is to end this process; a later call replaces the time.
 
     Args:
-        seconds: from now; ``CALM``: after the next signal; ``PAUSE``: not until a later call.
+        seconds: time from now; ``CALM``: after the next signal; ``PAUSE``: not until a later call.
     """
     _send(seconds)
 
@@ -158,7 +161,7 @@ class _Watch:
     """Waits for the end of the driver, or for a signal that it does not react to.
 
     Args:
-        channel: to the driver.
+        channel: channel to the driver.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -208,10 +211,12 @@ def main() -> None:
     if os.fork():
         os._exit(0)
     names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    # A signal to the whole session must not end the guard before the driver.
     for name in names:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     watch = _Watch(socket.socket(fileno=int(sys.argv[1])))
     driver = -1
+    # A pidfd, because the number of a process that has ended may be given to another one.
     with contextlib.suppress(OSError):  # it has ended
         driver = os.pidfd_open(int(sys.argv[3]))
     number = watch.wait()

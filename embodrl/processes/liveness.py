@@ -132,7 +132,7 @@ class Activity:
     """Whether a process, or one that it has started, uses processor or disk.
 
     Args:
-        pid: of the process.
+        pid: id of the process.
     """
 
     def __init__(self, pid: int) -> None:
@@ -154,9 +154,9 @@ class Liveness:
     """What a parent knows of a child's life.
 
     Args:
-        pid: of the child.
-        memory_fd: of its heartbeat; stays the caller's.
-        limits: when it counts as hung.
+        pid: id of the child.
+        memory_fd: memory file of its heartbeat; stays the caller's.
+        limits: times after which it counts as hung.
 
     Attributes:
         completed: pieces of work, as of the last look.
@@ -196,6 +196,7 @@ class Liveness:
         self._idle_s = 0.0 if progressed else self._idle_s + elapsed
         stalled_before = self._stalled_s
         self._stalled_s = 0.0 if progressed or not busy else self._stalled_s + elapsed
+        # Children are looked up only when a verdict is near: each look walks through /proc.
         if stalled_before < self.limits.stall_s / 2 <= self._stalled_s:
             self._family.progressed()  # from here on, for the verdict
         return self._verdict(use)

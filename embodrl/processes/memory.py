@@ -49,6 +49,7 @@ def available() -> Available | None:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
         cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # Page cache counts as used, and the kernel gives this part of it back first.
         free = limit - used + int(cached["inactive_file"])
         return Available(free, limit) if free < found.free else found
     except (OSError, ValueError, KeyError):  # no control group, or one without a limit

@@ -146,7 +146,7 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
     Args:
         cpus: logical CPUs; empty for no binding.
         numa_node: None for no preference.
-        hint: of the error.
+        hint: hint of the error.
 
     Raises:
         EmbodrlError: this process may not use those cores.
@@ -165,9 +165,11 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
     if numa_node is None or num_nodes < 2:
         return
     number = _SET_MEMPOLICY_SYSCALL.get(platform.machine())
+    # 1024 bits: no kernel is built for more nodes.
     mask = (ctypes.c_ulong * 16)()
     mask[numa_node // 64] = 1 << (numa_node % 64)
     libc = ctypes.CDLL(None, use_errno=True)
+    # Preferred and not bound: a full node then takes memory from another one instead of ending the process.
     if number is None or libc.syscall(number, _MPOL_PREFERRED, mask, 16 * 64) != 0:
         logger.warning("memory stays unbound to NUMA node %d (errno %d)", numa_node, ctypes.get_errno())
 

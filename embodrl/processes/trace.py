@@ -42,9 +42,11 @@ def naming(name: str) -> Mapping[str, str]:
 
 
 def _write(event: Mapping[str, object]) -> None:
+    # One write per line: lines of several threads stay whole in a file that is open for appending.
     os.write(_file(os.getpid()), (json.dumps(event) + "\n").encode())
 
 
+# By process id: a forked process opens a file of its own.
 @lru_cache(maxsize=1)
 def _file(pid: int) -> int:
     path = Path(os.environ[VARIABLE]) / f"{pid}.jsonl"

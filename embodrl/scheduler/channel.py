@@ -25,7 +25,7 @@ class Channel(ABC):
     """A queue of values that ``messages.CODEC`` can send; each value goes to one of the receivers.
 
     Args:
-        name: for messages.
+        name: name in messages.
         capacity: values in it at most.
     """
 
@@ -97,6 +97,7 @@ class SharedChannel(Channel):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             ready = wait_for({self._free: select.POLLIN, self._end: select.POLLIN}, deadline)
+            # First: a closed channel takes nothing more, even where places are free.
             if self._end in ready:
                 raise self._closed()
             if not ready:
@@ -122,10 +123,12 @@ class SharedChannel(Channel):
             ready = wait_for({self._outlet.fileno(): select.POLLIN, self._end: select.POLLIN}, deadline)
             if not ready:
                 raise self._timeout("empty", timeout_s)
+            # Only without a message as well: what is in a closed channel can still be taken.
             if ready == {self._end}:
                 raise self._closed()
 
     def close(self) -> None:
+        # It is never read, so that it stays readable and wakes everyone who waits.
         os.eventfd_write(self._end, 1)
 
     def release(self) -> None:

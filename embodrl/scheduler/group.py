@@ -30,8 +30,8 @@ class Handle:
 
     Args:
         method: its name.
-        futures: by rank, of those that were called.
-        collect: from their results to the result of the call.
+        futures: futures by rank, of those that were called.
+        collect: function from their results to the result of the call.
         explain: what is known of a rank that does not answer.
     """
 
@@ -121,9 +121,9 @@ class WorkerGroup:
 
     Args:
         worker_class: their class.
-        name: for messages and logs.
+        name: name in messages and logs.
         independent: no worker waits for another, so that the death of one fails its own calls only.
-        kwargs: of their constructor.
+        kwargs: keyword arguments of their constructor.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class WorkerGroup:
         """Bring up the workers and wait for their constructors.
 
         Args:
-            places: from ``Placement.of``; a number is so many processes without devices.
+            places: places of ``Placement.of``; a number is so many processes without devices.
             launcher: ``inline``, ``process``, ``ray``, or a launcher that several groups share.
-            channels: by name, made by that launcher.
-            log_dir: where the workers' output goes; None keeps it for error messages only.
+            channels: channels by name, made by that launcher.
+            log_dir: directory of the workers' output; None keeps it for error messages only.
             timeout_s: seconds that they may take.
 
         Raises:
@@ -174,6 +174,7 @@ class WorkerGroup:
         assert self._launcher is not None
         self._failed = None
         self._pending = []
+        # A new name for each launch: torch would take the file of a group that has ended for its own.
         rendezvous = self._launcher.rendezvous(f"{self.name}-{secrets.token_hex(4)}")
         self._jobs = [
             Job(
@@ -220,6 +221,7 @@ class WorkerGroup:
             if should_stop():
                 self._workers[rank].kill()
                 raise InterruptedError
+        # Raises what the constructor raised, or that it took too long.
         self._await_start([rank], 0.0)
 
     def give_up(self, rank: int, reason: str) -> None:
@@ -333,6 +335,7 @@ class WorkerGroup:
         """Fail every call of the group: the others may wait for the one that has gone."""
         if self.independent:
             return  # its own calls have failed
+        # The first death is the cause; others may follow from its lost connections.
         self._failed = self._failed or error
         self._fail_pending(error)
 

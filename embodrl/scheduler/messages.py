@@ -35,15 +35,18 @@ def _describe_tensor(value: Tensor, _codec: Codec, blobs: Blobs, where: str) -> 
 def _restore_tensor(content: Any, _codec: Codec, read: Read) -> Tensor:
     name, shape, start, num_bytes = content
     dtype = getattr(torch, name)
+    # The name comes from another process, and must not reach other attributes of torch.
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"no dtype {name}")
     raw = read(start, num_bytes)
+    # torch refuses an empty buffer.
     flat = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).reshape(shape)
 
 
 def _describe_batch(value: Batch, codec: Codec, blobs: Blobs, where: str) -> object:
     name = type(value).__name__
+    # A subclass would arrive as its base class, without what it adds.
     if _BATCHES.get(name) is not type(value):
         raise MessageError(f"{where} is a batch of the class {name}", f"send one of {', '.join(_BATCHES)}")
     parts = {"tree": value.tensors, "objects": value.objects, "meta": value.meta}
@@ -58,6 +61,7 @@ def _restore_batch(content: Any, codec: Codec, read: Read) -> Batch:
 
 def _describe_record(value: Any, codec: Codec, blobs: Blobs, where: str) -> object:
     name = type(value).__name__
+    # As for batches: a subclass would arrive as its base class.
     if _RECORDS.get(name) is not type(value):
         raise MessageError(f"{where} is a {name}, which can't be sent to a worker", "send a record of embodrl.types")
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

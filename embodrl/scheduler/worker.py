@@ -40,13 +40,13 @@ class WorkerContext:
 
     Attributes:
         group: name of its group.
-        rank: from 0.
+        rank: number of the process, from 0.
         world_size: workers of the group.
         node: machine.
         devices: GPUs, as the machine numbers them; the process sees these only.
         cpus: logical CPUs that it is bound to; empty for all.
         rendezvous: ``init_method`` for ``torch.distributed``, the same for all workers of the group.
-        channels: by name.
+        channels: channels by name.
     """
 
     group: str
@@ -96,6 +96,7 @@ class Worker:
 
 def make_worker(worker_class: type[Worker], context: WorkerContext, kwargs: Mapping[str, object]) -> Worker:
     """Return a worker that knows its context while it is initialised."""
+    # Without the constructor first, which may read the context.
     worker = worker_class.__new__(worker_class)
     worker.context = context
     worker.__init__(**kwargs)

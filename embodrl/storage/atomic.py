@@ -182,7 +182,7 @@ def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSE
     Args:
         message: what can't be written.
         path: where; it need not exist.
-        error: of the operating system.
+        error: error of the operating system.
         elsewhere: how to choose another place.
     """
     causes = {
@@ -194,6 +194,7 @@ def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSE
         errno.EIO: "the disk reports faults: ",
         errno.EFBIG: f"{FILE_SIZE_HINT}, or ",
     }
+    # The free space can only be asked of a path that exists.
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = format_size(shutil.disk_usage(existing).free)
     hint = causes.get(error.errno or 0, "") + elsewhere

@@ -94,13 +94,14 @@ class CheckpointManager:
     """Writes, finds and removes the checkpoints of a run.
 
     Args:
-        directory: of the run; checkpoints go to ``directory/checkpoints``.
+        directory: directory of the run; checkpoints go to ``directory/checkpoints``.
         keep_last_n: checkpoints kept.
     """
 
     def __init__(self, directory: Path, keep_last_n: int) -> None:
         self.root = Path(directory) / CHECKPOINTS_DIR
         self.keep_last_n = keep_last_n
+        # Names of damaged checkpoints: they do not count among those that are kept, and are removed with the next save.
         self._known_bad: set[str] = set()
         link = self.root / BEST
         self._best = link.readlink().name if link.is_symlink() else None
@@ -119,6 +120,7 @@ class CheckpointManager:
         partial = self.root / f".{BEST}.partial"
         try:
             if (self.root / self._best).is_dir():
+                # Renamed onto the link, so that there is no moment without one.
                 partial.unlink(missing_ok=True)
                 partial.symlink_to(self._best)
                 partial.replace(link)
@@ -163,8 +165,10 @@ class CheckpointManager:
             files |= {name: _write_file(staging / name, chunks()) for name, chunks in parts.items()}
             if write_shards is not None:
                 files |= write_shards(staging)
+                # The writers have synced their files, but not the names in the directories.
                 for directory in _subdirectories(staging):
                     sync_directory(directory)
+            # Last: it lists all other files.
             _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
             sync_directory(staging)
             publish_directory(staging, final, self.root / f"{_REPLACED}{final.name}", _problem)
@@ -181,6 +185,7 @@ class CheckpointManager:
     def _make_root(self) -> None:
         if not self.root.is_dir():
             self.root.mkdir(parents=True)
+            # The entry of the new directory must survive a power failure, too.
             sync_directory(self.root.parent)
 
     def _prune(self, written: Path) -> None:
@@ -188,6 +193,7 @@ class CheckpointManager:
         others = [path for path in self.steps() if path != written]
         good = [path for path in others if path.name not in self._known_bad]
         bad = [path for path in others if path.name in self._known_bad]
+        # One of the places belongs to the checkpoint that was just written.
         old = [path for path in good[self.keep_last_n - 1 :] if path.name != self._best]
         for path in (*bad, *old):
             try:
@@ -274,7 +280,7 @@ def preflight(directory: Path, bytes_needed: int) -> None:
     """Check before the first step that a run's directory can be written and has enough free space.
 
     Args:
-        directory: of the run; created if missing.
+        directory: directory of the run; created if missing.
         bytes_needed: what the run will write at least.
 
     Raises:
@@ -314,6 +320,7 @@ def _parts(
 
 def _manifest(step: int, files: Mapping[str, Mapping[str, object]]) -> bytes:
     content = {"format": FORMAT, "step": step, "files": files}
+    # With a checksum of its own: nothing else would show that the manifest is damaged.
     return json.dumps(content | {"checksum": _content_hash(content)}, indent=1).encode()
 
 

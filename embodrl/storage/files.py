@@ -86,6 +86,7 @@ def safetensors_header(
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header).encode()
+    # Padded, so that the first tensor is aligned.
     encoded += b" " * (-len(encoded) % 8)
     return struct.pack("<Q", len(encoded)) + encoded, names
 

@@ -58,7 +58,7 @@ def check_checksums(
     """Compare files with ``checksums.json``.
 
     Args:
-        directory: that holds the list.
+        directory: directory that holds the list.
         only: relative paths of the files to check; by default all that are listed. Files that are not listed are
             not checked: a user may add some.
         complete: all of ``only`` must be listed.

@@ -16,7 +16,7 @@ def check_json_file(path: Path, make_directory: bool = False) -> None:
     """Check before the work that its results can be written.
 
     Args:
-        path: of the file.
+        path: path of the file.
         make_directory: create its directory if missing; else a missing one is refused as a likely typing error.
 
     Raises:
@@ -30,6 +30,7 @@ def check_json_file(path: Path, make_directory: bool = False) -> None:
     with output_errors(f"{path} can't be written", path, ELSEWHERE):
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_special(path):
+            # It may be in a directory where no probe can be made; opening it shows enough.
             os.close(os.open(path, os.O_WRONLY))
             return
         probe = path.with_name(f".{path.name}.probe")
@@ -43,6 +44,7 @@ def write_json_file(path: Path, content: object) -> None:
     Raises:
         OutputError: it can't be written; nothing half-written is left.
     """
+    # NaN is not JSON, and other programs could not read the file.
     write_text_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
@@ -50,7 +52,7 @@ def write_text_file(path: Path, text: str, elsewhere: str = ELSEWHERE) -> None:
     """Write text; as ``write_json_file``.
 
     Args:
-        path: of the file.
+        path: path of the file.
         text: its content.
         elsewhere: how to choose another place, for the hint of the error.
     """

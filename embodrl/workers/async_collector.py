@@ -77,9 +77,9 @@ def make_runners(
     Args:
         config: the run.
         pool: started.
-        engine: with weights of its own.
+        engine: engine with weights of its own.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        judge: of ``LockstepRunner``.
+        judge: judge of ``LockstepRunner``.
     """
     if config.rollout.workflow is None:
         return [*make_lockstep_runners(config, pool, engine, keep_frames, judge)]
@@ -98,7 +98,7 @@ class AsyncCollector:
         config: the run.
         num_envs: B, over all players; each has as many.
         num_tasks: tasks that take turns.
-        players: in the order of their environments.
+        players: players in the order of their environments.
         target: gets the weights that the players act with.
         should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
 
@@ -131,6 +131,7 @@ class AsyncCollector:
         self._env_steps_dropped = 0
         self._extra = 0  # shards that the present update asked for beyond its batch
         self._num_groups = 0  # of the present update so far
+        # Guards the gate and the fields that both the trainer and the stages change.
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._drained = False
@@ -167,6 +168,7 @@ class AsyncCollector:
                 self._changed.wait(_POLL_S)
             self.gate.give_out(chosen)
             batches = [self._finished[shard] for shard in chosen]
+            # Steps of dropped shards count once, with the first batch of the update.
             dropped = 0 if more else self._env_steps_dropped
             metrics: Metrics = {
                 "staleness/queue": float(len(self.gate.waiting)),
@@ -184,13 +186,16 @@ class AsyncCollector:
     def _choose(self, count: int) -> list[int] | None:
         if self._failure is not None:
             raise self._failure
+        # Shards that are too old were simulated, so their steps still count as environment steps.
         for shard in self.gate.drop_too_old():
             self._env_steps_dropped += int(self._finished.pop(shard).meta["env_steps"])
         return self.gate.choose(count)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Further shards may begin."""
+        # Outside the lock: sending takes long, and a stage that finishes a shard meanwhile needs it.
         self.target.update_weights(weights, version)
+        # Only now: until the update is done, ``undo`` may put them back.
         with self._changed:
             for shard in self.gate.given_out:
                 del self._finished[shard]
@@ -249,6 +254,7 @@ class AsyncCollector:
     def _start(self) -> None:
         if not self._threads:
             for number, episode_runner in enumerate(self.runners):
+                # Daemons: a simulator that hangs must not keep the process alive after ``close`` has given up.
                 self._threads.append(
                     threading.Thread(target=self._work, args=(episode_runner,), name=f"rollout-{number}", daemon=True)
                 )
@@ -281,6 +287,7 @@ class AsyncCollector:
         """Wait until a shard may begin; return its number, or None at the end."""
         with self._changed:
             while not self._breaks_off():
+                # The last updates need only their own shards; rejected and extra ones are replaced.
                 wanted = self.config.runner.max_iterations * self.gate.batch_size + self.gate.rejected + self._extra
                 enough = self._next_shard - len(self._again) >= wanted
                 if not (enough or self._drained) and self.gate.capacity():
@@ -294,11 +301,13 @@ class AsyncCollector:
 
     def _roll_out(self, episode_runner: EpisodeRunner, number: int) -> TrajectoryBatch | None:
         """Return a shard; None if it was interrupted."""
+        # All about a shard follows from its number, so that it is the same whichever stage runs it, and after a resume.
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.runners))
         seeds, task_ids = self.schedule.draw(iteration, epoch)
         size = self.num_envs // len(self.runners)
         rows = slice(part * size, (part + 1) * size)
+        # Numbers within the shard only: ``_join`` numbers the groups of a whole batch.
         groups = self.schedule.group_ids(0)[rows]
         shard = Shard(iteration, seeds[rows], task_ids[rows], groups, (self.config.runner.seed, number))
         try:

@@ -40,7 +40,7 @@ class Share:
     """The slice of a run's environments that a rollout process has: equal for all, in order.
 
     Attributes:
-        rank: of the rollout process.
+        rank: rank of the rollout process.
         count: number of rollout processes.
     """
 
@@ -89,7 +89,7 @@ class Snapshot(TypedDict):
     """Where a collector is, for one that takes its place.
 
     Attributes:
-        metas: of the rollouts of the update under way.
+        metas: descriptions of the rollouts of the update under way.
         random: state of the random numbers.
         before: the same at the beginning of the update; None if none is under way.
     """
@@ -116,7 +116,7 @@ class Collector(Protocol):
         """Return a further batch for the same update; metrics are of all since ``gather``.
 
         Args:
-            iteration: as for ``gather``.
+            iteration: see ``gather``.
             epoch: rollouts that the iteration has had.
 
         Raises:
@@ -174,10 +174,10 @@ class SyncCollector:
         engine: the policy.
         should_stop: asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        share: which of the run's environments are those of the pool.
+        share: part of the run's environments that the pool has.
 
     Attributes:
-        judge: of ``LockstepRunner``; None leaves all episodes to the end of the rollout.
+        judge: judge of ``LockstepRunner``; None leaves all episodes to the end of the rollout.
     """
 
     judge: Callable[[Episode], int] | None = None
@@ -221,6 +221,7 @@ class SyncCollector:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Where the engine shares the weights, only the version is new."""
+        # The update has happened, so nothing goes back behind it.
         self._before = None
         self.engine.update_weights(weights, version)
 
@@ -296,6 +297,7 @@ class SyncCollector:
         parts = [part for epoch in epochs for part in self._roll_out(iteration, epoch)]
         self.engine.offload()
         batch = TrajectoryBatch.concat(parts)
+        # Steps on the way to the branch points were simulated, and are in no batch.
         batch.meta["env_steps"] = int(batch.valid.sum()) + self._prefix_steps
         return batch, rollout_metrics(self.metas())
 
@@ -370,9 +372,9 @@ class EpisodeSchedule:
 
     Args:
         config: the run.
-        num_envs: B, of the run.
+        num_envs: B of the run.
         num_tasks: tasks that take turns.
-        share: whose rows are asked for.
+        share: share whose rows are requested.
     """
 
     config: Config
@@ -392,6 +394,8 @@ class EpisodeSchedule:
             iteration = 0
             epoch = 0
         groups = np.arange(self.num_envs) // self.config.algorithm.group_size
+        # Seeds of the whole run are drawn and the share's cut out, so that they do not depend on the number of
+        # processes.
         sequence = np.random.SeedSequence([self.config.runner.seed, train.seed, iteration, epoch])
         drawn = sequence.generate_state(int(groups[-1]) + 1, np.uint32) >> np.uint32(1)
         tasks = (groups + iteration) % self.num_tasks
@@ -401,6 +405,7 @@ class EpisodeSchedule:
         """Return ``int64[b]`` of the share: chunks before the episodes of each group begin, equal within a group."""
         config = self.config
         groups = np.arange(self.num_envs) // config.algorithm.group_size
+        # Drawn for the whole run, as the seeds are.
         rng = np.random.default_rng([config.runner.seed, config.env.train.seed, iteration, epoch, _BRANCH_POINTS])
         return rng.integers(config.branch_chunks + 1, size=int(groups[-1]) + 1)[groups][self.rows]
 

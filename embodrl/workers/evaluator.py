@@ -33,9 +33,9 @@ class EpisodeRecord:
 
     Attributes:
         number: i, whose seed is ``env.eval.seed + i``.
-        seed: of its reset.
+        seed: seed of its reset.
         task: name.
-        instruction: in words.
+        instruction: task in words.
         success: the task was solved at some time.
         success_at_end: it was solved after the last step; None if the environment does not tell.
         episode_return: sum of rewards.
@@ -124,7 +124,7 @@ class EpisodeResults:
     Attributes:
         outcome: ``float64[n,4]``: success, return, length, success at the end; NaN where a fault ended the episode,
             and at the end where the environment does not tell.
-        instructions: of each.
+        instructions: instructions of each.
         pictures: SHA-256 over those of its first observation, of each among the first of their tasks; else "".
         env_s, policy_s: seconds spent waiting for simulation and for the policy.
     """
@@ -144,7 +144,7 @@ def join_results(parts: Sequence[Played], seconds: Callable[[Iterable[float]], f
     """Return the outcomes of several groups of episodes, one after the other.
 
     Args:
-        parts: at least one, all of the same decodings.
+        parts: results, at least one, all of the same decodings.
         seconds: of all from those of each: ``max`` of groups that ran at the same time, else ``sum``.
     """
     return {decoding: _join([part[decoding] for part in parts], seconds) for decoding in parts[0]}
@@ -182,7 +182,7 @@ def chooser(engine: RolloutEngine, seed: int, decoding: Decoding) -> Choose:
 
     Args:
         engine: the policy.
-        seed: of episode 0.
+        seed: seed of episode 0.
         decoding: one of the engine's.
     """
     if decoding != "sampled":
@@ -213,7 +213,7 @@ class Evaluator:
             (``env.eval.tasks`` and the like): each starts one and closes it.
 
     Attributes:
-        decodings: that are evaluated.
+        decodings: decodings that are evaluated.
 
     Raises:
         EmbodrlError: the engine does not have the decoding that ``env.eval.decoding`` names.
@@ -262,6 +262,7 @@ class Evaluator:
         training = self.pool
         with self._make_own(self.config) as self.pool:
             try:
+                # Faults of the held-out pool count for the run.
                 self.pool.recovery.faults = training.faults
                 _check_same(training.spec, self.pool.spec)
                 return self._run_episodes(episodes, video_dir)
@@ -270,6 +271,7 @@ class Evaluator:
 
     def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
         self.pool.call("rebuild", restart=True)
+        # An interrupted evaluation goes back to this mark (``rewind``), the state of new environments.
         self.pool.call("mark", restart=True)
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
         goes_on = self.config.env.eval.to_step_limit
@@ -341,7 +343,7 @@ class _ResultRecorder(Recorder):
 
     Args:
         pool: the environments, started.
-        results: of all episodes.
+        results: results of all episodes.
         places: ``int64[n]``, where the results of the episodes in the first n environments go.
         wave: ``int64[n]``, numbers of these episodes.
     """
@@ -363,6 +365,7 @@ class _ResultRecorder(Recorder):
     def begin(self, seeds: NDArray[np.int64], observation: Observation) -> None:
         for row, place in enumerate(self.places):
             self.results.instructions[place] = observation.instruction[row]
+            # Episode i has task i mod n, so the first n episodes show each task once.
             if self.wave[row] < len(self.pool.spec.tasks):
                 self.results.pictures[place] = hashlib.sha256(observation.images[row].tobytes()).hexdigest()
         size = self.pool.spec.num_envs // len(self.pool.managers)

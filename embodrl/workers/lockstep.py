@@ -31,7 +31,7 @@ class Shard:
     """What a group of environments runs in one go.
 
     Attributes:
-        iteration: that its episodes belong to.
+        iteration: iteration that its episodes belong to.
         seeds, task_ids: ``int64[B]`` and ``int32[B]``, of the first episode of each environment.
         group_id: ``int64[B]``, equal where episodes begin in the same initial state.
         random: numbers that what is drawn follows from.
@@ -48,7 +48,7 @@ class ShardMeta(TypedDict):
     """What is known of a shard apart from its columns, as JSON can hold it.
 
     Attributes:
-        env_steps: that were simulated.
+        env_steps: number of steps that were simulated.
         episodes, seconds: arguments of ``EpisodeStats`` and ``Seconds``.
         counts, means: further metrics by name; see ``combine_extras``.
     """
@@ -102,8 +102,8 @@ class LockstepRunner:
         judge: gets every episode when it has ended, and the rollout's end those that continue; returns a ``call_id``.
 
     Attributes:
-        play: of the present rollout.
-        generators: of the actions that are drawn, one a thread of the engine; None takes the engine's own.
+        play: play of the present rollout.
+        generators: generators of the actions that are drawn, one a thread of the engine; None takes the engine's own.
     """
 
     def __init__(
@@ -180,6 +180,7 @@ class LockstepRunner:
         prefix.start(every, self.play.observation)
         take_turns([prefix], should_stop)
         clock = time.perf_counter()
+        # A leader whose process was lost has no state; its group then begins at the reset.
         known = [row for row in range(len(points)) if leader[row] in states.states]
         self.pool.set_row_states({row: states.states[int(leader[row])] for row in known})
         # A step of no environment: what is seen from the restored states.
@@ -195,6 +196,7 @@ class LockstepRunner:
         Raises:
             InterruptedError: ``should_stop`` answered True; it is asked before every chunk.
         """
+        # What is drawn follows from the shard alone, whichever stage runs it and whatever ran there before.
         self.begin(shard.seeds, shard.task_ids, self.engine.make_generators(shard.random))
         take_turns([self.play], should_stop)
         batch = self.stack(shard.group_id)
@@ -236,6 +238,7 @@ class LockstepRunner:
         if len(rows) == len(active):
             return self.engine.act(observation, self._needs_values, self.generators)
         if not len(rows):
+            # No environment acts, but the batch has a row per chunk: the last output gives its shapes.
             assert self.play.last is not None
             return _spread(self.play.last.output, rows, len(active), rows)
         output = self.engine.act(observation.select(rows), self._needs_values, self.generators)
@@ -256,7 +259,7 @@ class _RowStates(Recorder):
         rows: environments whose states are wanted.
 
     Attributes:
-        states: by row.
+        states: states by row.
         num_steps: environment steps that were simulated.
     """
 

@@ -116,7 +116,7 @@ class Play:
     Args:
         pool: its managers, started.
         choose: chooses the actions.
-        recorders: in the order in which they are called.
+        recorders: recorders in the order in which they are called.
         schedule: tells which environments act next.
 
     Attributes:

@@ -91,7 +91,9 @@ class TransitionRecorder(Recorder):
         self._inputs.append({name: tensor.cpu() for name, tensor in output.forward_inputs.items()})
         self.steps.append(
             {
+                # float32: ratios are exponentials of differences of log-probs, which bfloat16 would round away.
                 "logprobs": output.logprobs.float().cpu(),
+                # Copies: the pool reuses this memory after the next chunk.
                 "rewards": torch.from_numpy(step.reward.copy()),
                 "valid": torch.from_numpy(step.valid.copy()),
                 "terminated": torch.from_numpy(step.terminated.copy()),
@@ -155,15 +157,18 @@ class ValueRecorder(Recorder):
 
     def end(self, last: PlayedChunk) -> None:
         self._last, version = self._values(last.step.observation)
+        # An episode that ended is bootstrapped from its own final observation, so its version stays.
         goes_on = torch.from_numpy(~last.step.done)
         self._steps[-1]["value_version"] = torch.where(goes_on, version, self._steps[-1]["value_version"])
 
     def columns(self) -> dict[str, Any]:
         columns = _stacked(self._steps)
+        # T + 1 rows: the last one bootstraps the episodes that continue after the rollout.
         return {**columns, "values": torch.cat([columns["values"], self._last[None]])}
 
     def _values(self, observation: Observation) -> tuple[Tensor, int]:
         """Return values ``float32[B,K]`` and the version of the weights that they are of, if it is known."""
+        # In an asynchronous run the weights may be swapped in between.
         before = self.engine.version
         values = self.engine.values(observation)
         return values, before if self.engine.version == before else NO_VERSION
@@ -190,9 +195,11 @@ class FinalRecorder(Recorder):
         chosen = chunk.output.forward_inputs.get(CHOSEN)
         self._actions.append(torch.from_numpy(chunk.output.actions.copy()) if chosen is None else chosen.cpu())
         final = chunk.step.final_observation
+        # Without a final observation no row is cut off, and any observation gives the shapes.
         self._inputs.append(self._final(chunk.seen if final is None else final, chunk.cut_off))
 
     def end(self, last: PlayedChunk) -> None:
+        # The next observation of an episode that continues lies behind the last row, so it is kept as a final one.
         rows = np.flatnonzero(~last.step.done)
         end = self._final(last.step.observation, rows)
         for name, tensor in self._inputs[-1].items():
@@ -260,7 +267,7 @@ def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8],
     """Return what is seen after a chunk, of the episode that it belongs to.
 
     Args:
-        chunk: of the play.
+        chunk: chunk of the play.
         auto_reset: where an episode has ended, ``chunk.step`` has the first observation of the next one.
 
     Returns:
@@ -305,7 +312,7 @@ class _Seen:
     """What a chunk led to, apart from the columns of a batch.
 
     Attributes:
-        images, states: after it; see ``seen_after``.
+        images, states: images and states after it; see ``seen_after``.
         actions: ``float32[B,C,A]``.
         instruction: B of them.
     """
@@ -343,6 +350,7 @@ class JudgeRecorder(Recorder):
 
     def after(self, chunk: PlayedChunk) -> None:
         for row in np.flatnonzero(self._since == chunk.number):
+            # Copies: the pool reuses this memory after the next chunk, and episodes last longer.
             self._starts[int(row)] = (chunk.seen.images[row].copy(), chunk.seen.state[row].copy())
         self._call_ids.append(torch.full((len(chunk.active),), -1))
         after = seen_after(chunk, self.auto_reset)
@@ -362,6 +370,7 @@ class JudgeRecorder(Recorder):
         steps = self.transitions.steps
         since = int(self._since[row])
         self._since[row] = len(steps)
+        # A chunk without a valid action belongs to an episode that a fault has ended.
         chunks = [i for i in range(since, len(steps)) if bool(steps[i]["valid"][row].any())]
         if not chunks:
             return

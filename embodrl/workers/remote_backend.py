@@ -53,6 +53,8 @@ _PATIENCE = 0.4
 
 def sends_weights(config: Config, deployment: Deployment) -> bool:
     """Return whether the training processes send their weights to the rollout processes themselves."""
+    # In asynchronous runs a restarted process needs the version in use while the next one trains, which only the driver
+    # keeps.
     return deployment.main_component is None and not config.runner.max_staleness
 
 
@@ -86,6 +88,7 @@ def launch_rollouts(
     group = WorkerGroup(
         RolloutProcess,
         "rollout",
+        # A process that dies must not end the others: each is restarted by itself.
         independent=True,
         config=config,
         deployment=deployment,
@@ -103,10 +106,10 @@ class RemoteBackend(RolloutBackend):
 
     Args:
         config: the run.
-        group: of the rollout processes, started.
+        group: group of the rollout processes, started.
         channels: those that they were started with.
         weights: the way of the weights to them.
-        policy: of the driver: its weights are what the processes start with.
+        policy: policy of the driver: its weights are what the processes start with.
         trainer: trains; if it is in this process, it may have the policy offloaded.
         should_stop: called regularly; True interrupts what is in progress.
 
@@ -145,6 +148,8 @@ class RemoteBackend(RolloutBackend):
         self._calls = itertools.count()
         self._incarnations = [0 for _ in range(self.size)]
         self._pings: dict[int, Handle] = {}
+        # Several threads of an asynchronous run may meet the same death; the first restarts the process, the others
+        # wait.
         self._revival = threading.Lock()
         self._restarts = RestartBudget(config.rollout.max_restarts, config.cluster.restart_window_s)
         self._version = 0
@@ -184,11 +189,13 @@ class RemoteBackend(RolloutBackend):
             WeightSyncError: they did not arrive, in several attempts.
             WorkerDied: ``rollout.max_restarts`` are used up.
         """
+        # InterruptedError: a process has died and the run is to end, so that no rollout will need these weights.
         with self._revival, suppress(InterruptedError):
             self._keep(weights)
             went_back = version <= self._version
             self._version = version
             if not self.config.runner.max_staleness:  # asynchronous rollouts restore random numbers only
+                # New weights end the update, and with it what a successor would need to repeat it.
                 self._carried = [None if known is None else _no_update(known["random"]) for known in self._carried]
             if went_back:  # to a checkpoint, and a weight channel accepts increasing versions only
                 self._join_all()
@@ -221,6 +228,8 @@ class RemoteBackend(RolloutBackend):
         for attempt in itertools.count(1):
             try:
                 options = self.link.options()
+                # The receivers begin to connect before the sender opens: a rendezvous of a collective sync needs both
+                # at once.
                 handles = [self.group.call_on(rank, "join", options) for rank in range(self.size)]
                 self.link.open(options, lambda handles=handles: _raise_known(handles))
                 wait_all(handles)
@@ -233,6 +242,7 @@ class RemoteBackend(RolloutBackend):
                 if attempt >= _SYNC_ATTEMPTS:
                     raise
                 logger.warning("%s", error)
+                # A sync that fails names no process, so each one is asked in order to find those that have died.
                 for rank in range(self.size):
                     try:
                         self.group.call_on(rank, "about").result()
@@ -249,6 +259,7 @@ class RemoteBackend(RolloutBackend):
     def _check(self) -> None:
         """Raise if a process is known to have died."""
         for rank in range(self.size):
+            # A process in a rollout answers late: its earlier ping stays pending, so that pings do not add up.
             ping = self._pings.pop(rank, None) or self.group.call_on(rank, "about")
             self._end_late({rank: ping})
             if not ping.done:
@@ -260,8 +271,8 @@ class RemoteBackend(RolloutBackend):
         """Restart a process, with the weights in use.
 
         Args:
-            error: of the one that died.
-            incarnation: of that process; nothing happens if it has been restarted since.
+            error: error of the one that died.
+            incarnation: incarnation of that process; nothing happens if it has been restarted since.
 
         Raises:
             WorkerDied: ``rollout.max_restarts`` are used up.
@@ -285,6 +296,7 @@ class RemoteBackend(RolloutBackend):
             except WorkerError as again:
                 error = again
             except InterruptedError:
+                # ``hurry`` was set meanwhile, and the next turn leaves the process to its fate.
                 continue
 
     def _leave_lost(self, error: WorkerError) -> NoReturn:
@@ -304,6 +316,7 @@ class RemoteBackend(RolloutBackend):
             ) from error
         self._incarnations[rank] += 1
         self._pings.pop(rank, None)
+        # A new process counts its faults from 0.
         self._known_faults[rank] = {}
         self.faults.count("rollout_restarts")
         logger.warning("restart %s of a rollout process: %s", self._restarts.used, error.message)
@@ -321,8 +334,8 @@ class RemoteBackend(RolloutBackend):
         """Return what the processes answer to a request that can be interrupted; who dies is asked again.
 
         Args:
-            method: of RolloutProcess.
-            arguments: after the number of the call, by process.
+            method: method of RolloutProcess.
+            arguments: arguments after the number of the call, by process.
             ranks: the processes; None for all.
             should_stop: asked now and then; None takes that of the run.
 
@@ -332,6 +345,7 @@ class RemoteBackend(RolloutBackend):
         """
         ranks = range(self.size) if ranks is None else ranks
         should_stop = should_stop or self.should_stop
+        # Signals carry the number of the call, so that a late one does not stop the next request.
         call = next(self._calls)
         incarnations = list(self._incarnations)
         given = dict(zip(ranks, arguments, strict=True))
@@ -346,6 +360,8 @@ class RemoteBackend(RolloutBackend):
                 self._end_late(handles)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
+                # The living first: their answers must be known before a restart makes all processes meet for the
+                # weights.
                 gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
                 for rank, dead in sorted(gone.items(), key=lambda item: item[1]):
                     # Who takes the place of another gets its weights when all are free to meet.
@@ -358,6 +374,7 @@ class RemoteBackend(RolloutBackend):
                     except WorkerDied as error:
                         self.revive(error, incarnations[rank])
                         incarnations[rank] = self._incarnations[rank]
+                        # The request ends with InterruptedError in any case, so the successor has nothing to repeat.
                         if stopped:
                             answers[rank] = None
                         else:
@@ -374,7 +391,7 @@ class RemoteBackend(RolloutBackend):
         """Keep where the random numbers of each process are, for one that takes its place.
 
         Args:
-            random: by process; None for one that is lost, and is taken to be where its update began.
+            random: states by process; None for one that is lost, and is taken to be where its update began.
         """
         for rank, (numbers, known) in enumerate(zip(random, self._carried, strict=True)):
             where = known["before"] if numbers is None and known is not None else numbers
@@ -414,6 +431,7 @@ class RemoteBackend(RolloutBackend):
     def _learn(self, rank: int, answer: Answer) -> None:
         """Take note of faults, and of where the random numbers are."""
         known = self._known_faults[rank]
+        # Processes report totals, and several managers add to the counts of the run.
         for name, number in answer["faults"].items():
             self.faults.count(name, number - known.get(name, 0))
         self._known_faults[rank] = answer["faults"]
@@ -573,7 +591,7 @@ class RemoteRunner:
 
     Args:
         rollouts: started.
-        rank: of the process.
+        rank: rank of the process.
     """
 
     def __init__(self, rollouts: RemoteBackend, rank: int) -> None:

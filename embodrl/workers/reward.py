@@ -79,7 +79,7 @@ class Outcome(TypedDict):
     Attributes:
         reward: one number, or one per action; None if all attempts failed.
         error: message of the last failure, empty with a reward.
-        hint: of that error.
+        hint: hint of that error.
         failed: number of attempts that failed.
     """
 
@@ -93,7 +93,7 @@ class DetachedRewards(TypedDict):
     """The rewards of a batch that leaves the process that called for them; ``call_id`` counts the outcomes.
 
     Attributes:
-        outcomes: of the calls.
+        outcomes: outcomes of the calls.
         waited_s: time that the rollout process waited for them after its last chunk, in seconds.
     """
 
@@ -213,6 +213,7 @@ class RewardWorker:
         """Take in a batch of ``detach`` or ``known``; thread-safe."""
         numbers: dict[int, int] = {}
         for place, outcome in enumerate(detached["outcomes"]):
+            # The call was made in another process; a future that is done takes its place.
             call: Future[tuple[Tensor | RewardError, int]] = Future()
             call.set_result(_restored(outcome))
             numbers[place] = next(self._numbers)
@@ -394,6 +395,7 @@ def _frames(batch: TrajectoryBatch, episodes: Episodes, number: int) -> Tensor:
 
 def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor]) -> None:
     """Write rewards of episodes into the batch: one number goes to the last action, several to one each."""
+    # A copy: other nodes of the pipeline may share the column.
     batch.rewards = batch.rewards.clone()
     for number, reward in rewards.items():
         chunks = episodes.index == number
@@ -414,7 +416,7 @@ class RewardCalls:
     and its result ignored.
 
     Args:
-        function: from an episode to a number, or to one number per action.
+        function: function from an episode to a number, or to one number per action.
         settings: section ``reward``.
     """
 
@@ -422,6 +424,7 @@ class RewardCalls:
         self.function = function
         self.settings = settings
         self._room = asyncio.Semaphore(settings.max_concurrency)
+        # Episodes end in the threads of several stages, which share one event loop.
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -476,6 +479,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
+        # Cancelled before the loop closes, so that coroutines of the user's function can clean up.
         left = asyncio.all_tasks(loop)
         for task in left:
             task.cancel()

@@ -61,9 +61,9 @@ class RolloutProcess(Worker):
 
     Args:
         config: the whole run.
-        deployment: where everything of it is.
+        deployment: placement of everything in it.
         keep_frames: keep the images of the first camera.
-        log_dir: where the output of the simulators goes.
+        log_dir: directory of the output of the simulators.
     """
 
     def __init__(
@@ -201,6 +201,7 @@ class RolloutProcess(Worker):
     def _should_stop(self) -> bool:
         """Tell whether the main process has given up the present request."""
         try:
+            # Signals for earlier requests may still be in the channel; they are discarded.
             while not self._stopped:
                 self._stopped = self.channels["stop"].get(0.0) == self._call
         except ChannelTimeout:

@@ -38,6 +38,8 @@ class StalenessGate:
     @property
     def accepted(self) -> int:
         """Shards finished and kept since the start of the run: trained on, given out, or waiting for it."""
+        # What an update was given beyond B shards it has turned down (dynamic sampling); ``update`` counts it as
+        # rejected.
         return self.version * self.batch_size + min(len(self.given_out), self.batch_size) + len(self.waiting)
 
     def capacity(self) -> int:
@@ -48,6 +50,7 @@ class StalenessGate:
     def begin(self, shard: int) -> None:
         """Note that a shard begins."""
         assert self.capacity() > 0 and shard not in self.running and shard not in self.waiting
+        # Newer weights may arrive while it runs, but its oldest chunks are of this version.
         self.running[shard] = self.version
 
     def finish(self, shard: int) -> None:
@@ -77,6 +80,7 @@ class StalenessGate:
             count: how many; None is B.
         """
         count = self.batch_size if count is None else count
+        # The oldest first, so that no shard grows too old behind newer ones.
         oldest = sorted(self.waiting, key=lambda shard: (self.waiting[shard], shard))
         chosen = oldest[:count]
         if len(chosen) < count:

@@ -100,6 +100,7 @@ def uses_nccl(deployment: Deployment) -> bool:
         {(place.node, device) for place in deployment.of(component) for device in place.devices}
         for component in ("actor", "rollout")
     )
+    # NCCL refuses two ranks on one GPU.
     return bool(actor and rollout) and not actor & rollout
 
 
@@ -110,8 +111,8 @@ class Route(TypedDict):
         kind: memory, collective or disk.
         generation: acknowledgements of earlier ones are ignored.
         where: of disk, the directory; of a collective, the rendezvous ``tcp://HOST:PORT``.
-        world_size: of a collective: sender and receivers.
-        device: of the buckets of a collective.
+        world_size: number of processes of a collective: sender and receivers.
+        device: device of the buckets of a collective.
     """
 
     kind: Kind
@@ -149,8 +150,8 @@ class ReceiverThread:
 
     Args:
         receiver: new.
-        answers: to the driver: generation, version (-1 if it was refused) and problem.
-        generation: of the channel; the driver ignores answers of earlier ones.
+        answers: channel to the driver: generation, version (-1 if it was refused) and problem.
+        generation: generation of the channel; the driver ignores answers of earlier ones.
     """
 
     def __init__(self, receiver: WeightReceiver, answers: Channel, generation: int) -> None:
@@ -278,6 +279,7 @@ class SendingWorker(Worker):
         try:
             action(self.sending)
         except WeightSyncError as error:
+            # Returned and not raised: the process itself is well, and an error would fail the whole group.
             return error.message, error.hint
         return None
 
@@ -291,7 +293,7 @@ class RemoteSender:
     """The training processes send, each its part; what ``send`` is given is ignored. Else as ``LocalSender``.
 
     Args:
-        group: of ``SendingWorker``; was launched with the pipes.
+        group: group of ``SendingWorker``; was launched with the pipes.
         pipes: channels by name, one per rollout process, in their order.
         trained: names to send after the first sync (``trained_names``).
 
@@ -364,10 +366,10 @@ class WeightChannel:
 
     Args:
         kind: memory, collective or disk.
-        sender: in this process, or in those that train.
+        sender: sender in this process, or in those that train.
         answers: one channel per rollout process, for acknowledgements.
-        directory: of the versions, for disk.
-        device: of the buckets of a collective sync.
+        directory: directory of the versions, for disk.
+        device: device of the buckets of a collective sync.
         timeout_s: seconds until all processes must have acknowledged a version.
     """
 
@@ -397,6 +399,7 @@ class WeightChannel:
         if self.kind == "collective":
             where = self.sender.address()
         if self.kind == "memory":
+            # A generation that failed may have left buckets in the pipes.
             for pipe in self.sender.pipes:
                 drain(pipe)
         return Route(kind=self.kind, generation=self.generation, where=where, world_size=world_size, device=self.device)
@@ -436,4 +439,5 @@ class WeightChannel:
         """Release what the sender holds."""
         self.sender.close()
         if self.kind == "disk":
+            # The next generation needs an empty directory, see ``LocalSender.open``.
             shutil.rmtree(self.directory, ignore_errors=True)

@@ -17,12 +17,13 @@ from embodrl.types import EnvSpec, EnvStep
 SHOWN = 8
 
 
+# Compared by identity: `==` of two arrays has no single truth value.
 @dataclass(eq=False)
 class EnvEpisodes:
     """What a manager knows of its environments whatever becomes of their process; as text, it names them in messages.
 
     Attributes:
-        name: of the manager.
+        name: name of the manager.
         env_type: a name of the environment registry.
         first_env: number of the first environment in the whole run.
         auto_reset: the next episode begins where one has ended.
@@ -63,6 +64,7 @@ class EnvEpisodes:
     def started(self, spec: EnvSpec) -> None:
         """Take what a process has announced; a process after the first continues with the same episodes."""
         self.found = spec
+        # A restarted process announces the same number; the episodes known here are the ones that it is reset to.
         if len(self.seeds) != (batch := spec.num_envs):
             self.seeds = np.full(batch, -1, np.int64)
             self.task_ids = np.zeros(batch, np.int32)
@@ -75,8 +77,11 @@ class EnvEpisodes:
 
     def follow(self, step: EnvStep) -> None:
         """Take from the outcome of a chunk which episodes are in progress after it."""
+        # An environment that did not act in this chunk says nothing about its episode.
         seeded = (step.episode_seed >= 0) & step.valid[:, 0]
         self.seeds[seeded] = step.episode_seed[seeded]
+        # The simulator numbers the episode after an auto-reset by the same rule, so that a restart repeats that very
+        # episode.
         ended = np.flatnonzero(seeded & step.done & self.auto_reset)
         self.seeds[ended] = [next_seed(seed) for seed in self.seeds[ended].tolist()]
         self.task_ids[:] = step.observation.task_id
@@ -84,4 +89,5 @@ class EnvEpisodes:
 
     def again(self) -> NDArray[np.int64]:
         """Return ``int64[B]``: the seeds of the episodes, or some where none has begun yet."""
+        # Numbered over the whole run, so that no two environments get the same episode.
         return np.where(self.seeds < 0, self.first_env + np.arange(len(self.seeds)), self.seeds)

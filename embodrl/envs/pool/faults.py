@@ -34,7 +34,7 @@ class FaultCounts:
     Attributes:
         restarts: restarted processes.
         lost_episodes: episodes ended as not valid, for whatever reason.
-        quarantined: of those, the ones with a reward or state that was not finite or out of bounds.
+        quarantined: lost episodes with a reward or state that was not finite or out of bounds.
         rollout_restarts: restarted rollout processes, each with its simulators.
     """
 
@@ -90,6 +90,7 @@ class Bounds:
         reward = ("reward", step.reward[row], self.reward)
         state = ("state", np.concatenate(seen), self.state)
         for name, values, bound in (reward, state):
+            # The negated comparison finds NaN as well, for which both `<=` and `>` are False.
             broken = values[~(np.abs(values) <= bound)]
             if len(broken):
                 how = f"beyond env.max_abs_{name}={bound:g}" if np.isfinite(broken[0]) else "not finite"
@@ -101,18 +102,20 @@ def count_invalid(episodes: EnvEpisodes, step: EnvStep, bounds: Bounds, limit: i
     """Return the rows whose reward or state is invalid, and count how many episodes in a row each has so lost.
 
     Args:
-        episodes: of the manager whose step it is; keep the counts, as pools come and go.
-        step: before anything is made of it.
+        episodes: episodes of the manager whose step it is; keep the counts, as pools come and go.
+        step: outcome of a chunk, still unchanged.
         bounds: what can be true.
-        limit: so many episodes of an environment may end so, without one in between that came to its own end.
-        place: of the manager in its pool, for messages.
+        limit: number of episodes of an environment that may end so, without one in between that came to its own end.
+        place: place of the manager in its pool, for messages.
 
     Raises:
         EnvQuarantined: it is one more.
     """
+    # A manager with earlier invalid episodes takes the long way: an episode that ends well must reset its count.
     if bounds.hold(step) and not episodes.refused.any():
         return _NO_ROWS
     bad = bounds.broken_rows(step)
+    # Only consecutive invalid episodes point to a broken environment, so one that came to its own end resets the count.
     episodes.refused[step.valid.any(axis=1) & step.done & ~bad] = 0
     episodes.refused[bad] += 1
     rows = np.flatnonzero(bad)
@@ -160,10 +163,10 @@ def lost_step(
     """Return the outcome of a chunk that was not simulated, in a shard whose process has been restarted.
 
     Args:
-        observation: of the episodes that have begun there.
+        observation: observation of the episodes that have begun there.
         seeds: ``int64[B]`` of theirs.
         chunk: C.
-        rows: whose episodes were in progress.
+        rows: environments whose episodes were in progress.
         last: what was seen before the chunk; None if nothing was.
     """
     batch = len(seeds)
@@ -176,6 +179,7 @@ def lost_step(
         success=np.zeros(batch, np.bool_),
         episode_return=np.zeros(batch, np.float32),
         episode_length=np.zeros(batch, np.int32),
+        # ``seeds`` is the live array of EnvEpisodes, which the next reset overwrites.
         episode_seed=seeds.copy(),
         final_mask=np.zeros(batch, np.bool_),
         final_observation=None,
@@ -188,7 +192,7 @@ def terminate_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation 
     """End the episodes of ``rows`` with a chunk that is not valid, ``truncated`` at its first action.
 
     Args:
-        step: in private memory; changed.
+        step: outcome in private memory; changed.
         rows: ``int64[N]``.
         last: the last good observation, which becomes the final one.
     """
@@ -196,6 +200,7 @@ def terminate_invalid(step: EnvStep, rows: NDArray[np.int64], last: Observation 
         array[rows] = 0
     step.episode_return[rows] = 0.0
     step.episode_length[rows] = 0
+    # Truncated and not terminated: the policy's step before bootstraps from the final observation instead of from 0.
     step.truncated[rows, 0] = True
     step.final_mask[rows] = last is not None
     if last is None:

@@ -74,7 +74,7 @@ class ProcessLaunch:
     """Starts a simulator in a process of its own.
 
     Attributes:
-        name: for the list of processes.
+        name: name in the list of processes.
         interpreter: path of the Python interpreter.
         main: module that it runs.
         config: fields of its START frame.
@@ -103,6 +103,8 @@ class ProcessLaunch:
         }
         main = "embodrl.envs.pool.worker_main"
         if (remote := options.get("remote")) is not None:
+            # The relay takes the place of the simulator on this machine: it speaks the same frames and fills the same
+            # memory.
             main = ENV_SERVERS.entry(remote.scheme).relay
             config |= {"env_type": env_type, "remote": asdict(remote)}
         log_dir = options.get("log_dir")

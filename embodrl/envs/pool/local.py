@@ -29,12 +29,14 @@ class LocalChild:
         self.hosted = hosted
         self.connection = self
         self.pid = os.getpid()
+        # A process answers START without being asked, as soon as its environments are built; so does this object.
         self._answer = self._carry_out(Frame(Kind.START))
 
     def _carry_out(self, frame: Frame) -> Frame:
         try:
             return Frame(Kind.OK, frame.number, frame.argument, self.hosted.carry_out(frame))
         except PeerGoneError:
+            # Tests simulate the death of a process by this error, so it must not become an answer.
             raise
         except Exception as error:  # noqa: BLE001 - as at the border of a process; the manager raises it
             return Frame(Kind.RAISED, frame.number, frame.argument, describe_error(error))
@@ -71,7 +73,7 @@ class LocalLaunch:
     """Builds environments in this process.
 
     Args:
-        make: returns them.
+        make: function that returns them.
     """
 
     interpreter = sys.executable
@@ -90,7 +92,7 @@ class LocalPool(EnvPool):
 
     Args:
         make: returns a VectorEnv for keyword arguments, for example its class.
-        kwargs: of each VectorEnv.
+        kwargs: keyword arguments of each VectorEnv.
         num_simulators: each with the environments that ``make`` returns; "processes" of the pool.
         max_restarts: see EnvPool.
         bounds: see EnvPool.

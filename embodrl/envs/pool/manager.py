@@ -36,7 +36,7 @@ class EnvManager:
     Args:
         env_type: a name of the environment registry.
         kwargs: keyword arguments of the VectorEnv, plain values only.
-        name: for messages and the log file.
+        name: name in messages and of the log file.
         first_env: number of its first environment in the whole run, for messages.
         launch: starts what answers; None starts a process as the options say.
         options: see ``ProcessOptions``.
@@ -88,22 +88,27 @@ class EnvManager:
 
     def start_async(self) -> None:
         """Start the process, or let offloaded simulators come back; several start at the same time this way."""
+        # With its process alive the simulator is rebuilt there; otherwise a new process starts, and gets the state once
+        # it is ready.
         if self.process.saved is not None and self.pid is not None:
             self.process.request(Kind.ONLOAD, self.timeouts.reset_s, value=self.process.saved)
             return
         self.process.start(self.timeouts.heartbeat_s)
+        # A fresh process has the setting of its arguments, whatever `set_auto_reset` changed in the previous one.
         self.episodes.auto_reset = self._starts_with_auto_reset
 
     def wait_started(self) -> None:
         """Wait until the environment is ready; after ``offload``, until it is back in the state it had."""
         try:
             if self.process.pending == Kind.ONLOAD:
+                # The simulator is built again, so the limit of a start applies and not that of a reset.
                 self.process.receive(Kind.ONLOAD, self.timeouts.start_s)
             else:
                 self.process.wait_started(self.timeouts.start_s)
                 if self.process.saved is not None:
                     self.set_state(self.process.saved)
         except EnvRaised:
+            # It has no environments to answer with, and a process that stays would refuse the next start.
             self.process.drop()
             raise
         self.process.saved = None
@@ -111,6 +116,7 @@ class EnvManager:
     def restart(self) -> None:
         """Start a fresh process, whatever has become of the present one; its environments need a reset."""
         self.process.drop()
+        # Otherwise the fresh process would be asked to continue from the state of the one that was given up.
         self.process.saved = None
         self.start()
 
@@ -130,6 +136,7 @@ class EnvManager:
             self.close()
         else:
             state = self.process.state(Kind.OFFLOAD, self.timeouts.reset_s)
+        # Set last: almost every request is refused while it is set, those above included.
         self.process.saved = state
 
     def close_async(self) -> None:
@@ -140,7 +147,7 @@ class EnvManager:
         """End the process; a pending request is given up.
 
         Args:
-            deadline: of ``time.monotonic()``, when it is killed; None gives it some seconds.
+            deadline: time of ``time.monotonic()``, when it is killed; None gives it some seconds.
         """
         self.close_async()
         self.process.close(deadline)
@@ -185,10 +192,12 @@ class EnvManager:
             problem = f"task ids {np.unique(task_ids).tolist()} for {len(self.spec.tasks)} tasks"
         if problem is not None:
             raise EnvError(f"{self}: {problem}", "give each index once, with its seed and task id", code="env-reset")
+        # Written before the frame is sent: the frame is what hands the memory to the child.
         request = self.process.ring.request
         request["seeds"][:count] = seeds
         request["task_ids"][:count] = task_ids
         request["indices"][:count] = rows
+        # Noted before the request: if the process is lost, its successor is reset to these episodes.
         self.episodes.begin(rows, seeds, task_ids)
         self.process.request(Kind.RESET, self.timeouts.reset_s, count)
 
@@ -209,6 +218,7 @@ class EnvManager:
                 "check model.num_action_chunks and model.action_dim",
                 code="actions-shape",
             )
+        # Rows that do not act may hold anything.
         acted = actions if active is None else actions[active]
         if not np.isfinite(acted).all():
             broken = np.flatnonzero(~np.isfinite(actions).all(axis=(1, 2)) & (True if active is None else active))
@@ -265,6 +275,7 @@ class EnvManager:
         self.process.request(
             Kind.CALL, self.timeouts.reset_s, value={"method": method, "arguments": dict(arguments or {})}
         )
+        # Noted when it is sent: if the process is lost first, its successor gets the request again (``lasting``).
         if method == "set_auto_reset":
             self.episodes.auto_reset = bool((arguments or {}).get("value", self.episodes.auto_reset))
 

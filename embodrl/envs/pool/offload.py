@@ -36,7 +36,7 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
     What was lost meanwhile is a process, not a state: a process that does not come back is replaced by a new one.
 
     Args:
-        managers: of a pool.
+        managers: managers of a pool.
         may_restart: counts a restart; False once there were too many.
 
     Raises:
@@ -45,6 +45,8 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
     """
     failed: dict[EnvManager, EnvError] = {}
     away = [manager for manager in managers if manager.is_offloaded]
+    # All are asked before any is awaited, so that they start at the same time; an error must not leave the others
+    # unasked.
     for manager in away:
         try:
             manager.start_async()

@@ -35,11 +35,11 @@ class RemoteEnv:
     """A simulator process behind an env server; see ``EnvServerSpec``.
 
     Attributes:
-        address: of the server, ``tcp://HOST:PORT``.
+        address: address of the server, ``tcp://HOST:PORT``.
         reconnect_s: how long the connection may be away before the simulator counts as lost.
         python: "auto" for the interpreter of `embodrl env install` there; None for the server's own.
         pin_cpus: the server binds the process to a core.
-        timeouts: that the server applies.
+        timeouts: time limits that the server applies.
         session: names the simulator; a restarted one takes the place of the one of the same name.
     """
 

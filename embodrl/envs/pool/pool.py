@@ -47,9 +47,9 @@ class EnvPool:
         max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
             environment that are lost so, without one in between that ends by itself.
         faults: counts to add to.
-        bounds: of rewards and states.
+        bounds: bounds of rewards and states.
         restart_window_s: seconds.
-        budget: of restarts, shared with other pools; None makes one.
+        budget: budget of restarts, shared with other pools; None makes one.
 
     Attributes:
         keeps_state: its simulators can tell their state; set by who has asked them (``check_state``).
@@ -158,6 +158,7 @@ class EnvPool:
         if self._spec is None:
             specs = [manager.spec for manager in self.managers]
             counts = [spec.num_envs for spec in specs]
+            # Equal but for their number of environments: rows of all managers share one batch.
             if any(replace(spec, num_envs=counts[0]) != specs[0] for spec in specs):
                 raise EnvError(
                     "the environments of a pool differ in cameras, state, actions or tasks",
@@ -166,6 +167,7 @@ class EnvPool:
                 )
             self._spec = replace(specs[0], num_envs=sum(counts))
             self._offsets = np.cumsum([0, *counts]).tolist()
+            # One manager alone hands out its own views; only several are gathered, by a copy.
             if len(self.managers) > 1:
                 self._batch = [ResultSlot.allocate(self._spec) for _ in range(NUM_SLOTS)]
                 borders = list(itertools.pairwise(self._offsets))
@@ -183,6 +185,7 @@ class EnvPool:
             for manager in self.managers:
                 manager.start_async()
         except EnvError:
+            # Processes that did start must not outlive a pool that did not.
             self.close()
             raise
 
@@ -205,6 +208,7 @@ class EnvPool:
                 code="pool-layout",
             )
         again = self.recovery
+        # The restart budget is shared: env.max_restarts bounds the run, whatever its number of stages.
         size = len(self.managers) // num_parts
         parts = (self.managers[start : start + size] for start in range(0, len(self.managers), size))
         return [
@@ -216,6 +220,7 @@ class EnvPool:
 
     def close(self) -> None:
         """End all processes, those that hang within the time of one."""
+        # All are asked before any is awaited, and under one deadline: several that hang cost the time of one.
         for manager in self.managers:
             manager.close_async()
         deadline = time.monotonic() + closing_grace_s()
@@ -231,6 +236,7 @@ class EnvPool:
         before = resident(self.managers)
         for rank in ranks:
             self.requests.answer(rank, lambda manager: manager.offload(end_processes), restart=True)
+        # The last observations are views, and a view would keep the memory of an ended process alive.
         self.recovery.keep_last()
         return SimulatorMemory(before, resident(self.managers)) if ranks else None
 
@@ -264,7 +270,7 @@ class EnvPool:
 
         Args:
             method: name of the request.
-            arguments: of the request.
+            arguments: arguments of the request.
             restart: restart a process that has died or hangs, and repeat the request. Only between episodes: those in
                 progress start again without notice.
         """
@@ -341,6 +347,7 @@ class EnvPool:
         rows = np.arange(self.spec.num_envs) if indices is None else np.asarray(indices)
         seeds = np.asarray(seeds)
         task_ids = np.asarray(task_ids)
+        # All managers are asked before the first is awaited, so that they work at the same time.
         asked: list[int] = []
         for rank in range(len(self.managers)):
             mine = (rows >= self._offsets[rank]) & (rows < self._offsets[rank + 1])
@@ -362,6 +369,7 @@ class EnvPool:
         self.recovery.last = list(parts)
         if not self._batch:
             return copy_observation(parts[0]) if copy else parts[0]
+        # Slots of the batch alternate as those of a manager do, which gives results of a pool the same lifetime.
         self._turn = (self._turn + 1) % NUM_SLOTS
         for target, part in zip(self._parts[self._turn], parts, strict=True):
             target.write_observation(part)
@@ -374,10 +382,12 @@ class EnvPool:
         batch = self.spec.num_envs
         if len(actions) != batch:
             raise EnvError(f"actions for {len(actions)} of {batch} environments", code="actions-shape")
+        # A copy: ``wait`` needs it, and the caller may reuse its array by then.
         self._active = np.ones(batch, np.bool_) if active is None else np.array(active, np.bool_)
         self._chunk = actions.shape[1] if actions.ndim == 3 else 0
         for rank, manager in enumerate(self.managers):
             rows = slice(self._offsets[rank], self._offsets[rank + 1])
+            # Lost in an earlier request; ``wait`` restarts it and reports this chunk as not valid.
             if rank in self.recovery.failed:
                 continue
             try:
@@ -396,6 +406,7 @@ class EnvPool:
                 active = self._active[self._offsets[rank] : self._offsets[rank + 1]]
                 step = self.recovery.lost_step(rank, error, active, self._chunk)
             parts.append(step)
+        # Only now: until here a lost process needs the observation before the chunk, which becomes the final one.
         self.recovery.last = [part.observation for part in parts]
         if not self._batch:
             return copy_step(parts[0]) if copy else parts[0]

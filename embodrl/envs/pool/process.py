@@ -29,6 +29,7 @@ from embodrl.processes.frames import Frame, Kind, PeerGoneError
 logger = logging.getLogger("embodrl.envs")
 
 _SHOWN_TEXT = 8000  # characters of an error that a simulator reports
+# Those that bring the simulators back, or end the process.
 _WHILE_OFFLOADED = (Kind.ONLOAD, Kind.SET_STATE, Kind.CLOSE)
 _Result = TypeVar("_Result")
 _Ended = TypeVar("_Ended", bound=EnvError)
@@ -118,6 +119,7 @@ class SimulatorProcess:
         except BaseException:  # a signal too must not leave the process and its memory
             self.drop()
             raise
+        # START is answered without a request: the configuration came with the start message.
         self._pending = _Pending(Kind.START, 0, 0)
 
     def wait_started(self, timeout_s: float) -> None:
@@ -126,6 +128,7 @@ class SimulatorProcess:
         try:
             frame = self.receive(Kind.START, timeout_s)
             spec = spec_from_dict(frame.value)
+            # Batches and buffers of the run are laid out by the first EnvSpec.
             if known not in (None, spec):
                 raise EnvProtocolError(f"its EnvSpec was {known} before a restart, and is {spec}")
             self._ring = Ring(self._memory_fd, spec, seal=True)
@@ -141,10 +144,10 @@ class SimulatorProcess:
         """Send a request; ``receive`` brings the answer.
 
         Args:
-            kind: of the request.
+            kind: kind of the request.
             timeout_s: seconds in which it must be taken.
             count: C of a step, number of rows of a reset: their result goes to the next slot of the memory.
-            value: of the frame.
+            value: content of the frame.
         """
         child = self.child
         if self.saved is not None and kind not in _WHILE_OFFLOADED:
@@ -155,11 +158,13 @@ class SimulatorProcess:
                 "wait for it first",
             )
         slot = 0
+        # Only resets and steps write a result; other requests leave the two valid results alone.
         if count is not None:
             slot = (self._slot + 1) % NUM_SLOTS
             if self._debug:
                 self.ring.slots[slot].poison()
         self._serial += 1
+        # The answer must repeat these numbers, so that one to an earlier request is never mistaken for it.
         pending = _Pending(kind, slot, self._serial if count is None else count)
         try:
             child.connection.send(Frame(*pending, value), time.monotonic() + timeout_s)
@@ -192,6 +197,7 @@ class SimulatorProcess:
             raise self._timed_out(f"process {child.pid} {error} during {doing}") from None
         except MessageError as error:
             raise self.invalid(error, f"during {doing}") from None
+        # Whatever is wrong with the answer, no request is in progress any more.
         self._pending = None
         if frame.kind not in (Kind.OK, Kind.RAISED) or (frame.number, frame.argument) != pending[1:]:
             found = f"{frame.kind.name} {frame.number} {frame.argument}"
@@ -206,6 +212,7 @@ class SimulatorProcess:
         frame = self.receive(kind, timeout_s)
         slot = self.ring.slots[frame.number]
         try:
+            # Before any use: native code of a simulator may have written anywhere in this memory.
             slot.check(frame.argument if kind == Kind.STEP else None, len(self.episodes.spec.tasks))
             return read(slot, frame.argument)
         except EnvProtocolError as error:
@@ -223,6 +230,7 @@ class SimulatorProcess:
         """Ask the process to end, or kill it if a request is in progress; ``close`` waits for it."""
         if self._child is None or self.pending == Kind.CLOSE:
             return
+        # A process serves one request at a time: CLOSE would wait behind the one in progress, perhaps forever.
         if self._pending is not None:
             self.drop()
             return
@@ -248,6 +256,7 @@ class SimulatorProcess:
     def drop(self) -> None:
         """Kill the process, if there is one, and let go of its memory."""
         child = self._child
+        # Forgotten before the kill, which may raise: the next start must find no process.
         self._child = None
         self._ring = None
         self._pending = None
@@ -269,6 +278,7 @@ class SimulatorProcess:
 
     def _raised(self, content: object, doing: str) -> EnvError:
         """Return the error of an exception in the process: one of embodrl's own says enough, others get a traceback."""
+        # The report comes from a process that may be broken, so it is checked like any other answer.
         try:
             if not isinstance(content, dict):
                 raise MessageError(f"an error of type {type(content).__name__}")
@@ -300,6 +310,7 @@ class SimulatorProcess:
     def _ended(self, error_type: type[_Ended], what: str, hint: str) -> _Ended:
         """Kill what is left of the process, and return the error with the end of its log."""
         child = self.child
+        # Read before ``drop`` closes the log.
         tail = child.log_tail()
         where = f" of {child.log_path}" if child.log_path else ""
         message = f"{self.episodes}: {what}" + (f"\n--- end of the log{where} ---\n{tail}\n---" if tail else "")

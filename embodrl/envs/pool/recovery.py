@@ -27,11 +27,11 @@ class Recovery:
     """Restarts managers and ends the episodes that are lost; see ``EnvPool``.
 
     Attributes:
-        managers: of the pool.
+        managers: managers of the pool.
         max_restarts: consecutive episodes of one environment that may be lost to invalid values.
         faults: counts.
-        bounds: of rewards and states.
-        budget: of restarts.
+        bounds: bounds of rewards and states.
+        budget: budget of restarts.
         failed: fault of a manager, by rank, that its next answer would bring.
         last: newest good observation of each manager.
     """
@@ -71,6 +71,7 @@ class Recovery:
 
     def raise_failed(self, rank: int) -> None:
         """Raise the fault that a manager met when it was asked, if it met one."""
+        # Raised once: its successor has not failed.
         error = self.failed.pop(rank, None)
         if error is not None:
             raise error
@@ -104,9 +105,11 @@ class Recovery:
                     error.hint,
                 ) from error
             logger.warning("restart %s: %s", self.budget.used, error.message)
+            # The frames hold views of the old shared memory, which would stay mapped during the restart.
             clear_frames(error)
             try:
                 manager.restart()
+                # Before the reset, so that they hold from the first episode on.
                 for method, arguments in manager.lasting.items():
                     manager.call(method, arguments)
                 return self.checked(manager, manager.reset(manager.episodes.again(), manager.episodes.task_ids.copy()))
@@ -117,12 +120,13 @@ class Recovery:
         """Restart a manager, and return the outcome of the chunk that it did not finish.
 
         Args:
-            rank: of the manager.
+            rank: rank of the manager.
             error: its fault.
             active: ``bool[B]``, environments of the manager that acted.
             chunk: C.
         """
         last = self.last[rank]
+        # The observation is a view of the old process's memory: copied, it does not hold that memory.
         last = None if last is None else copy_observation(last)
         observation = copy_observation(self.restart(rank, error))
         rows = np.flatnonzero(active)
@@ -137,6 +141,7 @@ class Recovery:
         rows = count_invalid(manager.episodes, step, self.bounds, self.max_restarts, place)
         if not len(rows):
             return step
+        # The reset below writes its result into the slot that this step is a view of.
         step = copy_step(step)
         last = None if last is None else copy_observation(last)
         # Not the episode that an auto-reset has begun: the one that ends here is run again.

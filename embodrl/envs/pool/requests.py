@@ -23,7 +23,7 @@ class Requests:
     """Asks managers, and restarts those that are lost where that is wanted.
 
     Args:
-        recovery: of the pool.
+        recovery: recovery of the pool.
     """
 
     def __init__(self, recovery: Recovery) -> None:
@@ -57,7 +57,7 @@ class Requests:
 
         Args:
             method: name of the request.
-            arguments: by row of the pool.
+            arguments: arguments by row of the pool.
             offsets: first row of each manager, and the number of all rows.
         """
         answers: dict[int, object] = {}
@@ -108,7 +108,7 @@ class Requests:
         """Return the answer of one manager.
 
         Args:
-            rank: of the manager.
+            rank: rank of the manager.
             request: brings the answer.
             restart: restart a lost process, and ask again.
             again: asks a restarted process; None for ``request``.

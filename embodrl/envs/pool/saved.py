@@ -24,7 +24,7 @@ def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[byt
     """Return the states of ``pack_states``, which must fit the processes that are to continue from them.
 
     Args:
-        specs: of the processes.
+        specs: EnvSpecs of the processes.
         packed: one per process.
 
     Raises:

@@ -46,6 +46,7 @@ _FLAGS_PER_ACTION = ("valid", "terminated", "truncated")
 _FLAGS_PER_CHUNK = ("success", "final_mask")
 _SHOWN = 8
 
+# Upper limits of a plausible EnvSpec: the layout, and so the memory, is computed from what another process sent.
 _MAX_BATCH = 1 << 16
 _MAX_CAMERAS = 64
 _MAX_PIXELS = 1 << 14
@@ -245,6 +246,7 @@ class ResultSlot:
             self._copy(name, getattr(step, name), self.arrays[name][:, :chunk])
         for name in _PER_CHUNK:
             self._copy(name, getattr(step, name), self.arrays[name])
+        # Rows outside the mask are undefined by contract; pictures of all rows would double what a step copies.
         if not step.final_mask.any():
             return
         if step.final_observation is None:
@@ -286,7 +288,7 @@ class ResultSlot:
 
         Args:
             chunk: C of a step; None for an observation alone.
-            num_tasks: of the EnvSpec.
+            num_tasks: number of tasks of the EnvSpec.
 
         Raises:
             EnvProtocolError: names the array.
@@ -310,6 +312,7 @@ class ResultSlot:
     def poison(self) -> None:
         """Overwrite everything that is handed out as a view, so that a view kept for too long is noticed at once."""
         for name, array in self.arrays.items():
+            # Instructions are decoded when they are read, so that no view of them is handed out.
             if "instruction" not in name:
                 array.fill(np.nan if array.dtype.kind == "f" else POISON_BYTE)
 
@@ -341,6 +344,7 @@ class ResultSlot:
             except UnicodeDecodeError as error:
                 raise EnvProtocolError(f"{prefix}instruction is no text: {error}") from error
             self._read = (raw, raw_lengths, decoded)
+        # A copy: whoever ends a lost episode overwrites single entries (``faults.terminate_invalid``).
         return list(self._read[2])
 
     def _write_instructions(self, prefix: str, texts: list[str], rows: Iterable[int]) -> None:
@@ -381,6 +385,7 @@ class Ring:
         if seal:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, FIXED_SIZE)
             found = os.fstat(fd)
+            # Allocated blocks and not the size alone: reading a page that no memory is left for is a bus error.
             if found.st_size < layout.num_bytes or found.st_blocks * _BLOCK_BYTES < layout.num_bytes:
                 raise EnvProtocolError(
                     f"its shared memory has {found.st_size} bytes, its EnvSpec asks for {layout.num_bytes}"

@@ -74,6 +74,7 @@ def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:
     import imageio.v2 as imageio
     import imageio_ffmpeg
 
+    # imageio's default of 16 would rescale most pictures; the codec needs even sides only.
     writer: object = imageio.get_writer(path, fps=fps, macro_block_size=2, quality=7)
     try:
         for frame in frames:

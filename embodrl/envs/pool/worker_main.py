@@ -33,6 +33,7 @@ def main(socket_fd: int) -> None:
         report_exits()
         server = EnvServer(connection, Fields(start, "the START frame"))
         frame = Frame(Kind.START)
+        # After an error in START or ONLOAD there is no environment left to answer with; other errors leave it in place.
         while server.answer(frame) or frame.kind not in (Kind.START, Kind.ONLOAD):
             if frame.kind == Kind.CLOSE:
                 leave(0)
@@ -46,7 +47,7 @@ class EnvServer:
     """One VectorEnv, and what the parent asks of it.
 
     Args:
-        connection: to the parent.
+        connection: connection to the parent.
         start: fields of ``EnvManager``'s START frame.
     """
 
@@ -75,7 +76,7 @@ class HostedEnv:
     """A VectorEnv on shared memory, made at the start and after each offload.
 
     Args:
-        make: returns it.
+        make: function that returns it.
         memory_fd: memory file of the parent.
 
     Attributes:
@@ -156,6 +157,7 @@ def build(start: Fields) -> VectorEnv:
     """Return the environment that the START frame names."""
     cpu = start.integer("cpu", None)
     numa_node = start.integer("numa_node", None)
+    # Bound first: memory is taken from the NUMA node of the core that first writes it.
     bind_to_cores([] if cpu is None else [cpu], numa_node, "set env.pin_cpus=false")
     for module in start.texts("extensions"):
         importlib.import_module(module)

@@ -30,7 +30,7 @@ class ActRequest:
         observation: ``[B]``.
         mode: ``train`` samples the actions, ``eval`` takes the most probable ones, ``mean`` those nearest to the mean.
         compute_values: also compute values.
-        generators: of the samples: one per thread, each for its part of the rows.
+        generators: generators of the samples: one per thread, each for its part of the rows.
     """
 
     observation: Observation
@@ -45,11 +45,11 @@ class RolloutParts:
 
     Attributes:
         config: the run.
-        policy: on its device; shared with the train engine, or a copy (``frozen_copy``).
-        num_threads: of ``cluster.num_threads``.
+        policy: policy on its device; shared with the train engine, or a copy (``frozen_copy``).
+        num_threads: value of ``cluster.num_threads``.
         part: see RolloutEngine.
-        memory: of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
-        weights_dir: where a training run publishes its weights.
+        memory: memory of the policy's weights (``policy_memory``), where nothing else uses them between rollouts.
+        weights_dir: directory in which a training run publishes its weights.
     """
 
     config: Config
@@ -75,10 +75,10 @@ class RolloutEngine(ABC):
     on the CPU, so that every backend draws the same actions from the same random state.
 
     Args:
-        policy: on its device.
+        policy: policy on its device.
         config: section ``rollout``.
         sampling: section ``algorithm.sampling``.
-        seed: of the sampled actions.
+        seed: seed of the sampled actions.
         num_threads: parts of a batch computed in parallel on a CPU, each with its own random generator.
         part: rank and number of the processes that share the environments: together they draw as one process with the
             threads of all of them does.
@@ -178,7 +178,7 @@ class RolloutEngine(ABC):
         Args:
             observation: ``[B]``.
             decoding: one of ``decodings``.
-            generators: of ``sampled``; None draws from the engine's own.
+            generators: generators of ``sampled``; None draws from the engine's own.
 
         Raises:
             EmbodrlError: there is no such decoding.

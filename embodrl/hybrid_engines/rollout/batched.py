@@ -27,9 +27,9 @@ class BatchedEngine(BatchPump[_Content, PolicyOutput | Tensor]):
 
     Args:
         engine: the policy.
-        compute_values: of ``act``.
+        compute_values: argument of ``act``.
         max_batch: most observations in a batch.
-        seed: of the actions that are drawn.
+        seed: seed of the actions that are drawn.
     """
 
     def __init__(self, engine: RolloutEngine, compute_values: bool, max_batch: int, seed: Sequence[int] = (0,)) -> None:
@@ -84,7 +84,7 @@ class EpisodeEngine:
 
     Args:
         shared: the engine that all episodes ask.
-        seed: of this episode.
+        seed: seed of this episode.
     """
 
     def __init__(self, shared: BatchedEngine, seed: tuple[int, ...]) -> None:
@@ -117,6 +117,7 @@ def select_output(output: PolicyOutput, row: int) -> PolicyOutput:
     rows = slice(row, row + 1)
 
     def pick(tensor: Tensor) -> Tensor:
+        # A copy: a view of one row would keep the whole batch in memory.
         return tensor[rows].to("cpu", copy=True)
 
     return replace(

@@ -56,11 +56,13 @@ class NativeRolloutEngine(RolloutEngine):
                     part, request.mode, self.sampling, generator, request.compute_values
                 )
 
+        # A batch of fewer rows than threads has fewer parts than there are generators.
         pairs = zip(self._parts(request.observation), request.generators, strict=False)
         tasks = [lambda part=part, generator=generator: compute(part, generator) for part, generator in pairs]
         with self._lock:
             self.onload()
             outputs = on_threads(tasks, self.num_threads)
+            # Read under the lock: weights may change as soon as it is released.
             version = self.version
         return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=version)
 

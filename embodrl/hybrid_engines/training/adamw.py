@@ -18,12 +18,13 @@ def fused_adamw(
 
     Args:
         params: tensors, or groups as ``torch.optim.Optimizer`` takes them.
-        betas: of the moments.
+        betas: decay rates of the moments.
         eps: added to the denominator.
     """
     groups = [group if isinstance(group, Mapping) else {"params": [group]} for group in params]
     # The moments of a weight with gaps in memory have none: the kernel would take wrong elements.
     fused = all(_is_dense(weight) for group in groups for weight in group["params"])
+    # The rates follow before the first step, see ``set_learning_rates``.
     optimizer = torch.optim.AdamW(
         [dict(group) for group in groups], lr=0.0, betas=betas, eps=eps, weight_decay=0.0, fused=fused
     )

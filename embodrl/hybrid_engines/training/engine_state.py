@@ -59,8 +59,10 @@ class StateShapes:
         weights = dict(policy.state_dict())
         names = set(masters)
         moments = [p for name, p in trained.items() if name not in names]
+        # Moments count twice: exp_avg and exp_avg_sq.
         kept = [*weights.values(), *(reference or {}).values(), *moments, *moments]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        # 3: the float32 copy and its two moments.
         num_bytes += sum(3 * FLOAT32_BYTES * trained[name].numel() for name in names)
         return cls(_shapes(weights), _shapes(trained), _shapes(reference or {}), num_bytes)
 
@@ -86,6 +88,7 @@ def check_fit(saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes) ->
             continue  # not trained yet when the checkpoint was made
         if copy is not None:
             found.append(copy)
+        # The first one is ``step``, a scalar.
         if len(found) < len(ADAM_STATE) or any(tuple(tensor.shape) != shape for tensor in found[1:]):
             raise CheckpointError(
                 f"the checkpoint's optimizer state does not fit '{name}'", HINT, code="checkpoint-mismatch"
@@ -180,6 +183,7 @@ class HeldState(Generic[EngineT]):
         moments = {
             f"{key}.{name}": self.moment(parameter, key)
             for name, parameter in self.trained().items()
+            # A weight that was never stepped has no moments.
             if self.engine.leaves[parameter] in self.engine.optimizer.state
             for key in self.kept_of(parameter)
         }
@@ -244,9 +248,12 @@ class HeldState(Generic[EngineT]):
                 key, _, owner = name.partition(".")
                 parameter = trained[owner]
                 leaf = self.engine.leaves[parameter]
+                # ``step`` is a number, whole in every process.
                 part = tensor if key == "step" else self._part(tensor, parameter)
                 if key != MASTER:
+                    # Moments have the precision of what the optimizer changes, whatever they were saved in.
                     dtype = part.dtype if key == "step" else leaf.dtype
+                    # A copy: the optimizer changes it in place, and the saved tensor is the caller's.
                     self.engine.optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
                 elif parameter in self.engine.masters:
                     leaf.copy_(part)
@@ -254,6 +261,7 @@ class HeldState(Generic[EngineT]):
         targets = dict(self.engine.policy.state_dict()) if section == "policy" else self.engine.reference_weights()
         for name in targets.keys() & tensors.keys():
             self._assign(targets[name], tensors[name])
+        # Until the saved float32 copies arrive with the section "optimizer", if there are any.
         if section == "policy":
             self._take_masters(tensors)
 
@@ -261,7 +269,7 @@ class HeldState(Generic[EngineT]):
         """Return where this process's parts of a checked state are to be written; see ``load_parts``.
 
         Args:
-            section: of the state.
+            section: section of the state.
             saved: shapes and dtypes of whole tensors.
         """
         if section == "optimizer":
@@ -277,6 +285,7 @@ class HeldState(Generic[EngineT]):
         return self.parts(section, saved)
 
     def _reads(self, name: str, trained: Mapping[str, nn.Parameter]) -> bool:
+        # A float32 copy is of no use where the weight itself now trains in float32.
         key, _, owner = name.partition(".")
         return key != MASTER or trained[owner] in self.engine.masters
 

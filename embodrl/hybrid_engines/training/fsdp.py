@@ -58,13 +58,14 @@ class FsdpTrainEngine(SharedTrainEngine):
         policy: whole, the same in all processes, on the device; sharded in place, and only to be used by the engine
             from then on.
         options: what the run asks for.
-        mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
+        mesh: mesh of the device that the policy trains on, with the dimensions ``dp`` and ``tp``.
     """
 
     make_state = FsdpState
 
     def __init__(self, policy: VLAPolicy, options: EngineOptions, mesh: DeviceMesh) -> None:
         self.tensor_group = mesh.get_group(TP)
+        # Cut before FSDP shards the policy: FSDP cuts what tensor parallelism has left.
         partial = set(cut_layers(policy, mesh[TP])) if mesh[TP].size() > 1 else set[str]()
         self.module = shard_policy(policy, mesh, options.config.fsdp)
         self.partial = [p for name, p in policy.named_parameters() if name in partial]
@@ -106,12 +107,15 @@ class FsdpTrainEngine(SharedTrainEngine):
 
     def _before_backward(self, last: bool) -> None:
         root = cast(FSDPModule, self.module)
+        # Without a reduction every process adds up whole gradients: less communication, and more memory.
         root.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
 
     def _clip_gradients(self) -> float:
+        # While only the critic trains: without gradients AdamW changes neither weights nor moments.
         if not self.policy_trains:
             for parameter in self.policy_parameters:
                 parameter.grad = None
+        # Of these, each process of the tensor group has a part of the gradient, see ``cut_layers``.
         for parameter in self.partial:
             if parameter.grad is not None:
                 dist.all_reduce(held(parameter.grad), group=self.tensor_group)
@@ -124,6 +128,7 @@ class FsdpTrainEngine(SharedTrainEngine):
 
     def clear_gradients(self) -> None:
         super().clear_gradients()
+        # AdamW clears those of the leaves only; these would add up over the steps.
         for parameter in self.leaves:
             parameter.grad = None
 

@@ -31,7 +31,7 @@ class NativeTrainEngine(PolicyTrainEngine):
         options: what the run asks for. A reference costs as much memory again as the trained weights; the rest is
             shared. Rollouts that may be stale are collected at the same time: on a CPU, inference and simulators then
             go before training.
-        device: where the policy trains.
+        device: device on which the policy trains.
         num_threads: micro-batches computed at the same time on a CPU.
         shares_weights: the rollout uses the same tensors; False for a process that only trains.
     """
@@ -76,6 +76,7 @@ class NativeTrainEngine(PolicyTrainEngine):
             return output.loss, output.metrics
 
         chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
+        # While only the critic trains, the policy needs no gradients.
         trained = [p for p in (*self.policy_parameters, *self.value_parameters) if p.requires_grad]
         total, outputs = add_gradients(
             [lambda rows=rows: compute(rows) for rows in chosen],

@@ -93,16 +93,18 @@ def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: flo
 
     Args:
         batch: the rollout.
-        advantages: of it.
+        advantages: advantages of it.
         fraction: of these chunks, rounded up, train: those with the largest mean ``|A|``, of equal ones the earlier.
     """
     trained = batch.valid.any(-1) & advantages.valid.any(-1)
     if fraction == 1.0:
         return trained
     size = (advantages.advantages.abs() * advantages.valid).sum(-1) / advantages.valid.sum(-1).clamp_min(1)
+    # Below every mean of ``|A|``, so that the chunks that do not train come last.
     size = size.masked_fill(~trained, -1.0).flatten()
     kept = math.ceil(fraction * int(trained.sum()))
     chosen = torch.zeros_like(size, dtype=torch.bool)
+    # Stable, so that the choice among equal sizes is the same on every machine.
     chosen[size.argsort(descending=True, stable=True)[:kept]] = True
     return chosen.view_as(trained)
 
@@ -120,6 +122,7 @@ def flatten_chunks(
     )
     chosen = trained.flatten().nonzero().squeeze(-1)
     flat = rows.fold()
+    # Indexing copies, which the usual case, all chunks, does not need.
     return flat if len(chosen) == len(flat) else flat[chosen]
 
 
@@ -140,7 +143,7 @@ def make_loss(
     """Return the loss of a micro-batch, given the counts of its minibatch.
 
     Args:
-        evaluate: as ``VLAPolicy.evaluate_actions``.
+        evaluate: function like ``VLAPolicy.evaluate_actions``.
         algorithm: the loss and its settings.
         needs_values: the loss has a critic.
 
@@ -163,6 +166,7 @@ def make_loss(
                     code="value-head-missing",
                 )
             critic = {"values": output.values.float(), "old_values": micro["values"], "returns": micro["returns"]}
+        # float32: the ratio is an exponential of a difference of nearly equal numbers.
         logprobs = output.logprobs.float()
         proximal = proximal_terms(micro, logprobs.detach(), algorithm, counts)
         arguments: dict[str, object] = {
@@ -195,14 +199,16 @@ def make_imitation_loss(
     """Return ``weight`` times the imitation loss of a micro-batch, and scalars without the weight.
 
     Args:
-        sft_loss: as ``VLAPolicy.sft_loss``.
+        sft_loss: function like ``VLAPolicy.sft_loss``.
         total: actions of the whole batch (scalar).
         label_smoothing_bins: see there.
-        weight: of the loss.
+        weight: weight of the loss.
     """
 
     def compute(micro: Batch) -> LossOutput:
         inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
+        # ``sft_loss`` is a mean over the micro-batch; weighted by its share of the actions, these add up to that of the
+        # batch.
         share = inputs["action_mask"].sum() / total
         loss, scalars = sft_loss(inputs, label_smoothing_bins)
         return LossOutput(loss * share * weight, {name: value * share for name, value in scalars.items()})
@@ -218,7 +224,7 @@ def make_weighted_loss(
     """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` has the weights of actions.
 
     Args:
-        sft_loss: as ``VLAPolicy.sft_loss``.
+        sft_loss: function like ``VLAPolicy.sft_loss``.
         num_actions: count of the whole batch, which the weighted sum is divided by.
         label_smoothing_bins: see there.
     """
@@ -239,4 +245,5 @@ def normalized(weights: Tensor) -> tuple[Tensor, Tensor]:
     ``sft_loss`` divides by the sum of its mask, at least 1: scaled weights lose no precision there, however small.
     """
     total = weights.sum()
+    # Not 0 / 0 where all weights are 0.
     return total, weights * ((weights > 0).sum() / total.clamp_min(1e-30))

@@ -58,6 +58,7 @@ class OffPolicyState(HeldState["OffPolicyEngine"]):
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         named = self._named()
+        # The encoder's weights belong to the policy and are saved with it; only its moments are kept here.
         kept = {name: p.detach() for name, p in named.items() if not name.startswith("encoder.")}
         kept |= {f"target.{name}": p for name, p in self.engine.target.named_parameters()}
         for name, parameter in named.items():
@@ -104,14 +105,14 @@ class OffPolicyEngine(NativeTrainEngine):
     Args:
         policy: an ``OffPolicyActor``; moved to the device. Its encoder trains with the critics.
         options: what the run asks for.
-        device: where the policy trains.
+        device: device on which the policy trains.
         settings: section ``algorithm.off_policy``.
-        seed: of the critics' weights.
+        seed: seed of the critics' weights.
         num_threads: micro-batches computed at the same time on a CPU.
 
     Attributes:
         critic, target: ensembles on the policy's features; the second follows the first.
-        log_alpha: of the temperature, scalar.
+        log_alpha: logarithm of the temperature, scalar.
         num_updates: optimizer steps of the critics so far.
     """
 
@@ -137,6 +138,7 @@ class OffPolicyEngine(NativeTrainEngine):
         self.critic.init_weights(torch.Generator().manual_seed(seed))
         self.critic.to(self.device)
         self.target = copy.deepcopy(self.critic).requires_grad_(False)
+        # The logarithm is what trains, so that alpha stays positive.
         self.log_alpha = nn.Parameter(torch.tensor(math.log(settings.alpha), device=self.device))
         per_chunk = settings.target_entropy_per_number * chunk
         self.target_entropy = per_chunk if settings.target_entropy is None else settings.target_entropy
@@ -175,6 +177,7 @@ class OffPolicyEngine(NativeTrainEngine):
         optim = self.config.optim
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
         self._set_rates(rates)
+        # Counted from the beginning of the run, so that a resumed run owes exactly the updates that are left.
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
@@ -219,6 +222,7 @@ class OffPolicyEngine(NativeTrainEngine):
                 backup = (next_q, logprobs, alpha, settings.backup_entropy, minimum)
                 target = soft_target(part.returns, part.discount, *backup)
             q = self.critic(self.actor.features(part.inputs), part.actions)
+            # Divided by the whole batch, so that the losses of the micro-batches add up.
             loss = critic_loss(q, target).sum() / total
             return loss, {"q_mean": q.detach().mean(0).sum() / total, "target_mean": target.sum() / total}
 
@@ -239,6 +243,7 @@ class OffPolicyEngine(NativeTrainEngine):
 
         def loss_of(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             part = batch.part(rows, self.device)
+            # The critics alone train the encoder.
             with torch.no_grad():
                 seen = self.actor.features(part.inputs)
             actions, logprobs = self.actor.sample_chunk(seen, noise[rows].to(self.device))
@@ -257,6 +262,7 @@ class OffPolicyEngine(NativeTrainEngine):
         if self.settings.alpha_lr is not None:
             mean_logprob = torch.tensor(-metrics["entropy"], device=self.device)
             temperature_loss(self.log_alpha, mean_logprob, self.target_entropy).backward()
+            # The gradients of the critics are cleared, so that this step moves the temperature alone.
             self.learner.step()
             self.learner.zero_grad(set_to_none=True)
         return {"policy_loss": loss, "grad_norm": norm, **metrics}
@@ -311,7 +317,7 @@ class Transitions:
     """What an update trains on.
 
     Attributes:
-        inputs, next_inputs: of the policy by name, ``[B,...]``.
+        inputs, next_inputs: present and next inputs of the policy by name, ``[B,...]``.
         actions: ``float32[B,C,A]``, as they were executed.
         returns, discount: ``float32[B]``; see ``n_step_return``.
         is_demo: ``bool[B]``.
@@ -375,6 +381,7 @@ def _transitions(
         returns=found.returns,
         discount=found.discount,
         is_demo=torch.full((count,), is_demo),
+        # Rows of the run itself are masked, and need any tensor of this shape.
         labels=buffer.column("labels" if is_demo else "actions", places),
         label_mask=seen.valid[:, 0] & is_demo,
     )

@@ -31,6 +31,7 @@ def on_threads(tasks: Sequence[Callable[[], T]], num_threads: int, niceness: int
     """
     if not niceness and (num_threads <= 1 or len(tasks) <= 1):
         return [task() for task in tasks]
+    # In threads of their own even for one task: without privileges a thread can't lower its niceness again.
     with ThreadPoolExecutor(num_threads, initializer=_be_nice, initargs=(niceness,)) as pool:
         return list(pool.map(lambda task: task(), tasks))
 
@@ -61,6 +62,7 @@ def add_gradients(
 
     def differentiate(compute: Callable[[], tuple[Tensor, T]]) -> tuple[Tensor, T, tuple[Tensor | None, ...]]:
         loss, extra = compute()
+        # Not ``backward``: threads would add to the same gradients, in the order in which they end.
         return loss.detach(), extra, torch.autograd.grad(loss, list(leaves), allow_unused=True)
 
     if num_threads <= 1 and not niceness:
@@ -72,6 +74,7 @@ def add_gradients(
             if gradient is None:
                 continue
             if leaf.grad is None:
+                # A copy: it is added to in place, and autograd may return one tensor for several leaves.
                 leaf.grad = gradient.to(leaf.dtype, copy=True)
             else:
                 leaf.grad += gradient

@@ -73,7 +73,7 @@ class PolicyTrainEngine(TrainEngine):
         policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is
             to be.
         options: what the run asks for.
-        device: where the policy trains.
+        device: device on which the policy trains.
 
     Attributes:
         memory: what ``offload`` takes off the device.

@@ -65,8 +65,8 @@ class RemoteTrainEngine(TrainEngine):
 
     Args:
         config: the run.
-        policy: of the driver, on its device.
-        group: of the training processes, started.
+        policy: policy of the driver, on its device.
+        group: group of the training processes, started.
         sends_weights: the processes send their weights to the rollout processes themselves, and the driver's policy
             gets them when they are needed (``fetch``) instead of with every update.
         memory: the weights of the driver's policy, where they may be offloaded between rollouts.
@@ -102,7 +102,9 @@ class RemoteTrainEngine(TrainEngine):
     ) -> dict[str, float]:
         columns = {"advantages": advantages.advantages, "returns": advantages.returns, "valid": advantages.valid}
         results = self._call("update", batch, columns, algorithm.model_dump_json(), generator_state(generator))
+        # All processes answer the same.
         metrics, shuffled, counters = results[0]
+        # They shuffled with a copy of this generator, which continues where theirs has come to.
         restore_generator(generator, shuffled)
         self._behind = True
         if not self._sends_weights:
@@ -160,6 +162,7 @@ class RemoteTrainEngine(TrainEngine):
         return EngineState({"policy": dict(self.policy.state_dict()), **tensors}, dict(self._counters))
 
     def load_state_dict(self, saved: EngineState) -> None:
+        # Refused before any process has changed.
         check_fit(saved.tensors, self._shapes)
         self.onload()
         mine = self.policy.state_dict()
@@ -182,6 +185,7 @@ class RemoteTrainEngine(TrainEngine):
         facts: FileFacts = {}
         for found in self._call("save_shards", str(directory.absolute())):
             if isinstance(found, tuple):
+                # Answered and not raised by a process, since an error of one process ends the whole group.
                 raise OSError(*found)
             facts |= found
         return facts

@@ -56,7 +56,7 @@ def save_state(state: ShardedState, directory: Path) -> FileFacts:
     """Write what this process holds of an engine's state; a collective call of all that share it.
 
     Args:
-        state: of an engine, after or before any update.
+        state: state of an engine, after or before any update.
         directory: a new one, on a file system that all processes see.
 
     Returns:
@@ -97,9 +97,9 @@ def load_state(state: ShardedState, directory: Path, counters: Mapping[str, int]
     A collective call of all that share it. Weights are read in place.
 
     Args:
-        state: of an engine with the same policy.
+        state: state of an engine with the same policy.
         directory: whole and intact.
-        counters: of the engine that wrote it.
+        counters: counters of the engine that wrote it.
 
     Raises:
         CheckpointError: it is of another policy, or can't be read.

@@ -34,7 +34,7 @@ class Forward(nn.Module):
     """A forward pass through the policy, in a module whose outputs FSDP can see.
 
     Args:
-        policy: that computes.
+        policy: policy that computes.
     """
 
     def __init__(self, policy: VLAPolicy) -> None:
@@ -95,6 +95,7 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
             code="fsdp-types",
         )
     gathered = torch.bfloat16 if config.gather_dtype == "bf16" else None
+    # Inputs are not cast: a rounded residual stream would give the update another distribution than the rollout.
     low = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
     same = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
@@ -110,6 +111,7 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
     module = Forward(policy)
     fully_shard(module, reshard_after_forward=False, mp_policy=low, **settings)
     for part in fsdp_modules(module):
+        # Losses are already divided by the counts of the whole minibatch, so gradients of the shares add up.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     # The first forward pass would replace the tensors that the optimizer is about to hold; and a head that no loss
@@ -193,4 +195,5 @@ def num_copies(tensor: Tensor, world_size: int) -> int:
 
 
 def _is_cut(placement: Placement) -> bool:
+    # FSDP over tensor parallelism cuts by a private class of torch, which is known by its name only.
     return placement.is_shard() or type(placement).__name__ == "_StridedShard"

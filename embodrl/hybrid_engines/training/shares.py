@@ -76,6 +76,7 @@ class SharedTrainEngine(PolicyTrainEngine):
             self._before_backward(last=index == len(parts) - 1)
             with autocast(self.precision, self.device):
                 output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
+            # Zero and not left out: the backward pass of every process takes part in collective calls.
             loss = output.loss if counts else output.loss * 0.0
             loss.backward()
             report_work()
@@ -91,6 +92,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         """Return loss and metrics of the whole minibatch, the same in all processes."""
         largest = [name for name in metrics if is_largest(name)]
         summed = [name for name in metrics if not is_largest(name)]
+        # float64, so that the rounding of the sum over processes is negligible.
         values = torch.stack([loss, *(metrics[name].detach() for name in summed)]).double()
         dist.all_reduce(values, group=self.group)
         if largest:
@@ -110,6 +112,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         for parameter, leaf in self.leaves.items():
             if leaf.grad is not None:
                 total = leaf.grad.detach().float().square().sum(dtype=torch.float64)
+                # A part that several processes hold must count once in the sum over all of them.
                 square += total.to(self.device) / self._num_copies(parameter)
         dist.all_reduce(square)
         norm = math.sqrt(float(square)) if torch.isfinite(square) else float(square)
@@ -128,6 +131,7 @@ class SharedTrainEngine(PolicyTrainEngine):
             outputs = compute(chosen[rows])
             if counts:
                 found[rows.to(self.device)] = outputs.to(self.device)
+        # Each process has filled its own rows and left the others 0, so the sum has them all.
         dist.all_reduce(found, group=self.group)
         result[chosen] = found.to(result.device)
 

@@ -53,7 +53,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
 
     Args:
         policy: whole, the same in all processes; changed in place.
-        mesh: of the processes that share a layer.
+        mesh: mesh of the processes that share a layer.
 
     Returns:
         Names of the parameters that all processes hold whole, and of whose gradient each has a part: the norms of
@@ -77,6 +77,7 @@ def cut_layers(policy: nn.Module, mesh: DeviceMesh) -> list[str]:
         if not shared:
             plan |= {part: ColwiseParallel() for part in KEYS_VALUES}
         group = mesh.get_group()
+        # Keys and values that all heads share stay whole: a process sees only the gradient of its own heads.
         for part in whole:
             layer.get_submodule(part).register_forward_pre_hook(
                 lambda _, inputs, group=group: (_SumGradient.apply(inputs[0], group), *inputs[1:])

@@ -72,11 +72,11 @@ class Message(Header):
 
     Attributes:
         sync: ``begin``, ``bucket`` or ``end``.
-        index: of a bucket, from 0; of the end, the number of buckets.
-        num_tensors: of the end, the number of tensors.
+        index: index of a bucket, from 0; of the end, the number of buckets.
+        num_tensors: number of all tensors, at the end.
         problem: why the sender stopped, or why a bucket can't be read.
-        checksums: of a bucket's tensors by name; empty where they are not checked.
-        tensors: of a bucket, by name.
+        checksums: checksums of a bucket's tensors by name; empty where they are not checked.
+        tensors: tensors of a bucket, by name.
     """
 
     sync: str
@@ -317,11 +317,13 @@ class StreamReceiver(WeightReceiver):
                 tensors |= _checked(message, index, len(tensors))
             self._check_layout(begin.version, layout_of(tensors), begin.full)
         except WeightSyncError as error:
+            # The group has lost a process, and nothing more can be read.
             if self.is_broken:
                 raise
             failure = error
             for _ in messages:  # to the end: the others of a collective wait for it, and a pipe must be empty
                 pass
+        # Only now that everything has been read: either all receivers accept a version, or none does.
         agreed = self._vote(failure is None)
         if failure is not None:
             raise failure

@@ -47,6 +47,7 @@ def buckets(stream: Iterable[Named], bucket_bytes: int) -> Iterator[list[Named]]
             bucket.clear()
             size = 0
         bucket.append(named)
+        # The loop variable would keep a tensor of this bucket alive while the next one is gathered.
         del named
         size += added
     if bucket:
@@ -70,6 +71,7 @@ def unpacked(file: Tensor, what: str) -> dict[str, Tensor]:
         shape = torch.Size(map(int, entry.numbers("shape", low=0)))
         first, last = (start + int(offset) for offset in entry.numbers("data_offsets", 2, low=0))
         size = 0 if dtype is None else shape.numel() * dtype.itemsize
+        # ``view`` needs a start that is a multiple of the element size.
         if dtype is None or not len(file[first:last]) == last - first == size or first % dtype.itemsize:
             entry.refuse(f"bytes {first} to {last} are not a tensor {entry.text('dtype')}{list(shape)}")
         tensors[name] = file[first:last].view(dtype).reshape(shape)
@@ -88,6 +90,7 @@ def checksum(tensor: Tensor) -> int:
 def trained_names(policy: VLAPolicy) -> frozenset[str]:
     """Return the ``state_dict`` names that training changes: the trainable parameters and all buffers."""
     trained = {id(p) for group in policy.trainable_groups().values() for p in group}
+    # Tied weights have several names, all of which the state_dict contains.
     fixed = {name for name, p in policy.named_parameters(remove_duplicate=False) if id(p) not in trained}
     return frozenset(policy.state_dict().keys() - fixed)
 

@@ -88,7 +88,7 @@ class SyncGroup:
         init_method: ``tcp://HOST:PORT`` (of the sender) or ``file:///PATH``, the same for all.
         rank: 0 sends.
         world_size: sender and receivers.
-        device: of the buckets; each rank on a GPU needs its own.
+        device: device of the buckets; each rank on a GPU needs its own.
         timeout_s: seconds that any process may keep the others waiting within a sync.
         connect_s: seconds until all must have connected, if they are more.
         check: called while waiting for the others; raises if one has died.
@@ -187,10 +187,12 @@ class SyncGroup:
     def describe(self, content: bytes = b"") -> bytes:
         """Broadcast a few bytes from the sender; the receivers' content is ignored."""
         with self._guard("a description"):
+            # Receivers must know the size before they can take part in the second broadcast.
             length = torch.tensor([len(content)])
             self._open.control.broadcast(length, SENDER).wait()
             buffer = torch.empty(int(length), dtype=torch.uint8)
             if self.rank == SENDER:
+                # A copy: memory of ``bytes`` is read-only, and torch takes writable memory.
                 buffer = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
             self._open.control.broadcast(buffer, SENDER).wait()
             return buffer.numpy().tobytes()
@@ -233,7 +235,7 @@ class CollectiveSender(StreamSender):
     """Packs each bucket into one buffer, which is reused, and broadcasts that; succeeds if all receivers accept.
 
     Args:
-        group: with rank 0.
+        group: process group with rank 0.
         trained, bucket_bytes, verify: see StreamSender.
     """
 
@@ -295,7 +297,7 @@ class CollectiveReceiver(StreamReceiver):
 
     Args:
         target, layout: see WeightReceiver.
-        group: with a rank above 0.
+        group: process group with a rank above 0.
     """
 
     def __init__(self, target: WeightTarget, group: SyncGroup, layout: Layout | None = None) -> None:

@@ -78,7 +78,7 @@ class DiskSender(WeightSender):
     Only one sender may write to a directory at a time. It continues after the newest version that it finds there.
 
     Args:
-        directory: of the versions; created if missing.
+        directory: directory of the versions; created if missing.
         trained, bucket_bytes: see WeightSender; the first version is full, and a bucket is a file.
         keep: newest versions kept; those that they build on are kept, too.
     """
@@ -234,7 +234,7 @@ class DiskReceiver(WeightReceiver):
 
     Args:
         target, layout: see WeightReceiver.
-        directory: of the sender.
+        directory: directory of the sender.
     """
 
     def __init__(self, target: WeightTarget, directory: Path, layout: Layout | None = None) -> None:
@@ -274,13 +274,14 @@ class WeightPublisher:
     A full disk costs a version, not the run.
 
     Args:
-        directory: of the versions.
-        policy: that trains.
+        directory: directory of the versions.
+        policy: policy that trains.
         version: number of updates behind its weights; versions that an earlier process wrote after it are removed.
     """
 
     def __init__(self, directory: Path, policy: VLAPolicy, version: int) -> None:
         self._sender = DiskSender(directory, trained_names(policy))
+        # The present version, too: it is written again, whole, as the base of the following ones.
         self._sender.drop_newer(version - 1)
         self._failed = False
 
@@ -289,6 +290,7 @@ class WeightPublisher:
         if self._sender.version is not None and version <= self._sender.version:
             return
         try:
+            # After a failure, the version that partial ones would build on may not exist.
             self._sender.send(weights, version, full=self._failed)
             self._failed = False
         except WeightSyncError as error:

@@ -25,7 +25,7 @@ class WeightSource:
     """Directories of versions that the served policy takes weights from; one at a time.
 
     Args:
-        engine: of the policy.
+        engine: engine of the policy.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -70,7 +70,7 @@ class WeightFollower(threading.Thread):
 
     Args:
         source: takes them.
-        directory: of the versions; it may appear later.
+        directory: directory of the versions; it may appear later.
         fetch: called before every look, to bring new versions into the directory; may raise a StoreError.
     """
 
@@ -91,6 +91,7 @@ class WeightFollower(threading.Thread):
                     problem = ""
                     logger.info("weights of version %d are in use", report.version)
             except Exception as error:
+                # A problem that stays is reported once, not with every look.
                 if str(error) != problem:
                     logger.error("%s", error, exc_info=not isinstance(error, EmbodrlError))
                 problem = str(error)

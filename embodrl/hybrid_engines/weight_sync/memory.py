@@ -64,6 +64,7 @@ class MemorySender(StreamSender):
         while True:
             left_s = deadline - time.monotonic()
             try:
+                # In short turns: the receiver may have died, which only ``check`` notices.
                 return pipe.put(vars(message), max(0.0, min(left_s, _CHECK_S)))
             except ChannelTimeout:
                 check()
@@ -87,7 +88,7 @@ class MemoryReceiver(StreamReceiver):
 
     Args:
         target, layout: see WeightReceiver.
-        pipe: from the sender to this receiver alone.
+        pipe: pipe from the sender to this receiver alone.
         stall_timeout_s: seconds that the next bucket may take.
     """
 

@@ -229,9 +229,9 @@ def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: P
     """Refuse a config.json with other numbers of layers than the weights have, before any layer is built.
 
     Args:
-        names: of the stored tensors.
+        names: names of the stored tensors.
         wanted: number of layers by what the names of their tensors begin with.
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
 
     Raises:
         PolicyFileError: they differ.
@@ -265,8 +265,8 @@ def fill(
         files: safetensors files; none for random weights.
         report: filled in.
         init_weights: draws random weights.
-        device: of the weights.
-        dtype: of the weights.
+        device: device of the weights.
+        dtype: dtype of the weights.
         aliases: see ``load_strict``.
         ignore: see ``load_strict``.
         in_float32: see ``load_strict``.
@@ -317,8 +317,8 @@ def load_strict(
         module: takes the tensors as its parameters and buffers.
         files: safetensors files.
         report: filled in.
-        device: of the loaded tensors; with ``meta`` names and shapes are checked, and no tensor is read.
-        dtype: of the loaded floating-point tensors.
+        device: device of the loaded tensors; with ``meta`` names and shapes are checked, and no tensor is read.
+        dtype: dtype of the loaded floating-point tensors.
         aliases: names in the file to names in the module.
         ignore: names in the file that are not used, with the reason.
         adapters: added to the weights in float32, before these take their type.
@@ -479,8 +479,8 @@ def save_weights(
 
     Args:
         state: the tensors.
-        directory: to write to.
-        max_shard_bytes: of a file.
+        directory: directory to write to.
+        max_shard_bytes: largest size of a file.
         one_file: never write shards: openpi and lerobot look for ``model.safetensors`` alone.
         write: writes one file: its path, tensors and metadata.
     """
@@ -520,7 +520,7 @@ def check_size(
         wanted: that of the section.
         parts: fields to compare; of a field that is a dataclass, its fields.
         directory: named in the error.
-        section: of the configuration, e.g. ``model.pi``.
+        section: section of the configuration, e.g. ``model.pi``.
 
     Raises:
         CheckpointError: with every difference.

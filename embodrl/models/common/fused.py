@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
         x: ``[...,D]``.
         weight: ``[D]``.
         eps: added to the mean square.
-        dtype: of the result; None for the wider of those of ``x`` and the weight.
+        dtype: dtype of the result; None for the wider of those of ``x`` and the weight.
     """
     dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
     if x.device.type == "cpu":
@@ -79,7 +79,7 @@ def split_heads(
         head_dim: E.
         counts: the H_i.
         rope: cosines and sines ``[B,S,E]``, their halves equal; B may be 1.
-        turned: so many of the first parts are turned.
+        turned: number of first parts that are turned.
     """
     cos = sin = None
     if rope is not None:

@@ -38,7 +38,7 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
     Args:
         policy: changed in place; its parameters of adapted layers are called ``NAME.base_layer.weight`` from then on.
         config: rank, alpha, targets.
-        seed: of the adapters' first factor, normal with a standard deviation of 1/rank; the second one is 0.
+        seed: seed of the adapters' first factor, normal with a standard deviation of 1/rank; the second one is 0.
         freeze_vision: leave the vision backbone without adapters.
 
     Returns:
@@ -72,7 +72,7 @@ def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
     A scale that differs goes into the second factor, so that outputs are those of the checkpoint.
 
     Args:
-        policy: with adapters of its own.
+        policy: policy with adapters of its own.
         adapters: what their loading has ``kept``.
     """
     own: dict[nn.Module, Any] = {
@@ -152,7 +152,7 @@ def merged_state_dict(module: nn.Module, deferred: bool = False) -> dict[str, Te
     0.02.
 
     Args:
-        module: with adapters, or without.
+        module: module with or without adapters.
         deferred: merge a weight when it is written: in float32, all at once take twice the memory of a bf16 network.
     """
     merge = _merged_later if deferred else _merged
@@ -194,7 +194,7 @@ def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
     """Write adapters in peft's layout, and the value and noise heads, for ``model.lora_path``.
 
     Args:
-        policy: with adapters.
+        policy: policy with adapters.
         directory: a new one.
         base: their base model, as ``base_model_name_or_path`` is to name it.
 

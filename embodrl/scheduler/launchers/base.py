@@ -39,13 +39,13 @@ class Job:
 
     Attributes:
         worker_class: importable by name.
-        kwargs: of its constructor.
+        kwargs: keyword arguments of its constructor.
         group: name.
         world_size: workers of the group.
         place: where.
-        rendezvous: for ``torch.distributed``.
-        channels: by name, made by the same launcher.
-        log_dir: where its output goes; None keeps it for error messages only.
+        rendezvous: address for ``torch.distributed``.
+        channels: channels by name, made by the same launcher.
+        log_dir: directory of its output; None keeps it for error messages only.
         restarts: it can be replaced, as no other worker waits for it.
     """
 
@@ -132,7 +132,7 @@ class Launcher(ABC):
             places: places of all processes that it will start.
             simulators: number of simulator processes that these will start, by machine of the placement.
             cluster: section ``cluster``.
-            limits: when a worker counts as hung.
+            limits: times after which a worker counts as hung.
 
         Raises:
             MissingDependencyError: a package is missing.
@@ -197,6 +197,7 @@ class RendezvousFiles:
 def free_port(host: str = "") -> int:
     """Return an unused port."""
     with socket.socket() as free:
+        # Another program may take the port before it is used; the one that then can't listen reports it.
         free.bind((host, 0))
         return free.getsockname()[1]
 

@@ -41,6 +41,7 @@ def context_message(group: str, rank: int, world_size: int, place: ProcessPlace,
 
 def environment(place: ProcessPlace, world_size: int) -> dict[str, str]:
     """Return the environment variables of a worker; torch reads some of them when it is imported."""
+    # CUDA's own order is by speed; placements number GPUs as nvidia-smi does.
     variables = {"RANK": str(place.rank), "WORLD_SIZE": str(world_size), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if place.visible is not None:
         variables["CUDA_VISIBLE_DEVICES"] = place.visible
@@ -56,10 +57,10 @@ class Host:
 
     Args:
         class_path: ``module:Class``.
-        context: from ``context_message``.
-        numa_node: whose memory to prefer; None for any.
-        kwargs: of the constructor.
-        channels: by name.
+        context: message of ``context_message``.
+        numa_node: node whose memory to prefer; None for any.
+        kwargs: keyword arguments of the constructor.
+        channels: channels by name.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Host:
         kwargs: Mapping[str, object],
         channels: dict[str, Channel],
     ) -> None:
+        # Before the class is imported and built: memory then comes from the NUMA node of these cores.
         bind_to_cores(context["cpus"], numa_node, "place the worker on CPUs that this process may use")
         self.worker_class: type[Worker] = import_object(class_path)
         where = WorkerContext(

@@ -54,6 +54,7 @@ class _ProcessWorker(Running):
             "kwargs": job.kwargs,
             "channels": {name: (channel.capacity, channel.descriptors) for name, channel in shared.items()},
         }
+        # The child imports embodrl from where this process has it, installed or not.
         search_path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
         self._child = ChildProcess(
             [sys.executable, "-m", MODULE],
@@ -68,8 +69,10 @@ class _ProcessWorker(Running):
             # If memory runs out, what can be restarted goes first; simulators have 300.
             oom_score_adj=200 if job.restarts else 100,
         )
+        # Guards the pending calls: callers add them, and the listening thread completes them.
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        # Call 0 is the constructor.
         self._pending: dict[int, Future[CallOutcome]] = {0: Future()}
         self._started = self._pending[0]
         self._closing = False
@@ -91,6 +94,7 @@ class _ProcessWorker(Running):
             if self._dead is not None:
                 future.set_exception(self._dead)
                 return future
+            # Registered before it is sent, so that the answer finds it.
             number = next(self._numbers)
             self._pending[number] = future
         try:
@@ -144,6 +148,7 @@ class _ProcessWorker(Running):
             self._dead = error
             pending = list(self._pending.values())
             self._pending = {}
+        # A constructor that raised has reported that already, and the process ends because of it.
         failed_to_start = self._started.done() and self._started.exception() is not None
         if not self._closing and not failed_to_start:
             self._on_death(error)
@@ -163,6 +168,7 @@ class _ProcessWorker(Running):
         self._child.end_group()
 
     def close(self, grace_s: float) -> None:
+        # Set first, so that the listening thread takes the end for the one that was asked for.
         self._closing = True
         with contextlib.suppress(PeerGoneError, TimeoutError, OSError):
             self._child.connection.send(Frame(Kind.CLOSE), time.monotonic() + grace_s)
@@ -196,7 +202,7 @@ class ProcessLauncher(Launcher):
     """Processes of this machine, each bound to the cores and the memory of its place.
 
     Args:
-        limits: when one counts as hung.
+        limits: times after which one counts as hung.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:

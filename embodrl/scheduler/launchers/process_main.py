@@ -39,6 +39,7 @@ def start_host(connection: Connection, start: Mapping[str, Any]) -> Host | None:
     except BaseException as error:  # noqa: BLE001 - process border: the parent raises it
         connection.send(Frame(Kind.RAISED, value=describe_error(error, "__init__")))
         return None
+    # Number 0: the parent waits for the constructor under that number.
     connection.send(Frame(Kind.OK, value=(None, 0.0)))
     return host
 
