@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from embodrl.config.foreign import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import OffPolicyConfig
+from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
@@ -432,6 +433,8 @@ def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
             yield Finding(key, f"has no effect: {reason}", "leave it out")
 
 
+LOSS_KEYS = {name: name for name, mark in ARGUMENTS["loss"].items() if mark.alone} | {"weights": "loss_agg"}
+ESTIMATOR_KEYS = {name: name for name in ARGUMENTS["estimator"]}
 ON_POLICY = ("logprob_type", "update_epoch", "target_kl", "normalize_advantages", "chunk_fraction")
 
 
@@ -461,21 +464,3 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
             yield f"algorithm.{key}", unread, f"your function has no parameter '{name}'"
     unread = loss.parameters is not None and "kl_estimator" not in loss.parameters and algorithm.kl.placement == "loss"
     yield "algorithm.kl.estimator", unread, "your function has no parameter 'kl_estimator'"
-
-
-ESTIMATOR_KEYS = {name: name for name in ("gamma", "gae_lambda", "reward_type", "bootstrap_type")}
-LOSS_KEYS = {
-    name: name
-    for name in (
-        "length_normalized_ratio",
-        "surrogate",
-        "clip_ratio_low",
-        "clip_ratio_high",
-        "clip_ratio_dual",
-        "drift_coef",
-        "value_clip",
-        "value_loss_coef",
-        "huber_delta",
-        "entropy_bonus",
-    )
-} | {"weights": "loss_agg"}
