@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import shutil
 from collections.abc import Callable, Iterable
@@ -61,8 +60,6 @@ class EvaluationProcess(Worker):
     """
 
     def __init__(self, config: Config, deployment: Deployment, run_dir: str) -> None:
-        for module in config.extensions:
-            importlib.import_module(module)
         rollouts = deployment.of("rollout")
         threads = deployment.threads_of(rollouts[0])
         configure_torch(config, threads=threads)

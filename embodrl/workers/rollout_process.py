@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -71,8 +70,6 @@ class RolloutProcess(Worker):
     def __init__(
         self, config: Config, deployment: Deployment, keep_frames: bool = False, log_dir: str | None = None
     ) -> None:
-        for module in config.extensions:
-            importlib.import_module(module)
         threads = deployment.threads_of(deployment.of("rollout")[self.rank])
         configure_torch(config, threads=threads)
         share = Share(self.rank, self.world_size)

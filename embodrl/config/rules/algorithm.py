@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.foreign import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.schema import OffPolicyConfig
+from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
 from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
@@ -452,6 +452,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in OffPolicyConfig.model_fields:
         read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
         yield f"algorithm.off_policy.{name}", not read, on_policy
+    for name in set(type(algorithm).model_fields) - set(AlgorithmConfig.model_fields) - {adv.name, loss.name}:
+        yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {name}"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
     summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1
     yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"

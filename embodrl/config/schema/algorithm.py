@@ -372,9 +372,17 @@ class AlgorithmConfig(Section):
     sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="how actions are drawn")
 
     def arguments_of(self, kind: Literal["loss", "estimator"], needs_values: bool = True) -> dict[str, object]:
-        """Return the settings that the functions of a kind get; those of a critic only where there is one."""
-        critic = {name for name, info in AlgorithmConfig.model_fields.items() if CRITIC in info.metadata}
-        return {name: getattr(self, name) for name in ARGUMENTS[kind] if needs_values or name not in critic}
+        """Return the settings that the function of a kind gets, with those that it brings.
+
+        Args:
+            kind: of the function.
+            needs_values: there is a critic; without one its settings are left out.
+        """
+        fields = AlgorithmConfig.model_fields
+        names = [name for name in ARGUMENTS[kind] if needs_values or CRITIC not in fields[name].metadata]
+        chosen = self.loss_type if kind == "loss" else self.adv_type
+        own = getattr(self, chosen, ()) if chosen not in fields else ()
+        return {name: getattr(self, name) for name in names} | dict(own)
 
 
 ARGUMENTS: dict[str, dict[str, ArgumentOf]] = {

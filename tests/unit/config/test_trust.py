@@ -185,18 +185,17 @@ SITES = {
     "preflight/vulkan.py": "",
     "processes/bootstrap.py": "",
     "processes/child.py": "env.python model.python",
-    "trainer/async_evaluation.py": "extensions",
     "processes/guard.py": "",
     "registry.py": "algorithm.adv_type algorithm.loss_type algorithm.srpo.encoder",
     "trainer/parts.py": "",
     "trainer/provenance.py": "",
     "scheduler/launchers/host.py": "",
     "extras/ray/launcher.py": "cluster.ray_address",
+    "extras/wire/codec.py": "",
+    "scheduler/messages.py": "extensions",
     "specs.py": "",
-    "wire/codec.py": "",
-    "workers/actor.py": "extensions",
+    "workers/actor.py": "",
     "workers/rollout_backend.py": "",
-    "workers/rollout_process.py": "extensions",
 }
 CALLS = {"import_object", "import_module", "__import__", "Popen", "run_path", "run_module", "exec", "eval", "system"}
 CALLS |= {"create_subprocess_exec", "create_subprocess_shell", "execv", "execve", "spawnv"}

@@ -16,11 +16,11 @@ import pytest
 from expect import raises_code
 from typer.testing import CliRunner, Result
 
-from embodrl.cli import listing
 from embodrl.cli.main import app
 from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
+from embodrl.extras.listing.tables import pipelines
 from embodrl.extras.pipeline_show.draw import to_mermaid, to_svg, to_text
 from embodrl.names import import_object
 from embodrl.pipelines.builtin import NODES
@@ -392,7 +392,7 @@ def test_the_command_refuses_other_files_and_other_graphs(tmp_path: Path) -> Non
 
 
 def test_the_list_names_every_pipeline() -> None:
-    listed = {entry.name: entry.description for entry in listing.pipelines()}
+    listed = {entry.name: entry.description for entry in pipelines()}
     for name in PIPELINES:
         made = import_object(f"embodrl.pipelines.builtin:{name}")(config_of(f"algorithm={name}"))
         assert made.name == name
