@@ -347,14 +347,7 @@ class FunctionArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Entry):
-    """A pipeline. ``target`` is called with the configuration and returns a ``Pipeline``.
-
-    Attributes:
-        setting: key and value that make the algorithm what the pipeline's name says: ``pipeline=NAME`` with another
-            value is refused, and without a name the first pipeline whose setting holds is chosen.
-    """
-
-    setting: tuple[str, object] | None = None
+    """A pipeline. ``target`` is called with the configuration and returns a ``Pipeline``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -616,21 +609,7 @@ PIPELINES = Registry(
     "pipeline",
     PipelineSpec,
     builtin={
-        name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in (
-            "srpo",
-            "dapo",
-            "cpgd",
-            "sac",
-            "iql",
-            "recap",
-            "dagger",
-            "ppo",
-            "gspo",  # after PPO: FPO normalises its ratios, too
-            "grpo",
-            "rloo",
-            "reinforce_pp",
-        )
+        name: f"embodrl.pipelines.builtin:{name.upper()}" for name in ("on_policy", "off_policy", "dagger", "offline")
     },
 )
 
