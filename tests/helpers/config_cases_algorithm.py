@@ -230,10 +230,11 @@ ALGORITHMS = [
     Wrong("algorithm as a name", "pipeline.name", "pipeline-is-registered", ("pipeline.name=rloo",), names="=rloo"),
     Wrong("store, none drawn", "pipeline.name", "pipeline-role-unused", ("pipeline.name=off_policy",)),
     Wrong(
-        "filter without sampling",
-        "pipeline.fn",
+        "buffer without a store",
+        "pipeline.name",
         "pipeline-role-needed",
-        ("pipeline.fn=embodrl.pipelines.builtin:offline", "algorithm.filter.enabled=true", "algorithm.group_size=8"),
+        ("pipeline.name=on_policy", "algorithm=sac", "model=mlp", "model.warm_start=null"),
+        more=("actor.optim.critic_warmup_iterations",),
     ),
     Wrong(
         "function among the presets",
