@@ -309,6 +309,8 @@ class FunctionSpec(Entry):
         parts: ``module:function`` that makes the parts of a run with this loss, as ``embodrl.trainer.parts.build``
             does; None for what learns from rollouts.
         rules: checks of the configuration that run when it is chosen.
+        settings: the class of the section ``algorithm.NAME``, derived from ``Section``, or ``module:Class``, whose
+            fields are arguments; None: there is none.
     """
 
     needs_values: bool = False
@@ -320,6 +322,7 @@ class FunctionSpec(Entry):
     parameters: tuple[str, ...] | None = None
     parts: str | None = None
     rules: tuple[RuleSet, ...] = ()
+    settings: type[Section] | str | None = None
 
     @property
     def learns_from_records(self) -> bool:
@@ -344,14 +347,7 @@ class FunctionArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(Entry):
-    """A pipeline. ``target`` is called with the configuration and returns a ``Pipeline``.
-
-    Attributes:
-        setting: key and value that make the algorithm what the pipeline's name says: ``pipeline=NAME`` with another
-            value is refused, and without a name the first pipeline whose setting holds is chosen.
-    """
-
-    setting: tuple[str, object] | None = None
+    """A pipeline. ``target`` is called with the configuration and returns a ``Pipeline``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,31 +517,42 @@ class FunctionRegistry(Registry[FunctionSpec]):
         """
         if name in self.names() or ":" not in name:
             return super().entry(name)
-        return self._of(name, import_function(name), "")
+        return self._of(name, import_function(name), "", None)
 
-    def register_function(self, name: str, function: Callable[..., object], description: str = "") -> None:
+    def register_function(
+        self,
+        name: str,
+        function: Callable[..., object],
+        description: str = "",
+        settings: type[Section] | None = None,
+    ) -> None:
         """Add a function under a name of its own, from a module that ``extensions`` names, or from a script.
 
         Args:
             name: for the configuration, e.g. ``algorithm.adv_type``.
             function: called with the arguments that its parameters name.
             description: one line for ``embodrl list``; by default the first line of its docstring.
+            settings: the class of the section ``algorithm.NAME``, derived from ``Section``: its fields are further
+                arguments.
 
         Raises:
             EmbodrlError: the name is taken, or a parameter without default is unknown.
         """
-        self.register(self._of(name, function, description))
+        self.register(self._of(name, function, description, settings))
 
-    def _of(self, name: str, function: Callable[..., object], description: str) -> FunctionSpec:
+    def _of(
+        self, name: str, function: Callable[..., object], description: str, settings: type[Section] | None
+    ) -> FunctionSpec:
         known: FunctionArguments = import_object(self.arguments)
         names, needed, takes_rest = parameters_of(function)
-        unknown = sorted(needed - set(known.names))
+        arguments = (*known.names, *(() if settings is None else settings.model_fields))
+        unknown = sorted(needed - set(arguments))
         if unknown:
-            near = nearest(unknown[0], list(known.names))
+            near = nearest(unknown[0], list(arguments))
             raise EmbodrlError(
                 f"{self.kind} '{name}' has an unknown parameter '{unknown[0]}'",
                 (f"did you mean '{near}'? " if near else "")
-                + f"Available: {', '.join(known.names)}; any other parameter needs a default",
+                + f"Available: {', '.join(arguments)}; any other parameter needs a default",
                 code="function-parameter-unknown",
             )
         return FunctionSpec(
@@ -554,7 +561,8 @@ class FunctionRegistry(Registry[FunctionSpec]):
             description=description or (function.__doc__ or "").partition("\n")[0],
             needs_values=not names.isdisjoint(known.values),
             needs_groups=not names.isdisjoint(known.groups),
-            parameters=known.names if takes_rest else tuple(sorted(names)),
+            parameters=arguments if takes_rest else tuple(sorted(names)),
+            settings=settings,
         )
 
     def __contains__(self, name: object) -> bool:
@@ -600,21 +608,7 @@ PIPELINES = Registry(
     "pipeline",
     PipelineSpec,
     builtin={
-        name: f"embodrl.pipelines.builtin:{name.upper()}"
-        for name in (
-            "srpo",
-            "dapo",
-            "cpgd",
-            "sac",
-            "iql",
-            "recap",
-            "dagger",
-            "ppo",
-            "gspo",  # after PPO: FPO normalises its ratios, too
-            "grpo",
-            "rloo",
-            "reinforce_pp",
-        )
+        name: f"embodrl.pipelines.builtin:{name.upper()}" for name in ("on_policy", "off_policy", "dagger", "offline")
     },
 )
 

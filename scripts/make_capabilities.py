@@ -249,7 +249,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "A custom graph of an iteration",
             "siiRL",
-            "train pipeline=ppo",
+            "train pipeline=on_policy",
             (
                 "integration/test_pipelines.py::test_a_built_in_pipeline_trains",
                 "integration/test_pipelines.py::test_a_node_that_is_tried_again_leaves_no_trace_but_its_count",

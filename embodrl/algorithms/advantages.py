@@ -305,11 +305,7 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
         "success": batch.success,
         "task_id": batch.task_id,
         "group_id": group_ids(batch),
-        "gamma": config.gamma,
-        "gae_lambda": config.gae_lambda,
-        "reward_type": config.reward_type,
-        "bootstrap_type": config.bootstrap_type,
-    }
+    } | config.arguments_of("estimator")
     estimate = _checked(call_named(ADVANTAGES.get(config.adv_type), arguments), batch, config.adv_type)
     if not config.normalize_advantages:
         return estimate

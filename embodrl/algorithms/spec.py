@@ -5,12 +5,13 @@ Shapes of the arguments are in docs/algorithms.md.
 
 from __future__ import annotations
 
+from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.specs import FunctionArguments, FunctionSpec
 
 ESTIMATOR_ARGUMENTS = FunctionArguments(
     names=(
         *("rewards", "values", "valid", "terminated", "truncated", "bootstrap_values", "success", "task_id"),
-        *("group_id", "gamma", "gae_lambda", "reward_type", "bootstrap_type"),
+        *("group_id", *ARGUMENTS["estimator"]),
     ),
     values=("values", "bootstrap_values"),
     groups=("group_id",),
@@ -18,10 +19,8 @@ ESTIMATOR_ARGUMENTS = FunctionArguments(
 LOSS_ARGUMENTS = FunctionArguments(
     names=(
         *("logprobs", "old_logprobs", "ref_logprobs", "prox_logprobs", "behavior_weights", "advantages", "valid"),
-        *("entropy", "values", "old_values", "returns", "weights", "counts", "logprob_type"),
-        *("length_normalized_ratio", "surrogate", "clip_ratio_low", "clip_ratio_high", "clip_ratio_dual"),
-        *("drift_coef", "value_clip", "value_loss_coef", "huber_delta", "entropy_type", "entropy_bonus", "kl_coef"),
-        *("kl_estimator", "errors", "old_errors"),
+        *("entropy", "values", "old_values", "returns", "weights", "counts", "kl_coef", "kl_estimator"),
+        *("errors", "old_errors", *ARGUMENTS["loss"]),
     ),
     values=("values", "old_values", "returns"),
 )

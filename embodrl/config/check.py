@@ -26,7 +26,7 @@ from embodrl.config.schema.readers import Verb, settings_of
 from embodrl.config.schema.section import NameOf, Section
 from embodrl.errors import ConfigProblem, EmbodrlError
 from embodrl.names import nearest
-from embodrl.specs import DEFAULT_ENV, ENGINES, ENVS, MODELS, SERVE_PROTOCOLS, VERBS
+from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""
@@ -40,9 +40,10 @@ def schema_of(tree: Node) -> type[Config]:
 def with_every_section(schema: type[Config]) -> type[Config]:
     """Return the schema with the sections of all verbs, engines and protocols, which a configuration may have."""
     found = _sections_that_load("", (name for spec in VERBS.all() for name in spec.sections))
-    for path, registry in (("actor", ENGINES), ("rollout", ENGINES), ("serve", SERVE_PROTOCOLS)):
+    engines = ("actor", (ENGINES,)), ("rollout", (ENGINES,))
+    for path, registries in (*engines, ("serve", (SERVE_PROTOCOLS,)), ("algorithm", (ADVANTAGES, LOSSES))):
         section = cast(type[Section], section_model(path, schema))
-        further = (name for name in registry if name not in section.model_fields)
+        further = (name for registry in registries for name in registry if name not in section.model_fields)
         found[path] = with_sections(section, _sections_that_load(path, further))
     return with_sections(schema, found)
 

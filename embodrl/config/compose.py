@@ -34,6 +34,7 @@ from embodrl.config.presets import (
     is_shipped,
     load,
     load_presets,
+    of_algorithm,
     own_directories,
     parts_of,
     preset_file,
@@ -235,6 +236,8 @@ def check_choice(group: str, name: object, origin: str, own: Sequence[Path] = ()
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
         hint = "write the name of a preset; a YAML file is given with --config FILE, a directory with --presets DIR"
+    if group == "pipeline":
+        near, hint = of_algorithm(shown) or (near, hint)
     if group == "pipeline" and isinstance(name, str) and ":" in name:
         hint = f"a custom function is given as pipeline.fn={name}"
     return ConfigProblem(group, message, origin, ", ".join(names), near, hint, "preset-unknown")

@@ -54,6 +54,13 @@ def presets(group: str, own: Sequence[Path] = ()) -> list[str]:
     return sorted({path.stem for directory in (CONFIGS, *own) for path in (directory / group).glob("*.yaml")})
 
 
+def of_algorithm(pipeline: str) -> tuple[str, str] | None:
+    """Return what to write, and a hint, in place of a pipeline that is named as an algorithm; None if it is not."""
+    if pipeline not in presets("algorithm"):
+        return None
+    return f"algorithm={pipeline}", f"write algorithm={pipeline}, and leave the pipeline out: it follows from the loss"
+
+
 def preset_file(group: str, name: str, own: Sequence[Path] = ()) -> Path:
     """Return the file of a preset; the first directory that has it counts, as there may be only one."""
     paths = [directory / group / f"{name}.yaml" for directory in (CONFIGS, *own)]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from embodrl.config.rules.base import Context, Finding, Rule, value_of
-from embodrl.config.rules.pipeline import misnamed
+from embodrl.config.rules.base import Context, Finding, Rule
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
 from embodrl.names import exits_named, import_function
@@ -86,17 +85,35 @@ NEEDS = (
 
 
 def default_name(config: Config) -> str:
-    """Return the built-in pipeline that belongs to the settings: the first registered one whose setting holds.
+    """Return the built-in pipeline that the loss learns with."""
+    name = config.algorithm.loss_type
+    loss = LOSSES.entry(name) if name in LOSSES else None
+    if loss is None or not loss.learns_from_records:
+        return "on_policy"
+    if loss.offline:
+        return "offline"
+    return "dagger" if loss.imitates else "off_policy"
 
-    For other losses on a replay buffer that is ``sac``; with an estimator of the user's it is ``ppo`` if that asks for
-    values, else ``grpo``.
-    """
-    for spec in PIPELINES.all():
-        if spec.setting is not None and value_of(config, spec.setting[0]) == spec.setting[1]:
-            return spec.name
-    if config.algorithm.loss_type in LOSSES and LOSSES.entry(config.algorithm.loss_type).off_policy:
-        return "sac"
-    return "ppo" if ADVANTAGES.entry(config.algorithm.adv_type).needs_values else "grpo"
+
+def algorithm_name(config: Config) -> str:
+    """Return what names of runs and model cards call the algorithm; a registered pipeline stands for it."""
+    pipeline = config.pipeline.name
+    if pipeline is not None and pipeline not in PIPELINES.shipped():
+        return pipeline
+    algorithm = config.algorithm
+    learner = default_name(config)
+    marks = (
+        ("srpo", algorithm.srpo.enabled),
+        ("dapo", algorithm.filter.enabled),
+        ("cpgd", algorithm.surrogate == "log_ratio"),
+        (algorithm.loss_type, learner in ("offline", "dagger")),
+        ("sac", learner == "off_policy"),
+        ("ppo", algorithm.adv_type == "gae"),
+        ("gspo", algorithm.length_normalized_ratio),
+        (algorithm.adv_type, ":" not in algorithm.adv_type),
+    )
+    custom = "ppo" if ADVANTAGES.entry(algorithm.adv_type).needs_values else "grpo"
+    return next((name for name, holds in marks if holds), custom)
 
 
 def make_pipeline(config: Config) -> Pipeline:
@@ -187,7 +204,7 @@ class PipelineCheck:
         pipeline = config.pipeline
         both = pipeline.name is not None and pipeline.fn is not None
         unknown = pipeline.name is not None and pipeline.name not in PIPELINES
-        if both or unknown or misnamed(config) is not None or config.algorithm.adv_type not in ADVANTAGES:
+        if both or unknown or config.algorithm.adv_type not in ADVANTAGES:
             return  # rules of the configuration report it
         key = "pipeline.name" if pipeline.fn is None else "pipeline.fn"
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,12 @@ def _restore_record(content: Any, codec: Codec, read: Read) -> object:
     return _RECORDS[name](**codec.restore(fields, read))
 
 
+def _restore_config(content: Any, *_: object) -> Config:
+    for module in json.loads(content)["extensions"]:  # first: they bring settings
+        importlib.import_module(module)
+    return Config.model_validate_json(content)
+
+
 _RECORD = Extension("__record__", "records of embodrl.types", _describe_record, _restore_record)
 CODEC = Codec(
     {
@@ -82,7 +90,7 @@ CODEC = Codec(
             "__config__",
             "the configuration",
             lambda value, *_: value.model_dump_json(),
-            lambda content, *_: Config.model_validate_json(content),
+            _restore_config,
         ),
         **dict.fromkeys(_RECORDS.values(), _RECORD),
     }

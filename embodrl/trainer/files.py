@@ -29,7 +29,7 @@ from embodrl.models.common.lora import (
     rounds_when_merged,
     save_adapters,
 )
-from embodrl.pipelines.select import default_name
+from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.reporting.rows import other_rates
 from embodrl.storage.atomic import FILE_SIZE_HINT, atomic_directory
@@ -64,7 +64,7 @@ def run_directory(config: Config) -> Path:
     name = runner.name
     if name == "auto":
         chosen = config.algorithm.adv_type
-        algorithm = chosen.replace(":", "-") if ":" in chosen else config.pipeline.name or default_name(config)
+        algorithm = chosen.replace(":", "-") if ":" in chosen else algorithm_name(config)
         name = f"{config.env.env_type}-{config.model.model_type}-{algorithm}-{stamp}"
     return Path("outputs") / name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.algorithms.advantages import Advantages
-from embodrl.config.schema import AlgorithmConfig, Config
+from embodrl.config.schema import Config, algorithm_of
 from embodrl.data.batch import Batch
 from embodrl.data.rng import generator_state, restore_generator
 from embodrl.data.trajectory import TrajectoryBatch
@@ -132,8 +131,6 @@ class ActorWorker(SendingWorker):
     """
 
     def __init__(self, config: Config, deployment: Deployment) -> None:
-        for module in config.extensions:
-            importlib.import_module(module)
         cores = deployment.threads_of(deployment.of("actor")[self.rank])
         device = configure_torch(config, threads=cores)
         policy = build_policy(config)
@@ -170,7 +167,7 @@ class ActorWorker(SendingWorker):
         """Train on a rollout; return the metrics, the state of the generator, and the counters."""
         shuffle = torch.Generator()
         restore_generator(shuffle, generator)
-        settings = AlgorithmConfig.model_validate_json(algorithm)
+        settings = algorithm_of(algorithm)
         metrics = self.engine.update(batch, Advantages(**advantages), settings, shuffle)
         return metrics, generator_state(shuffle), self.engine.counters()
 
@@ -196,7 +193,7 @@ class ActorWorker(SendingWorker):
     @dispatch("one_to_all")
     def reference_logprobs(self, batch: TrajectoryBatch, algorithm: str) -> Tensor | None:
         """From rank 0 alone."""
-        found = self.engine.reference_logprobs(batch, AlgorithmConfig.model_validate_json(algorithm))
+        found = self.engine.reference_logprobs(batch, algorithm_of(algorithm))
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")
@@ -204,7 +201,7 @@ class ActorWorker(SendingWorker):
         self, batch: TrajectoryBatch, algorithm: str, every_chunk: bool
     ) -> tuple[Tensor, Tensor | None] | None:
         """From rank 0 alone."""
-        found = self.engine.proximal(batch, AlgorithmConfig.model_validate_json(algorithm), every_chunk)
+        found = self.engine.proximal(batch, algorithm_of(algorithm), every_chunk)
         return found if self.rank == 0 else None
 
     @dispatch("one_to_all")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -82,8 +81,6 @@ def make_share(
     Raises:
         EnvError: a simulator could not be started, or can't do what the run relies on; none is left.
     """
-    for module in config.extensions:
-        importlib.import_module(module)
     threads = deployment.threads_of(deployment.of("rollout")[share.rank])
     configure_torch(config, threads=threads)
     mine = share_config(config, share)

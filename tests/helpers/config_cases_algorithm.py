@@ -212,8 +212,11 @@ ALGORITHMS = [
         names="module:attribute",
     ),
     Wrong("unknown KL estimator", "algorithm.kl.estimator", "config-choice", ("algorithm.kl.estimator=k4",)),
-    Wrong("misspelt pipeline", "pipeline.name", "pipeline-is-registered", ("pipeline.name=gprpo",), names="grpo"),
-    Wrong("two pipelines", "pipeline.fn", "name-or-function", ("pipeline.fn='math:fsum'", "pipeline.name=ppo")),
+    Wrong(
+        "misspelt pipeline", "pipeline.name", "pipeline-is-registered", ("pipeline.name=of_policy",), names="off_policy"
+    ),
+    Wrong("algorithm as a pipeline", "pipeline", "preset-unknown", ("pipeline=grpo",), names="algorithm=grpo"),
+    Wrong("two pipelines", "pipeline.fn", "name-or-function", ("pipeline.fn='math:fsum'", "pipeline.name=on_policy")),
     Wrong(
         "pipeline of no module",
         "pipeline.fn",
@@ -224,13 +227,14 @@ ALGORITHMS = [
     Wrong("pipeline that is not a function", "pipeline.fn", "function-not-callable", ("pipeline.fn='math:pi'",)),
     Wrong("pipeline that is none", "pipeline.fn", "pipeline-fn-type", ("pipeline.fn='builtins:repr'",)),
     Wrong("pipeline that fails", "pipeline.fn", "pipeline-fn-raised", ("pipeline.fn='math:fsum'",)),
-    Wrong("another algorithm's pipeline", "pipeline.name", "name-fits-the-algorithm", ("pipeline.name=rloo",)),
-    Wrong("sampling, no filter", "pipeline.name", "name-fits-the-algorithm", ("pipeline.name=dapo",)),
+    Wrong("algorithm as a name", "pipeline.name", "pipeline-is-registered", ("pipeline.name=rloo",), names="=rloo"),
+    Wrong("store, none drawn", "pipeline.name", "pipeline-role-unused", ("pipeline.name=off_policy",)),
     Wrong(
-        "filter without sampling",
+        "buffer without a store",
         "pipeline.name",
         "pipeline-role-needed",
-        ("pipeline.name=ppo", "algorithm.filter.enabled=true", "algorithm.group_size=8"),
+        ("pipeline.name=on_policy", "algorithm=sac", "model=mlp", "model.warm_start=null"),
+        more=("actor.optim.critic_warmup_iterations",),
     ),
     Wrong(
         "function among the presets",

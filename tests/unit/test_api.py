@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from expect import raises_code
+from pydantic import Field
 
 import embodrl
+from embodrl.config.schema import PositiveFloat, Section, algorithm_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,6 +93,29 @@ def test_own_advantages_and_losses_have_names() -> None:
     assert entry.description == "Mine." and not entry.needs_values
     with raises_code("function-parameter-unknown"):
         embodrl.register_loss("test_api_wrong", lambda logprob: None)
+
+
+class SignConfig(Section):
+    """Signs of returns."""
+
+    scale: PositiveFloat = Field(default=1.0, description="of the advantages")
+
+
+def test_own_advantages_have_settings_that_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sign(*, rewards: object, scale: float) -> None:
+        """Signs."""
+
+    embodrl.register_advantage("test_api_sign", sign, settings=SignConfig)
+    chosen = ["env=toy", "algorithm=grpo", "algorithm.adv_type=test_api_sign"]
+    config = embodrl.load_config([*chosen, "algorithm.test_api_sign.scale=2"]).config
+    assert config.algorithm.arguments_of("estimator")["scale"] == 2.0
+    again = algorithm_of(config.algorithm.model_dump_json())  # as training processes get it
+    assert again == config.algorithm and type(config).model_validate_json(config.model_dump_json()) == config
+    assert embodrl.load_config(chosen).config.algorithm.arguments_of("estimator")["scale"] == 1.0
+    with raises_code("config-range"):
+        embodrl.load_config([*chosen, "algorithm.test_api_sign.scale=0"])
+    unread = embodrl.load_config(["env=toy", "algorithm.test_api_sign.scale=2"])
+    assert "algorithm.test_api_sign" in {note.key for note in unread.notes}
 
 
 def test_the_text_of_a_result_leaves_out_the_layers_of_its_policy(tmp_path: Path) -> None:

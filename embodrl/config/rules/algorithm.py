@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from embodrl.config.other_systems import advice
 from embodrl.config.rules.base import Context, Finding, divisors, note, rule
-from embodrl.config.schema import OffPolicyConfig
+from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
+from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
@@ -432,6 +433,8 @@ def algorithm_keys_without_effect(context: Context) -> Iterator[Finding]:
             yield Finding(key, f"has no effect: {reason}", "leave it out")
 
 
+LOSS_KEYS = {name: name for name, mark in ARGUMENTS["loss"].items() if mark.alone} | {"weights": "loss_agg"}
+ESTIMATOR_KEYS = {name: name for name in ARGUMENTS["estimator"]}
 ON_POLICY = ("logprob_type", "update_epoch", "target_kl", "normalize_advantages", "chunk_fraction")
 
 
@@ -449,6 +452,8 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in OffPolicyConfig.model_fields:
         read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
         yield f"algorithm.off_policy.{name}", not read, on_policy
+    for name in set(type(algorithm).model_fields) - set(AlgorithmConfig.model_fields) - {adv.name, loss.name}:
+        yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {name}"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
     summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1
     yield "algorithm.reward_type", summed, f"{adv_type} and gamma is 1"
@@ -461,21 +466,3 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
             yield f"algorithm.{key}", unread, f"your function has no parameter '{name}'"
     unread = loss.parameters is not None and "kl_estimator" not in loss.parameters and algorithm.kl.placement == "loss"
     yield "algorithm.kl.estimator", unread, "your function has no parameter 'kl_estimator'"
-
-
-ESTIMATOR_KEYS = {name: name for name in ("gamma", "gae_lambda", "reward_type", "bootstrap_type")}
-LOSS_KEYS = {
-    name: name
-    for name in (
-        "length_normalized_ratio",
-        "surrogate",
-        "clip_ratio_low",
-        "clip_ratio_high",
-        "clip_ratio_dual",
-        "drift_coef",
-        "value_clip",
-        "value_loss_coef",
-        "huber_delta",
-        "entropy_bonus",
-    )
-} | {"weights": "loss_agg"}

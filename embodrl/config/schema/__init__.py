@@ -18,7 +18,7 @@ from embodrl.config.schema.algorithm import (
     SrpoConfig,
 )
 from embodrl.config.schema.cluster import ClusterConfig, HardwareConfig, NodeGroupConfig
-from embodrl.config.schema.config import Config, config_class, defaults_of, schema_for, section_class
+from embodrl.config.schema.config import Config, algorithm_of, config_class, defaults_of, schema_for, section_class
 from embodrl.config.schema.engines import (
     ActorConfig,
     FsdpConfig,
@@ -104,6 +104,7 @@ __all__ = [
     "ValueHeadConfig",
     "VideoConfig",
     "WireKeysConfig",
+    "algorithm_of",
     "config_class",
     "defaults_of",
     "env_settings",

@@ -9,6 +9,7 @@ from pydantic import Field
 from embodrl.config.schema.section import (
     POLICY,
     AppliesIf,
+    ArgumentOf,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -19,6 +20,8 @@ from embodrl.config.schema.section import (
 )
 
 CRITIC = AppliesIf("loss.needs_values", reason="the loss has no critic")
+LOSS = ArgumentOf("loss")
+ESTIMATOR = ArgumentOf("estimator")
 
 
 class SamplingConfig(Section):
@@ -246,20 +249,24 @@ class AlgorithmConfig(Section):
     loss_type: str = Field(
         default="actor_critic", description="a name of `embodrl list algorithms`, or a custom module:function"
     )
-    reward_type: Literal["chunk_level", "action_level"] = Field(
+    reward_type: Annotated[Literal["chunk_level", "action_level"], ESTIMATOR] = Field(
         default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value per chunk"
     )
-    logprob_type: Literal["token_level", "action_level", "chunk_level"] = Field(
-        default="token_level", description="level of the importance ratio"
+    logprob_type: Annotated[Literal["token_level", "action_level", "chunk_level"], ArgumentOf("loss", alone=False)] = (
+        Field(default="token_level", description="level of the importance ratio")
     )
-    length_normalized_ratio: Annotated[bool, AppliesIf("algorithm.logprob_type", ("action_level", "chunk_level"))] = (
-        Field(default=False, description="the ratio of an action or chunk is the geometric mean over its tokens (GSPO)")
-    )
+    length_normalized_ratio: Annotated[
+        bool, LOSS, AppliesIf("algorithm.logprob_type", ("action_level", "chunk_level"))
+    ] = Field(default=False, description="the ratio of an action or chunk is the geometric mean over its tokens (GSPO)")
     entropy_type: Annotated[
-        Literal["token_level", "action_level", "chunk_level"], AppliesIf("algorithm.entropy_bonus")
+        Literal["token_level", "action_level", "chunk_level"],
+        AppliesIf("algorithm.entropy_bonus"),
+        ArgumentOf("loss", alone=False),
     ] = Field(default="token_level", description="level of the entropy bonus")
-    gamma: Fraction = Field(default=0.97, description="discount per reward step (chunk or action)")
-    gae_lambda: Fraction = Field(default=0.95, description="lambda of GAE")
+    gamma: Annotated[Fraction, ESTIMATOR] = Field(
+        default=0.97, description="discount per reward step (chunk or action)"
+    )
+    gae_lambda: Annotated[Fraction, ESTIMATOR] = Field(default=0.95, description="lambda of GAE")
     normalize_advantages: bool = Field(default=True, description="to zero mean and unit variance")
     normalization_scope: Annotated[Literal["batch", "group"], AppliesIf("algorithm.normalize_advantages")] = Field(
         default="batch", description="over all steps of the rollout, or over the episodes of each group"
@@ -273,33 +280,37 @@ class AlgorithmConfig(Section):
         description="least standard deviation that normalization_scope=group divides by, in units of the reward",
     )
     bootstrap_type: Annotated[
-        Literal["truncation", "none"], AppliesIf("estimator.needs_values", reason="the estimator uses no values")
+        Literal["truncation", "none"],
+        AppliesIf("estimator.needs_values", reason="the estimator uses no values"),
+        ESTIMATOR,
     ] = Field(
         default="truncation",
         description="add gamma * V(last observation) where the step limit, not the task, ended an episode",
     )
-    surrogate: Literal["ratio", "log_ratio"] = Field(
+    surrogate: Annotated[Literal["ratio", "log_ratio"], LOSS] = Field(
         default="ratio", description="what the advantage multiplies: the clipped ratio (PPO) or its logarithm (CPGD)"
     )
-    clip_ratio_low: float = Field(default=0.2, gt=0, lt=1, description="lower clip of the ratio")
-    clip_ratio_high: PositiveFloat = Field(default=0.28, description="upper clip of the ratio")
-    clip_ratio_dual: PositiveFloat | None = Field(
+    clip_ratio_low: Annotated[float, LOSS] = Field(default=0.2, gt=0, lt=1, description="lower clip of the ratio")
+    clip_ratio_high: Annotated[PositiveFloat, LOSS] = Field(default=0.28, description="upper clip of the ratio")
+    clip_ratio_dual: Annotated[PositiveFloat | None, LOSS] = Field(
         default=None, description="with a negative advantage no ratio counts for more than this (dual clip)"
     )
-    drift_coef: NonNegativeFloat = Field(
+    drift_coef: Annotated[NonNegativeFloat, LOSS] = Field(
         default=0.0, description="weight of the KL from the policy that acted (CPGD's policy drift)"
     )
     kl: Annotated[KlConfig, AppliesIf("algorithm.kl.coef")] = Field(
         default=KlConfig(), description="distance to the policy that the run began with"
     )
-    value_clip: Annotated[PositiveFloat | None, CRITIC] = Field(
+    value_clip: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
         default=0.2, description="clip of the value change; null for none"
     )
-    value_loss_coef: Annotated[NonNegativeFloat, CRITIC] = Field(default=0.5, description="weight of the value loss")
-    huber_delta: Annotated[PositiveFloat | None, CRITIC] = Field(
+    value_loss_coef: Annotated[NonNegativeFloat, CRITIC, LOSS] = Field(
+        default=0.5, description="weight of the value loss"
+    )
+    huber_delta: Annotated[PositiveFloat | None, CRITIC, LOSS] = Field(
         default=None, description="beyond this error the value loss grows linearly; null for the square everywhere"
     )
-    entropy_bonus: NonNegativeFloat = Field(default=0.0, description="weight of the entropy")
+    entropy_bonus: Annotated[NonNegativeFloat, LOSS] = Field(default=0.0, description="weight of the entropy")
     loss_agg: Literal["token_mean", "episode_mean", "fixed_length"] = Field(
         default="token_mean",
         description="each ratio counts the same, or each episode, or sums over episodes are divided by the rollout's"
@@ -359,3 +370,28 @@ class AlgorithmConfig(Section):
     )
     dagger: DaggerConfig = Field(default=DaggerConfig(), description="DAgger and HG-DAgger")
     sampling: Annotated[SamplingConfig, POLICY] = Field(default=SamplingConfig(), description="how actions are drawn")
+
+    def arguments_of(self, kind: Literal["loss", "estimator"], needs_values: bool = True) -> dict[str, object]:
+        """Return the settings that the function of a kind gets, with those that it brings.
+
+        Args:
+            kind: of the function.
+            needs_values: there is a critic; without one its settings are left out.
+        """
+        fields = AlgorithmConfig.model_fields
+        names = [name for name in ARGUMENTS[kind] if needs_values or CRITIC not in fields[name].metadata]
+        chosen = self.loss_type if kind == "loss" else self.adv_type
+        own = getattr(self, chosen, ()) if chosen not in fields else ()
+        return {name: getattr(self, name) for name in names} | dict(own)
+
+
+ARGUMENTS: dict[str, dict[str, ArgumentOf]] = {
+    kind: {
+        name: mark
+        for name, info in AlgorithmConfig.model_fields.items()
+        for mark in info.metadata
+        if isinstance(mark, ArgumentOf) and mark.kind == kind
+    }
+    for kind in ("estimator", "loss")
+}
+"""Kind of functions -> the settings that they get."""

@@ -28,8 +28,13 @@ from embodrl.config.schema.serve import ServeConfig
 from embodrl.config.schema.tagged import env_settings, model_settings
 from embodrl.specs import DEFAULT_ENV, DEFAULT_MODEL, ENVS
 
-WIDENED: Mapping[str, type[Section]] = {"actor": ActorConfig, "rollout": RolloutConfig, "serve": ServeConfig}
-"""Sections that have further ones, of engines and protocols."""
+WIDENED: Mapping[str, type[Section]] = {
+    "algorithm": AlgorithmConfig,
+    "actor": ActorConfig,
+    "rollout": RolloutConfig,
+    "serve": ServeConfig,
+}
+"""Sections that have further ones, of estimators and losses, engines and protocols."""
 
 
 class Config(Section):
@@ -41,7 +46,7 @@ class Config(Section):
     model: Annotated[SerializeAsAny[ModelConfig], POLICY] = Field(
         default_factory=lambda: model_settings(DEFAULT_MODEL)(), description="the policy"
     )
-    algorithm: Annotated[AlgorithmConfig, RL] = Field(
+    algorithm: Annotated[SerializeAsAny[AlgorithmConfig], RL] = Field(
         default=AlgorithmConfig(), description="advantages, losses, sampling"
     )
     reward: Annotated[RewardConfig, AppliesIf("reward.judged", reason="reward.fn and reward.model are null"), RL] = (
@@ -149,6 +154,11 @@ def section_class(name: str, section: Mapping[str, object]) -> type[Section]:
     if name == "model":
         return model_settings(section.get("model_type", DEFAULT_MODEL))
     return with_sections(WIDENED[name], present_in(name, section, WIDENED[name]))
+
+
+def algorithm_of(text: str) -> AlgorithmConfig:
+    """Return the section ``algorithm`` that ``model_dump_json`` wrote, with that of its estimator and loss."""
+    return cast(AlgorithmConfig, section_class("algorithm", json.loads(text)).model_validate_json(text))
 
 
 @lru_cache(maxsize=64)

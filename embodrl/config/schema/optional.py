@@ -12,15 +12,20 @@ from pydantic import Field, create_model
 from embodrl.config.schema.section import Section
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_object
-from embodrl.specs import ENGINES, SERVE_PROTOCOLS, VERBS
+from embodrl.specs import ADVANTAGES, ENGINES, LOSSES, SERVE_PROTOCOLS, VERBS
 
 S = TypeVar("S", bound=Section)
-CHOSEN_BY = {"actor": "training_backend", "rollout": "backend", "serve": "protocols"}
-"""Section with further ones -> its key that names those in use."""
+CHOSEN_BY = {
+    "actor": ("training_backend",),
+    "rollout": ("backend",),
+    "serve": ("protocols",),
+    "algorithm": ("adv_type", "loss_type"),
+}
+"""Section with further ones -> its keys that name those in use."""
 
 
 def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
-    """Return the classes of those sections, of these names, that engines, protocols or verbs bring.
+    """Return the classes of those sections, of these names, that engines, protocols, functions or verbs bring.
 
     Args:
         path: of the section that they are in; "" for the whole configuration.
@@ -32,6 +37,11 @@ def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
         found: dict[str, object] = {name: known.get(name) for name in wanted}
     elif path == "serve":
         found = {name: SERVE_PROTOCOLS.entry(name).settings for name in wanted if name in SERVE_PROTOCOLS}
+    elif path == "algorithm":
+        found = {}
+        for registry in (ADVANTAGES, LOSSES):
+            specs = [registry.entry(name) for name in wanted if name in registry.names()]  # no module:function
+            found |= {spec.name: spec.settings for spec in specs if spec.settings is not None}
     else:
         fact = "training_settings" if path == "actor" else "rollout_settings"
         found = {name: getattr(ENGINES.entry(name), fact) for name in wanted if name in ENGINES}
@@ -59,10 +69,9 @@ def _class_of(name: str, section: object) -> type[Section]:
 def present_in(path: str, section: Mapping[str, object], base: type[Section]) -> dict[str, type[Section]]:
     """Return the further sections of a mapping: those that it has keys for, and those in use."""
     names = [name for name in section if name not in base.model_fields]
-    chosen = section.get(CHOSEN_BY[path]) if path else None
-    names += [chosen] if isinstance(chosen, str) else []
-    items = cast(Iterable[object], chosen) if isinstance(chosen, (list, tuple)) else ()
-    names += [name for name in items if isinstance(name, str)]
+    for chosen in (section.get(key) for key in CHOSEN_BY.get(path, ())):
+        items = cast(Iterable[object], chosen) if isinstance(chosen, (list, tuple)) else (chosen,)
+        names += [name for name in items if isinstance(name, str)]
     return sections_of(path, (name for name in dict.fromkeys(names) if name not in base.model_fields))
 
 

@@ -50,7 +50,7 @@ class PipelineConfig(Section):
 
     name: str | None = Field(
         default=None,
-        description="a name of `embodrl list pipelines`; null takes the one that belongs to the algorithm's settings",
+        description="a name of `embodrl list pipelines`; null takes the one that the loss learns with",
     )
     fn: str | None = Field(
         default=None, description="custom module:function, from the configuration to a Pipeline; null for none"

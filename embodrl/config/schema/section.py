@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -89,6 +89,19 @@ class AppliesIf:
     def holds(self, value: object) -> bool:
         """Tell whether the field has an effect with this value of ``key``."""
         return value in self.values if self.values else bool(value)
+
+
+@dataclass(frozen=True)
+class ArgumentOf:
+    """Metadata of a setting of ``algorithm``: functions of a kind get it, as the parameter of its name.
+
+    Attributes:
+        kind: ``loss`` or ``estimator``.
+        alone: nothing else reads it, so that it has no effect beside a function without that parameter.
+    """
+
+    kind: Literal["loss", "estimator"]
+    alone: bool = True
 
 
 class ReadBy:

@@ -11,7 +11,7 @@ from embodrl.config.schema import Config
 from embodrl.errors import HubError, UsageError
 from embodrl.fields import MAX_JSON_BYTES, Fields, read_fields, read_regular_file
 from embodrl.hub import HubName, explained, parse
-from embodrl.pipelines.select import default_name
+from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.runs.eval_output import JSON_FILE, VIDEO_DIR
 from embodrl.runs.sft import METRICS_FILE as SFT_METRICS
@@ -81,7 +81,7 @@ def push(name: HubName, policy: Path, checkpoint: Checkpoint, config: Config, pu
     run_dir = checkpoint.path.parent.parent
     files |= dict(_records(run_dir, config))
     evaluation = _evaluation(run_dir)
-    how = f"`{config.pipeline.name or default_name(config)}`, iteration {checkpoint.step}"
+    how = f"`{algorithm_name(config)}`, iteration {checkpoint.step}"
     if is_sft_run(run_dir):
         how = f"fine-tuning on demonstrations (`embodrl sft`), step {checkpoint.step}"
     files[CARD] = _card(name, config, how, licence, evaluation, list(files)).encode()

@@ -27,7 +27,7 @@ def about() -> None:
 
     \b
     Examples:
-      embodrl pipeline show pipeline=grpo
+      embodrl pipeline show algorithm=grpo
       embodrl pipeline show --config my.yaml --output graph.svg
     """
 
@@ -43,7 +43,7 @@ def show(
 
     \b
     Examples:
-      embodrl pipeline show pipeline=dapo
+      embodrl pipeline show algorithm=dapo
       embodrl pipeline show pipeline.fn=my_module:build --output graph.mmd
     """
 

@@ -28,27 +28,12 @@ def is_largest(name: str) -> bool:
 
 def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, object]:
     """Return the settings that a loss may ask for."""
-    settings: dict[str, object] = {
-        "logprob_type": algorithm.logprob_type,
-        "length_normalized_ratio": algorithm.length_normalized_ratio,
-        "surrogate": algorithm.surrogate,
-        "clip_ratio_low": algorithm.clip_ratio_low,
-        "clip_ratio_high": algorithm.clip_ratio_high,
-        "clip_ratio_dual": algorithm.clip_ratio_dual,
-        "drift_coef": algorithm.drift_coef,
-        "entropy_type": algorithm.entropy_type,
-        "entropy_bonus": algorithm.entropy_bonus,
+    settings = algorithm.arguments_of("loss", needs_values) | {
         "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
         "kl_estimator": algorithm.kl.estimator,
     }
     if algorithm.loss_type == "nft":
         settings |= {f"nft_{name}": value for name, value in algorithm.nft}
-    if needs_values:
-        settings |= {
-            "value_clip": algorithm.value_clip,
-            "value_loss_coef": algorithm.value_loss_coef,
-            "huber_delta": algorithm.huber_delta,
-        }
     return settings
 
 

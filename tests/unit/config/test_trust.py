@@ -191,11 +191,11 @@ SITES = {
     "trainer/provenance.py": "",
     "scheduler/launchers/host.py": "",
     "extras/ray/launcher.py": "cluster.ray_address",
-    "specs.py": "",
     "extras/wire/codec.py": "",
-    "workers/actor.py": "extensions",
+    "scheduler/messages.py": "extensions",
+    "specs.py": "",
+    "workers/actor.py": "",
     "workers/rollout_backend.py": "",
-    "workers/parts.py": "extensions",
 }
 CALLS = {"import_object", "import_module", "__import__", "Popen", "run_path", "run_module", "exec", "eval", "system"}
 CALLS |= {"create_subprocess_exec", "create_subprocess_shell", "execv", "execve", "spawnv"}

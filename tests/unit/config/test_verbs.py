@@ -127,7 +127,7 @@ def test_suggestions_are_settings_of_the_verb() -> None:
 
 MODULE = """
 from pathlib import Path
-from embodrl.pipelines.builtin import ppo
+from embodrl.pipelines.builtin import on_policy
 
 def mine(config):
     with Path("{calls}").open("a") as file:

@@ -20,13 +20,12 @@ from embodrl.cli.main import app
 from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
-from embodrl.extras.listing import tables as listing
+from embodrl.extras.listing.tables import pipelines
 from embodrl.extras.pipeline_show.draw import to_mermaid, to_svg, to_text
-from embodrl.names import import_object
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.load import load_config
-from embodrl.pipelines.select import build_graph, default_name
+from embodrl.pipelines.select import algorithm_name, build_graph, default_name
 from embodrl.specs import PIPELINES
 
 TOY = ("env=toy", "model.warm_start=null")
@@ -50,7 +49,7 @@ DATA: list[str] = []
 
 
 def config_of(*overrides: str) -> Config:
-    recorded = {f"{group}={name}" for group in ("pipeline", "algorithm") for name in ("sac", *OFFLINE)} & {*overrides}
+    recorded = {f"algorithm={name}" for name in ("sac", *OFFLINE)} & {*overrides}
     offline = any(name in choice for choice in recorded for name in OFFLINE)
     data = (f"algorithm.off_policy.demos={DATA[0]}",) if offline else ()
     return load_config([*TOY, *(("model=mlp",) if recorded else ()), *data, *overrides]).config
@@ -63,46 +62,50 @@ def links(graph: Graph) -> dict[str, tuple[str, ...]]:
 # -- which one --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(PIPELINES))
-def test_a_name_brings_its_algorithm_and_the_algorithm_its_name(name: str) -> None:
-    chosen, implied = config_of(f"pipeline={name}"), config_of(f"algorithm={name}")
-    assert chosen.algorithm == implied.algorithm and chosen.pipeline.name == name
-    assert implied.pipeline.name is None and default_name(implied) == name
-    assert build_graph(chosen) == build_graph(implied)
+@pytest.mark.parametrize(
+    ("algorithm", "pipeline", "name"),
+    [
+        *(
+            (name, "on_policy", name)
+            for name in ("ppo", "grpo", "rloo", "reinforce_pp", "gspo", "cpgd", "dapo", "srpo")
+        ),
+        ("branch", "on_policy", "rloo"),
+        ("sac", "off_policy", "sac"),
+        *((name, "offline", name) for name in OFFLINE),
+        ("dagger", "dagger", "dagger"),
+        ("hg_dagger", "dagger", "dagger"),
+    ],
+)
+def test_the_loss_chooses_the_pipeline_and_runs_are_named_after_the_algorithm(
+    algorithm: str, pipeline: str, name: str
+) -> None:
+    implied = config_of(f"algorithm={algorithm}")
+    assert implied.pipeline.name is None and default_name(implied) == pipeline
+    assert algorithm_name(implied) == name
+    chosen = config_of(f"algorithm={algorithm}", f"pipeline={pipeline}")
+    assert chosen.algorithm == implied.algorithm and algorithm_name(chosen) == name
+    assert build_graph(chosen) == build_graph(implied) and build_graph(chosen).name == pipeline
 
 
 def test_every_pipeline_has_a_preset() -> None:
     assert presets("pipeline") == sorted(PIPELINES)
-    others = (
-        "branch",
-        "rlpd",
-        "residual",
-        "dsrl",
-        "rlt",
-        "hil_serl",
-        "hg_dagger",
-        "ppo_gaussian",
-        "fpo",
-        "pi_nft",
-    )  # with the graphs of others
-    assert presets("algorithm") == sorted([*PIPELINES, *others])
 
 
 @pytest.mark.parametrize(
     ("overrides", "nodes"),
     [
-        (("pipeline=ppo",), PLAIN),
-        (("pipeline=grpo",), PLAIN),
-        (("pipeline=gspo",), PLAIN),
-        (("pipeline=cpgd",), PLAIN),
-        (("pipeline=rloo",), PLAIN),
+        (("algorithm=ppo",), PLAIN),
+        (("algorithm=grpo",), PLAIN),
+        (("algorithm=gspo",), PLAIN),
+        (("algorithm=cpgd",), PLAIN),
+        (("algorithm=rloo",), PLAIN),
         (("algorithm=branch",), PLAIN),
-        (("pipeline=srpo",), PLAIN),
-        (("pipeline=dapo",), SAMPLED),
-        (("pipeline=srpo", "algorithm.filter.enabled=true"), SAMPLED),
-        (("pipeline=reinforce_pp",), [*PLAIN[:2], "reference", *PLAIN[2:]]),
-        (("pipeline=dapo", "algorithm.kl.coef=0.1"), [*SAMPLED[:3], "reference", *SAMPLED[3:]]),
-        (("pipeline=reinforce_pp", "algorithm.kl.coef=0"), PLAIN),
+        (("algorithm=srpo",), PLAIN),
+        (("algorithm=dapo",), SAMPLED),
+        (("algorithm=srpo", "algorithm.filter.enabled=true"), SAMPLED),
+        (("algorithm=reinforce_pp",), [*PLAIN[:2], "reference", *PLAIN[2:]]),
+        (("algorithm=dapo", "algorithm.kl.coef=0.1"), [*SAMPLED[:3], "reference", *SAMPLED[3:]]),
+        (("algorithm=reinforce_pp", "algorithm.kl.coef=0"), PLAIN),
         ((), PLAIN),
     ],
 )
@@ -116,27 +119,27 @@ def test_nodes_follow_from_the_settings(overrides: tuple[str, ...], nodes: list[
 
 
 def test_an_off_policy_loss_stores_before_it_trains() -> None:
-    graph = build_graph(config_of("pipeline=sac"))
+    graph = build_graph(config_of("algorithm=sac"))
     nodes = ["rollout", "reward", "store", "train", "sync"]
     assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in nodes]
     assert links(graph) == {"rollout": (), **{name: (before,) for before, name in itertools.pairwise(nodes)}}
     with raises_code("pipeline-role-needed", ConfigError, "store"):
-        config_of("algorithm=sac", "pipeline.fn=embodrl.pipelines.builtin:ppo")
+        config_of("algorithm=sac", "pipeline.fn=embodrl.pipelines.builtin:on_policy")
     with raises_code("pipeline-role-unused", ConfigError, "store"):
-        config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:sac")
+        config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:off_policy")
 
 
 def test_an_offline_loss_has_a_dataset_in_place_of_rollouts() -> None:
-    graph = build_graph(config_of("pipeline=iql"))
+    graph = build_graph(config_of("algorithm=iql"))
     assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in ("dataset", "train", "sync")]
     with raises_code("pipeline-role-needed", ConfigError, "dataset"):
-        config_of("algorithm=iql", "pipeline.fn=embodrl.pipelines.builtin:ppo")
+        config_of("algorithm=iql", "pipeline.fn=embodrl.pipelines.builtin:on_policy")
     with raises_code("pipeline-role-unused", ConfigError, "dataset"):
-        config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:iql")
+        config_of("algorithm=ppo", "pipeline.fn=embodrl.pipelines.builtin:offline")
 
 
 def test_labels_are_stored_before_they_are_imitated() -> None:
-    graph = build_graph(config_of("pipeline=dagger"))
+    graph = build_graph(config_of("algorithm=dagger"))
     nodes = ["rollout", "store", "train", "sync"]
     assert [(node.name, node.role) for node in graph.nodes] == [(name, name) for name in nodes]
 
@@ -149,14 +152,10 @@ def without_values(rewards: Any) -> None:
     """An estimator of the user's that does not."""
 
 
-@pytest.mark.parametrize(
-    ("estimator", "preset", "name"), [("with_values", "ppo", "ppo"), ("without_values", "grpo", "grpo")]
-)
-def test_an_estimator_of_the_users_has_a_pipeline_too(estimator: str, preset: str, name: str) -> None:
+@pytest.mark.parametrize(("estimator", "preset"), [("with_values", "ppo"), ("without_values", "grpo")])
+def test_an_estimator_of_the_users_has_a_pipeline_too(estimator: str, preset: str) -> None:
     config = config_of(f"algorithm={preset}", f"algorithm.adv_type='{__name__}:{estimator}'")
-    assert default_name(config) == name
-    named = config_of(f"pipeline={name}", f"algorithm.adv_type='{__name__}:{estimator}'")
-    assert build_graph(named).name == name
+    assert (default_name(config), algorithm_name(config)) == ("on_policy", preset)
 
 
 def test_no_choice_is_a_choice() -> None:
@@ -295,7 +294,7 @@ def test_looking_at_a_pipeline_imports_no_torch() -> None:
     program = (
         "import sys\n"
         "from embodrl.cli.main import main\n"
-        "sys.argv = ['embodrl', 'pipeline', 'show', 'env=toy', 'model.warm_start=null', 'pipeline=dapo']\n"
+        "sys.argv = ['embodrl', 'pipeline', 'show', 'env=toy', 'model.warm_start=null', 'algorithm=dapo']\n"
         "try:\n    main()\nexcept SystemExit as leave:\n    code = leave.code\n"
         "print(code, sorted({'torch', 'numpy'} & set(sys.modules)))\n"
     )
@@ -375,9 +374,9 @@ def run(*arguments: object) -> Result:
 def test_the_command_prints_and_draws(ending: str, tmp_path: Path) -> None:
     path = tmp_path / "new" / f"graph{ending}"
     path.parent.mkdir()
-    done = run("pipeline", "show", *TOY, "pipeline=dapo", "--output", path)
+    done = run("pipeline", "show", *TOY, "algorithm=dapo", "--output", path)
     assert (done.exit_code, done.stderr) == (0, "")
-    graph = build_graph(config_of("pipeline=dapo"))
+    graph = build_graph(config_of("algorithm=dapo"))
     assert done.stdout == to_text(graph) + "\n"
     assert path.read_text() == {".mmd": to_mermaid, ".svg": to_svg}[ending](graph)
     assert [found.name for found in path.parent.iterdir()] == [path.name]
@@ -386,20 +385,17 @@ def test_the_command_prints_and_draws(ending: str, tmp_path: Path) -> None:
 def test_the_command_refuses_other_files_and_other_graphs(tmp_path: Path) -> None:
     done = run("pipeline", "show", *TOY, "-o", tmp_path / "graph.png")
     assert done.exit_code == 2 and ".mmd or .svg" in done.stderr and done.stdout == ""
-    done = run("pipeline", "show", *TOY, "pipeline=dapo", "algorithm=ppo", "-o", tmp_path / "graph.svg")
-    assert done.exit_code == 2 and "belongs to algorithm.filter.enabled=true" in done.stderr
+    done = run("pipeline", "show", *TOY, "pipeline=off_policy", "-o", tmp_path / "graph.svg")
+    assert done.exit_code == 2 and "pipeline-role-unused" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_list_names_every_pipeline() -> None:
-    listed = {entry.name: entry.description for entry in listing.pipelines()}
-    for name in PIPELINES:
-        made = import_object(f"embodrl.pipelines.builtin:{name}")(config_of(f"algorithm={name}"))
-        assert made.name == name
-        assert listed[name] == PIPELINES.entry(name).description
+    listed = {entry.name: entry.description for entry in pipelines()}
+    assert listed == {name: PIPELINES.entry(name).description for name in PIPELINES}
 
 
 def test_the_configuration_keeps_the_choice() -> None:
-    loaded = load_config([*TOY, "pipeline=rloo"])
-    assert json.loads(loaded.config.model_dump_json())["pipeline"] == {"name": "rloo", "fn": None}
-    assert loaded.choices["pipeline"] == "rloo"
+    loaded = load_config([*TOY, "pipeline=on_policy"])
+    assert json.loads(loaded.config.model_dump_json())["pipeline"] == {"name": "on_policy", "fn": None}
+    assert loaded.choices["pipeline"] == "on_policy"
