@@ -12,7 +12,6 @@ import typer
 from embodrl.cli import config
 from embodrl.cli.app import Verbs, add, make_app, summary
 from embodrl.cli.collect import collect
-from embodrl.cli.doctor import doctor
 from embodrl.cli.evaluate import evaluate
 from embodrl.cli.fetch import fetch
 from embodrl.cli.resume import resume
@@ -74,7 +73,6 @@ add(app, sft)
 add(app, resume)
 add(app, fetch)
 app.add_typer(config.app, name="config", short_help=summary(config.about))
-add(app, doctor)
 
 
 def main() -> None:

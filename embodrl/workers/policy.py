@@ -21,7 +21,7 @@ from embodrl.models import registry
 from embodrl.models.base import Decoding, VLAPolicy, check_decoding
 from embodrl.models.common.condition import conditioned
 from embodrl.models.memory import state_memory
-from embodrl.preflight.doctor import memory_limit_bytes
+from embodrl.preflight.memory import memory_limit_bytes
 
 logger = logging.getLogger(__name__)
 

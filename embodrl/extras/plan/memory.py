@@ -18,7 +18,7 @@ from embodrl.hybrid_engines.training.sharding import blocks_of
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.names import import_object
-from embodrl.preflight.doctor import memory_limit_bytes
+from embodrl.preflight.memory import memory_limit_bytes
 from embodrl.specs import ENGINES, ENVS, MODELS
 
 MIB = 1 << 20

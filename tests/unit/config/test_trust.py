@@ -178,7 +178,7 @@ SITES = {
     "extras/recipe/stages.py": "recipe.collect recipe.rl recipe.sft",
     "extras/sweep/runs.py": "",
     "names.py": "reward.fn rollout.workflow pipeline.fn",
-    "preflight/extras.py": "",
+    "extras/doctor/extras.py": "",
     "preflight/isolated.py": "",
     "extras/plan/memory.py": "",
     "preflight/simulators.py": "env.python",

@@ -12,11 +12,12 @@ from rich.console import Console
 
 from embodrl.config import load_config
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied, MissingDependencyError
+from embodrl.extras.doctor import machine as doctor
+from embodrl.extras.doctor.presets import CheckedMachine, judge, lacks, preset_lacks
 from embodrl.models.openvla.spec import num_parameters
-from embodrl.preflight import doctor, simulators, vulkan
+from embodrl.preflight import simulators, vulkan
 from embodrl.preflight.findings import MachineFinding, as_json, can_train, show
 from embodrl.preflight.libraries import missing_libraries
-from embodrl.preflight.presets import CheckedMachine, judge, lacks, preset_lacks
 
 GIB = 1 << 30
 
@@ -243,7 +244,7 @@ def test_presets_are_judged_beside_what_their_pages_name() -> None:
 def test_doctor_checks_environments_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = simulators.ENVS
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples" / "new_env"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "examples" / "new_env"))
     monkeypatch.delitem(sys.modules, "line_world", raising=False)
     monkeypatch.delattr("embodrl.envs.registry.SupportedEnv.LINE_WORLD", raising=False)
     registry._entries.pop("line_world", None)

@@ -9,8 +9,9 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import MissingDependencyError
-from embodrl.preflight import extras, simulators, vulkan
-from embodrl.preflight.extras import Extra, check_extra, check_extras
+from embodrl.extras.doctor import extras
+from embodrl.extras.doctor.extras import Extra, check_extra, check_extras
+from embodrl.preflight import simulators, vulkan
 from embodrl.preflight.findings import MachineFinding
 from embodrl.workers.env import check_simulator, try_simulator
 
@@ -70,7 +71,7 @@ NOT_CHECKED = {"maniskill", "metaworld", "gymnasium", "dev", "docs", "plots", "g
 def extras_of_the_package() -> set[str]:
     import tomllib
 
-    content = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    content = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())
     return set(content["project"]["optional-dependencies"])
 
 

@@ -37,7 +37,7 @@ def doctor(
     def action() -> int | None:
         if not json_output:
             print("checking packages, drivers and simulators: up to a minute ...", file=sys.stderr, flush=True)
-        from embodrl.preflight.doctor import run_doctor
+        from embodrl.extras.doctor.machine import run_doctor
 
         if not overrides:
             return run_doctor(json_output, progress=show_progress)

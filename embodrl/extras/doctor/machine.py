@@ -18,11 +18,12 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from embodrl.extras.doctor.extras import check_extras
+from embodrl.extras.doctor.presets import CheckedMachine, preset_lacks
 from embodrl.preflight import vulkan
-from embodrl.preflight.extras import check_extras
 from embodrl.preflight.findings import MachineFinding, as_json, can_train, show
 from embodrl.preflight.isolated import check_all_pins
-from embodrl.preflight.presets import CheckedMachine, preset_lacks
+from embodrl.preflight.memory import memory_limit_bytes
 from embodrl.preflight.simulators import check_libraries, check_simulators, check_vulkan, problems
 
 GIB = 1 << 30
@@ -56,18 +57,6 @@ def check_cpu() -> MachineFinding:
     if usable < 2:
         return MachineFinding("CPU", "warning", text, "simulation and training share one core; two or more are faster")
     return MachineFinding("CPU", "ok", text)
-
-
-def memory_limit_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that this process may use: the machine's, or a container's limit if that is less."""
-    total = psutil.virtual_memory().total
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        path = cgroup / name
-        if path.is_file():
-            text = path.read_text().strip()
-            if text.isdigit():
-                total = min(total, int(text))
-    return total
 
 
 def check_memory() -> MachineFinding:

@@ -1,0 +1,7 @@
+"""The verb `embodrl doctor`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(name="doctor", target="embodrl.extras.doctor.cli:doctor")
