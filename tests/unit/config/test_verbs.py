@@ -132,7 +132,7 @@ from embodrl.pipelines.builtin import on_policy
 def mine(config):
     with Path("{calls}").open("a") as file:
         file.write("called\\n")
-    return ppo(config)
+    return on_policy(config)
 """
 
 
