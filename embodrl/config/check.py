@@ -138,6 +138,7 @@ def validate(
     remaining = copy(tree)
     problems = take_foreign(remaining, schema)
     pruned = {problem.key for problem in problems}
+    # Removing a wrong key may bring up another problem; with the defaults alone none is left.
     for _ in range(10):
         plain = remaining.plain()
         try:
