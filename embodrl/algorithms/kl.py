@@ -52,7 +52,7 @@ def policy_drift(log_ratio: Tensor, cap: float = 2.0) -> Tensor:
         log_ratio: ``float32[...]``, log of r, the new probability over the old.
         cap: largest factor of the gradient.
     """
-    # At log r = log(1 + cap) the factor r - 1 reaches the cap; beyond, the function continues linearly with that slope.
+    # At log r = log(1 + cap) the factor r - 1 reaches the cap; beyond, the function is linear with that slope.
     bend = torch.log1p(torch.full_like(log_ratio, cap))
     near = torch.minimum(log_ratio, bend)
     return torch.expm1(near) - near + cap * (log_ratio - near)

@@ -139,6 +139,7 @@ def validate(
     remaining = copy(tree)
     problems = remove_settings_of_others(remaining, schema)
     pruned = {problem.key for problem in problems}
+    # Removing a wrong key may bring up another problem; with the defaults alone none is left.
     for _ in range(10):
         plain = remaining.plain()
         try:

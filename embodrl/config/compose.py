@@ -434,7 +434,9 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
         dirs = {"dirs": (argument.value, str(argument.origin))}
         own = tuple(dict.fromkeys((*own, *own_directories(take_directories(dirs, problems)))))
     problems += directory_problems(own)
+    # Missing ones have just been reported.
     own = tuple(path for path in own if path.is_dir())
+    # The command line wins over the file.
     wanted |= {a.key: (a.value, str(a.origin)) for a in arguments if is_choice(a)}
     choices: dict[str, str | None] = {}
     for group, (name, origin) in wanted.items():

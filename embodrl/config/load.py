@@ -102,18 +102,19 @@ def load_config(
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
-    Args:
-        overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
-        config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
-            which ``{group: name}`` chooses a preset, too.
-        verb: what the configuration is for: settings that it does not read are not checked, and refused
-            on the command line. With ``plan`` machines may be described that are not there. None checks everything.
-        further_rules: rules of packages above this one, reported together with its own.
-        trust: the settings of a run that another user started may run code.
-        made_before: paths that need not exist yet, since earlier stages of a recipe make them.
+        Args:
+            overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
+            config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
+                which ``{group: name}`` chooses a preset, too.
+            verb: what the configuration is for: settings that it does not read are not checked, and refused
+                on the command line. With ``plan`` machines may be described that are not there. None checks everything.
+            further_rules: rules of packages above this one, reported together with its own.
+            trust: the settings of a run that another user started may run code.
+            made_before: paths that need not exist yet, since earlier stages of a recipe make them.
+    # A null that the run wrote is no wish of the user's.
 
-    Raises:
-        ConfigError: with every problem found.
+        Raises:
+            ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
     refuse_untrusted_code(composition, trust)
@@ -203,6 +204,7 @@ def finish(
     processes = fill_processes(tree, schema)
     config, invalid, wrong = validate(tree, schema, verb)
     problems += wrong
+    # Rules that read one of these keys would judge its default.
     invalid |= {problem.key for problem in removed}
     solution = solve(config, planning=verb == "plan")
     context = Context(config, tree, solution, resuming, verb, made_before, composition.choices)
@@ -265,6 +267,9 @@ def fill_derived(tree: Node) -> None:
             env.children[name] = from_plain(value, origin)
 
 
+# As JSON, in which defaults look as the values of a file do.
+
+
 def fill_freeze_vision(tree: Node) -> None:
     """Freeze the vision of a warm start that learns from reward, where ``model.freeze_vision`` is not given.
 
@@ -278,6 +283,7 @@ def fill_freeze_vision(tree: Node) -> None:
 
     family = value("model.model_type")
     loss = value("algorithm.loss_type")
+    # The schema would complain about the text of a reference once more.
     keeps = isinstance(family, str) and family in MODELS and MODELS.entry(family).keeps_vision_features
     by_reward = isinstance(loss, str) and loss in LOSSES and not LOSSES.entry(loss).learns_from_records
     is_small = value("model.model_path") is None and value("model.architecture") is None
@@ -459,7 +465,9 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
         return ConfigProblem("extensions", message, origin, hint=error.hint, code=error.code)
     except Exception as error:  # noqa: BLE001  (a custom module may raise anything; it is reported)
         frames = traceback.extract_tb(error.__traceback__)
+        # Frames of the import machinery say nothing about the user's code.
         places = [(frame.filename, frame.lineno) for frame in frames if not frame.filename.startswith("<frozen")]
+        # A syntax error has no frame in the file that it is in.
         if isinstance(error, SyntaxError) and error.filename:
             places.append((error.filename, error.lineno))
         message = f"importing '{name}' failed: {type(error).__name__}: {error}"

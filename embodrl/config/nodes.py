@@ -22,6 +22,7 @@ MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 10_000
 MAX_DEPTH = 20
 MAX_TEXT = 4096
+# Converting an integer takes quadratic time in its digits.
 MAX_DIGITS = 100
 SPECIAL_KEY = re.compile(r"_[a-z]+_")
 STANDARD_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:str")
@@ -337,6 +338,7 @@ class _Reader:
             name = str(key_node.value)
             full = f"{key}.{name}" if key else name
             child = self.read(value_node, full, depth + 1)
+            # The line of the key, since a nested value begins in a later one.
             child.origin = self.origin(key_node)
             if name in result:
                 first = result[name].origin.line

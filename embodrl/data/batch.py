@@ -164,6 +164,7 @@ class Batch:
 
     def replace(self, **columns: Column | None) -> Self:
         """Return the batch with some columns added or replaced, or removed if None; the others are shared."""
+        # The dictionaries are copied, not the tensors: a column that is added must not show in the original.
         result = self._with(as_group(self.tensors), dict(self.objects))
         for name, column in columns.items():
             if column is not None:
@@ -196,6 +197,7 @@ class Batch:
         Raises:
             BatchKeyError: one does not exist; nothing is removed.
         """
+        # Selected first: if one name is unknown, nothing is removed.
         taken = self.select(*keys)
         for key in keys:
             if key in self.objects:
@@ -247,6 +249,7 @@ class Batch:
             raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")
         source = torch.Generator().manual_seed(generator) if isinstance(generator, int) else generator
         for _ in range(epochs if len(self) else 0):
+            # Nearly equal parts, so that no step is taken on a small remainder.
             for rows in torch.randperm(len(self), generator=source).tensor_split(-(-len(self) // size)):
                 yield self._take(rows)
 
@@ -273,6 +276,7 @@ class Batch:
 
     def _with(self, tensors: Group, objects: dict[str, Array], batch_size: tuple[int, ...] | None = None) -> Self:
         """Return a batch of parts that are known to fit, with a copy of the meta; None keeps the batch size."""
+        # Not through the constructor: its checks have been made for these parts.
         result = type(self).__new__(type(self))
         result.tensors = tensors
         result.objects = objects
@@ -326,6 +330,7 @@ def _check_layout(first: Batch, other: Batch, number: int) -> None:
     start = first.row_dim + 1
     for name, left in left_columns.items():
         right = right_columns[name]
+        # Arrays of text differ in dtype by their longest text, and numpy joins them.
         texts = all(isinstance(x, np.ndarray) and x.dtype.kind == "U" for x in (left, right))
         if left.shape[start:] != right.shape[start:] or (left.dtype != right.dtype and not texts):
             raise BatchShapeError(

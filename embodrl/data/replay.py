@@ -93,6 +93,7 @@ class ReplayBuffer:
         count = len(frames["acted"])
         if not count:
             return
+        # Only the first frames show the names and shapes of the policy's inputs.
         if not self._columns:
             self._allocate(frames)
         if count > self.capacity:
@@ -103,6 +104,8 @@ class ReplayBuffer:
                 "raise algorithm.off_policy.capacity and algorithm.off_policy.memory_gb, or gather less at once",
                 code="replay-too-small",
             )
+        # Frames that are added end with the end of an episode, so that no chunk takes the oldest frame for what it led
+        # to.
         places = (self._head + torch.arange(count)) % self.capacity
         for name, column in self._columns.items():
             column[places] = frames[name]
@@ -206,6 +209,7 @@ class ReplayStores:
     interventions: bool = False
 
     def __post_init__(self) -> None:
+        # Before an intervention is added: it identifies the demonstrations that the run began with.
         self._recorded = None if self.demos is None else self.demos.checksum()
 
     def add(self, batch: TrajectoryBatch) -> int:
@@ -314,6 +318,7 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
     env = torch.tensor(envs, dtype=torch.int64)
     inner = time % steps
     is_final = time >= steps
+    # A final frame has no chunk of its own: the columns that it borrows from its step must not count.
     flags = acted[inner, env] & ~is_final
     frames = {
         "actions": batch["actions"][inner, env],

@@ -189,6 +189,7 @@ def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
     """
     if batch.objects:
         raise BatchError(f"objects {', '.join(batch.objects)} are not tensors", "remove them from the batch")
+    # A name may hold any character, so a path is written as JSON and not joined by one of them.
     return {json.dumps(list(path)): tensor for path, tensor in batch.leaves()}
 
 

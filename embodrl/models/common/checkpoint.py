@@ -289,6 +289,7 @@ def fill(
         if adapters is not None:
             adapters.check_used()
         return
+    # Types are chosen on the meta device, where that takes no memory.
     model.to(dtype)
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.float() if in_float32(name) else parameter.data
@@ -346,6 +347,7 @@ def load_strict(
                     if stored in ignore:
                         report.ignored[stored] = ignore[stored]
                         continue
+                    # From the header, so that a tensor of another shape is not even read.
                     shape = tuple(reader.get_slice(stored).get_shape())
                     if not _is_loadable(stored, name, shape, expected, state, report):
                         continue
@@ -371,6 +373,7 @@ def load_strict(
             report,
             code="weights-mismatch",
         )
+    # New parameters take the place of the old ones, and must train or not as those did.
     trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
     module.load_state_dict(state, strict=True, assign=True)
     for name, parameter in module.named_parameters():
@@ -495,6 +498,7 @@ def save_weights(
         size += num_bytes
         total += num_bytes
     if len(shards) == 1:
+        # transformers refuses a file without this mark.
         write(directory / SINGLE_FILE, shards[0], {"format": "pt"})
         return
     weight_map: dict[str, str] = {}

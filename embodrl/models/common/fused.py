@@ -55,6 +55,7 @@ class _RmsNorm(torch.autograd.Function):
         rows = x.view(-1, x.shape[-1])
         d_out = gradients[0].reshape(-1, x.shape[-1])
         d_x = torch.empty_like(rows)
+        # float32: thousands of rows are added up.
         d_weight = torch.zeros(len(weight))
         wide_weight = weight.float()
         for part in _blocks(rows):
@@ -62,6 +63,7 @@ class _RmsNorm(torch.autograd.Function):
             d_normed = d_out[part].float()
             d_weight += (d_normed * normed).sum(0)
             d_normed = d_normed * wide_weight
+            # d_x = scale (w d_out - x_hat mean(w d_out x_hat)), x_hat being the row over its root mean square.
             d_normed.sub_(normed.mul_((d_normed * normed).mean(-1, keepdim=True)))
             d_x[part] = d_normed.mul_(scale[part])
         return d_x.view(x.shape), d_weight.to(weight.dtype), None, None
@@ -84,6 +86,7 @@ def split_heads(
     cos = sin = None
     if rope is not None:
         cos, sin = (part.float()[:, None] for part in rope)
+        # With the sign of the turn in the sines, a turned head is x cos + roll(x) sin.
         sin = torch.cat((-sin[..., : head_dim // 2], sin[..., head_dim // 2 :]), dim=-1)
     if x.device.type == "cpu":
         return _SplitHeads.apply(x, cos, sin, head_dim, counts, turned)
@@ -129,6 +132,7 @@ def _turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | No
     for source, target in zip(sources, targets, strict=True):
         assert cos is not None and sin is not None
         half = source.shape[-1] // 2
+        # One buffer for all blocks, so that it stays in the cache.
         buffers = torch.empty(2, _block_size(source), *source.shape[1:])
         for part in _blocks(source):
             x, out = buffers[:, : len(source[part])]

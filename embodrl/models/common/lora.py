@@ -50,6 +50,7 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
     """
     peft = _peft()
     names = target_names(policy, config.target_modules, freeze_vision)
+    # The default alpha is that of OpenVLA's fine-tuning.
     alpha = min(config.rank, MAX_DEFAULT_ALPHA) if config.alpha is None else config.alpha
     settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=names)
     device = policy.device
@@ -61,6 +62,7 @@ def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vis
         for factor in (layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]):
             factor.float()
         if not is_meta:
+            # peft has drawn them from torch's global generator.
             layer.lora_A[ADAPTER].weight.data.normal_(0.0, 1.0 / config.rank, generator=generator)
     return names
 
