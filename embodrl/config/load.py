@@ -15,6 +15,7 @@ from embodrl.config.check import allowed_values, prune, schema_of, validate, wit
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.hub_files import fetch_facts
 from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
+from embodrl.config.presets import of_algorithm
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
@@ -148,6 +149,7 @@ def load_run(
     refuse_untrusted_code(composition, trust)
     if resuming:
         _keep_schedule(composition, compose_resolved(path, [], text).tree)
+    _leave_graph_to_the_loss(composition)
     return finish(composition, verb, resuming, further_rules)
 
 
@@ -167,6 +169,17 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
         message = f"stays at {planned.value}, as the run was started: after that the learning rate is constant"
         hint = f"to stretch the schedule, which raises the learning rate again, set {key}={now.value}"
         composition.notes.append(ConfigProblem(key, message, str(planned.origin), hint=hint, code="schedule-kept"))
+
+
+def _leave_graph_to_the_loss(composition: Composition) -> None:
+    """Take out the name of an algorithm that a run gives its graph: algorithms shared graphs of several names once."""
+    node = lookup(composition.tree, "pipeline.name")
+    if node is None or node.origin.kind != "run" or node.value in PIPELINES or of_algorithm(str(node.value)) is None:
+        return
+    message = f"'{node.value}' is the name of an algorithm: the loss says which graph an iteration walks"
+    note = ConfigProblem("pipeline.name", message, str(node.origin), hint="leave it out", code="pipeline-renamed")
+    composition.notes.append(note)
+    node.value = None
 
 
 def refuse_untrusted_code(composition: Composition, trust: bool) -> None:
