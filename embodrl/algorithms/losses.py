@@ -163,7 +163,7 @@ def actor_loss(
         logprob_type: level of the ratio; chunk level needs K = 1.
         clip_ratio_low: the ratio is clipped from below to 1 - low.
         clip_ratio_high: and from above to 1 + high.
-        clip_ratio_dual: with a negative advantage no ratio counts for more than this; None for no limit but that of
+        clip_ratio_dual: largest value of a ratio with a negative advantage; None for no limit but that of
             ``bounded_exp``.
         length_normalized_ratio: the ratio of an action or chunk is the geometric mean over its tokens.
         surrogate: what the advantage multiplies.

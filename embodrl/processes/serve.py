@@ -55,6 +55,7 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
         PeerGoneError: the parent has gone.
     """
     adopt()
+    # Ctrl-C reaches all processes of a terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_signals_to_parent()
     faulthandler.enable()

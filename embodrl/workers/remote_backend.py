@@ -43,7 +43,9 @@ from embodrl.workers.weights import WeightChannel
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+# Signals wait until the process looks for them, which it does before each chunk.
 _STOP_PLACES = 16
+# Each place is a bucket of weights that may be in flight.
 _PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
@@ -111,10 +113,10 @@ class RemoteBackend(RolloutBackend):
         weights: the way of the weights to them.
         policy: policy of the driver: its weights are what the processes start with.
         trainer: trains; if it is in this process, it may have the policy offloaded.
-        should_stop: called regularly; True interrupts what is in progress.
+        should_stop: function called regularly; True interrupts what is in progress.
 
     Attributes:
-        rewards: takes in the rewards that the processes have called for; set before the first rollout.
+        rewards: worker that takes in the rewards that the processes have called for; set before the first rollout.
     """
 
     rewards: RewardWorker | None = None
@@ -157,6 +159,7 @@ class RemoteBackend(RolloutBackend):
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
         self._keep(policy.state_dict().items())
+        # A process may die while it joins, and is then restarted, for which the lock must be held.
         with self._revival:
             self._join_all()
         self.collector: Collector
@@ -216,6 +219,7 @@ class RemoteBackend(RolloutBackend):
             self._weights = self._state_dict
             return
         # While rollouts run, the policy trains on: its weights are of no version.
+        # Only what trains can change; frozen weights are read from the policy.
         copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self.trained}
         self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
 
@@ -337,7 +341,7 @@ class RemoteBackend(RolloutBackend):
             method: method of RolloutProcess.
             arguments: arguments after the number of the call, by process.
             ranks: the processes; None for all.
-            should_stop: asked now and then; None takes that of the run.
+            should_stop: function asked now and then; None takes that of the run.
 
         Raises:
             InterruptedError: ``should_stop`` answered True, or a process has died as the run was to end.
@@ -431,7 +435,7 @@ class RemoteBackend(RolloutBackend):
     def _learn(self, rank: int, answer: Answer) -> None:
         """Take note of faults, and of where the random numbers are."""
         known = self._known_faults[rank]
-        # Processes report totals, and several managers add to the counts of the run.
+        # Processes report totals, of which only the new part is added.
         for name, number in answer["faults"].items():
             self.faults.count(name, number - known.get(name, 0))
         self._known_faults[rank] = answer["faults"]

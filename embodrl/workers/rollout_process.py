@@ -71,6 +71,7 @@ class RolloutProcess(Worker):
     def __init__(
         self, config: Config, deployment: Deployment, keep_frames: bool = False, log_dir: str | None = None
     ) -> None:
+        # This process is a fresh interpreter, in which the user's extensions have registered nothing yet.
         for module in config.extensions:
             importlib.import_module(module)
         threads = deployment.threads_of(deployment.of("rollout")[self.rank])
@@ -128,6 +129,7 @@ class RolloutProcess(Worker):
     def join(self, options: Route) -> None:
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
+            # Both would read from the same channel.
             self._receiver.close()
         receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.policy))
         self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])

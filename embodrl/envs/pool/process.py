@@ -47,7 +47,7 @@ class SimulatorProcess:
     """A process with shared memory, started as often as asked; after EnvWorkerDied or EnvTimeout there is none.
 
     Args:
-        launch: starts a process.
+        launch: object that starts a process.
         episodes: named in messages; gets the EnvSpec.
         debug: overwrite results whose time is over.
 
