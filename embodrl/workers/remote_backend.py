@@ -351,6 +351,7 @@ class RemoteBackend(RolloutBackend):
         should_stop = should_stop or self.should_stop
         # Signals carry the number of the call, so that a late one does not stop the next request.
         call = next(self._calls)
+        # Noted before the calls begin, so that a process that another thread restarts meanwhile is not restarted twice.
         incarnations = list(self._incarnations)
         given = dict(zip(ranks, arguments, strict=True))
         handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
@@ -448,6 +449,7 @@ class RemoteBackend(RolloutBackend):
         """
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
+        # As in ``call``: noted before the calls begin.
         incarnations = list(self._incarnations)
         handles = [self.group.call_on(rank, method, *own) for rank, own in zip(ranks, given, strict=True)]
         answers: list[Any] = []

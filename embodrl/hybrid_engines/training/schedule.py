@@ -38,6 +38,7 @@ def learning_rates(config: OptimConfig, iteration: int, total_iterations: int, c
     if config.lr_scheduler == "linear":
         shape = 1.0 - progress
     elif config.lr_scheduler == "cosine":
+        # Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts.
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
         shape = 1.0

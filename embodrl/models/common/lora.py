@@ -145,6 +145,7 @@ def linear_weight(layer: nn.Module, rows: slice = slice(None)) -> Tensor:
     """
     weight = cast(Tensor, layer.weight)[rows]
     factors = adapter_factors(layer)
+    # W + scale * up @ down, the scale being part of the second factor.
     return weight if factors is None else weight + factors[1][rows] @ factors[0]
 
 
