@@ -174,7 +174,7 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
         delta = steps.rewards[s] + gamma * next_value - steps.values[s]
         advantage = delta + gamma * gae_lambda * next_advantage
         advantages[s] = torch.where(steps.valid[s], advantage, 0.0)
-        # A step that is not valid hands on the advantage of its successor, unless a fault ended the episode there.
+        # A step that is not valid passes on the advantage of its successor, unless a fault ended the episode there.
         successor_advantage = torch.where(
             steps.valid[s], advantage, torch.where(steps.lost[s], 0.0, successor_advantage)
         )

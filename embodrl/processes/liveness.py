@@ -195,7 +195,7 @@ class Liveness:
         progressed = use.progressed_since(before, elapsed)
         self._idle_s = 0.0 if progressed else self._idle_s + elapsed
         stalled_before = self._stalled_s
-        # A process that owes no answer may be idle as long as it likes.
+        # A process without a call in progress may be idle for any time.
         self._stalled_s = 0.0 if progressed or not busy else self._stalled_s + elapsed
         # Children are looked up only when a verdict is near: each look walks through /proc.
         if stalled_before < self.limits.stall_s / 2 <= self._stalled_s:

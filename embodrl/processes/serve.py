@@ -166,7 +166,7 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
     if numa_node is None or num_nodes < 2:
         return
     number = _SET_MEMPOLICY_SYSCALL.get(platform.machine())
-    # 1024 bits: no kernel is built for more nodes.
+    # 1024 bits: the largest number of nodes that a kernel is built for.
     mask = (ctypes.c_ulong * 16)()
     mask[numa_node // 64] = 1 << (numa_node % 64)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -72,7 +72,7 @@ def check_checksums(
         FileFormatError: the list itself is invalid, or no regular file.
     """
     path = directory / CHECKSUMS
-    # A link to nothing is not a missing list: reading it is refused below.
+    # A dangling link is not a missing list: reading it is refused below.
     if not os.path.lexists(path):
         return False
     listed = read_fields(path, hint=_HINT)

@@ -222,7 +222,7 @@ class SyncCollector:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Where the engine shares the weights, only the version is new."""
-        # The update has happened, so nothing goes back behind it.
+        # The update is done, so that ``undo`` has nothing to go back to.
         self._before = None
         self.engine.update_weights(weights, version)
 

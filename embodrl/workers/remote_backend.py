@@ -300,7 +300,7 @@ class RemoteBackend(RolloutBackend):
             except WorkerError as again:
                 error = again
             except InterruptedError:
-                # ``hurry`` was set meanwhile, and the next turn leaves the process to its fate.
+                # ``hurry`` was set meanwhile, so that the next turn does not restart the process.
                 continue
 
     def _leave_lost(self, error: WorkerError) -> NoReturn:
@@ -365,8 +365,8 @@ class RemoteBackend(RolloutBackend):
                 self._end_late(handles)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
-                # The living first: their answers must be known before a restart makes all processes meet for the
-                # weights.
+                # Answers of living processes first: they must be recorded before a restart, for which all processes are
+                # synchronized.
                 gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
                 for rank, dead in sorted(gone.items(), key=lambda item: item[1]):
                     # Who takes the place of another gets its weights when all are free to meet.

@@ -64,7 +64,7 @@ class LocalChild:
 
     def kill(self) -> None:
         env = self.hosted.env
-        # Given up first, so that a second call does not close it again.
+        # Cleared first, so that a second call does not close it again.
         self.hosted.env = None
         if env is not None:
             env.close()

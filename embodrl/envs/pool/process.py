@@ -256,7 +256,7 @@ class SimulatorProcess:
     def drop(self) -> None:
         """Kill the process, if there is one, and let go of its memory."""
         child = self._child
-        # Forgotten before the kill, which may raise: the next start must find no process.
+        # Cleared before the kill, which may raise: the next start must find no process.
         self._child = None
         self._ring = None
         self._pending = None

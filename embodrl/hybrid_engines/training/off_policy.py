@@ -177,7 +177,7 @@ class OffPolicyEngine(NativeTrainEngine):
         optim = self.config.optim
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
         self._set_rates(rates)
-        # Counted from the beginning of the run, so that a resumed run owes exactly the updates that are left.
+        # Counted from the beginning of the run, so that a resumed run makes exactly the updates that are due.
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)

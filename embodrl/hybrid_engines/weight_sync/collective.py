@@ -122,7 +122,7 @@ class SyncGroup:
             store = open_rendezvous(init_method, world_size, rank == SENDER, find_s)
             self._wait_for_all(store, connect_s, check)
             where = urlsplit(init_method)
-            # gloo asks for no password, so that a group of one machine must not listen on its network address.
+            # gloo does not authenticate connections, so a group of one machine must not listen on its network address.
             with loopback_only(where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost", "::1")):
                 self._connection = self._connect(store, timedelta(seconds=timeout_s))
         except RuntimeError as error:
