@@ -113,6 +113,7 @@ def gae(
 
 def to_reward_steps(rewards: Tensor, valid: Tensor, reward_type: RewardType) -> tuple[Tensor, Tensor]:
     """Return rewards ``[S,B]``, 0 where not valid, and ``bool[S,B]``, of rewards and valid ``[T,B,C]``."""
+    # A selection and not a product: an invalid place may hold NaN.
     rewards = torch.where(valid, rewards, 0.0)
     if reward_type == "chunk_level":
         return rewards.sum(-1), valid.any(-1)
@@ -173,7 +174,7 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
         delta = steps.rewards[s] + gamma * next_value - steps.values[s]
         advantage = delta + gamma * gae_lambda * next_advantage
         advantages[s] = torch.where(steps.valid[s], advantage, 0.0)
-        # A step that is not valid hands on the advantage of its successor, unless a fault ended the episode there.
+        # A step that is not valid passes on the advantage of its successor, unless a fault ended the episode there.
         successor_advantage = torch.where(
             steps.valid[s], advantage, torch.where(steps.lost[s], 0.0, successor_advantage)
         )
@@ -210,7 +211,7 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
     the standard deviation of the group's returns (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
 
     Args:
-        batch: tells episodes and groups.
+        batch: rollout that tells episodes and groups.
         estimate: estimate of its chunks.
         min_std: floor of the deviation: with shaped rewards the returns of a group that failed as a whole differ by
             next to nothing, which would be blown up to the size of a success.

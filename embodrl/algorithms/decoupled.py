@@ -138,6 +138,7 @@ def log_behavior_weights(
         per_token: else per chunk, the product over its valid tokens.
         length_normalized: the geometric mean instead of the product, as for the ratio.
     """
+    # A selection and not a product: an invalid place may hold NaN.
     tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
     return reduce_to_ratio(tokens, valid, "token_level" if per_token else "chunk_level", length_normalized)[0]
 
@@ -231,7 +232,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
 
     Args:
         batch: the rollout.
-        algorithm: algorithm of the run.
+        algorithm: section ``algorithm`` of the run.
         staleness: ``int64[T,B]``, in updates that changed the policy.
 
     Raises:
@@ -270,7 +271,7 @@ def proximal_terms(
     Args:
         micro: flat, with what ``proximal_columns`` gave.
         logprobs: ``float32[N,C,A]`` under the present policy.
-        algorithm: algorithm of the run.
+        algorithm: section ``algorithm`` of the run.
         counts: counts of the whole minibatch.
     """
     decoupled = algorithm.decoupled

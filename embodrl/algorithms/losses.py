@@ -163,7 +163,7 @@ def actor_loss(
         logprob_type: level of the ratio; chunk level needs K = 1.
         clip_ratio_low: the ratio is clipped from below to 1 - low.
         clip_ratio_high: and from above to 1 + high.
-        clip_ratio_dual: with a negative advantage no ratio counts for more than this; None for no limit but that of
+        clip_ratio_dual: largest value of a ratio with a negative advantage; None for no limit but that of
             ``bounded_exp``.
         length_normalized_ratio: the ratio of an action or chunk is the geometric mean over its tokens.
         surrogate: what the advantage multiplies.
@@ -200,6 +200,7 @@ def actor_loss(
     extra["policy_loss"] = loss
     if kl_coef:
         extra["ref_kl"] = total(_reference_kl(logprobs, ref_logprobs, valid, kl_estimator), weights) / counts.tokens
+        # The penalty of GRPO's objective (DeepSeekMath, eq. 3), per token.
         loss = loss + kl_coef * extra["ref_kl"]
     if entropy is not None:
         extra["entropy"] = reduce_to_level(entropy, valid, entropy_type)[0].sum() / counts.entropy
@@ -269,6 +270,7 @@ def _ratio_metrics(
     with torch.no_grad():
         # expm1 keeps the estimator non-negative where the ratio is close to 1.
         bounded = token_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # k3 of the old policy's samples: r - 1 - log r.
         kl = bounded.expm1() - bounded
         ratio = bounded_exp(log_ratio)
         if behavior_weights is not None:
@@ -333,6 +335,7 @@ def value_loss(
         clipped_error = _squared(old_error + change.clamp(-value_clip, value_clip), huber_delta)
         error = torch.maximum(error, clipped_error)
         clipped_fraction = (change.detach().abs() > value_clip).sum() / count
+    # Half the squared error, as both terms of the maximum are squares.
     loss = 0.5 * error.sum() / count
     return LossOutput(loss, {"value_loss": loss.detach(), "value_clip_fraction": clipped_fraction})
 

@@ -101,6 +101,7 @@ def soft_target(
         minimum: over the critics, as above; else their mean, as in DSRL.
     """
     value = over_critics(next_q, minimum)
+    # The soft value of the next observation (SAC, eq. 3); below it, the target (eq. 2).
     value = value - alpha * next_logprobs if backup_entropy else value
     # What follows a termination is of another episode, or nothing: even NaN must not count there.
     return returns + torch.where(discount > 0, discount * value, 0.0)
@@ -132,4 +133,5 @@ def temperature_loss(log_alpha: Tensor, logprobs: Tensor, target_entropy: float)
 def soft_update(targets: Iterable[Tensor], sources: Iterable[Tensor], tau: float) -> None:
     """Move targets in place to ``(1 - tau) target + tau source``."""
     for target, source in zip(targets, sources, strict=True):
+        # target + tau (source - target).
         target.lerp_(source, tau)

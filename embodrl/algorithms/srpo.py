@@ -169,6 +169,7 @@ def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
         min_samples: ``min_samples`` (core-point threshold) of DBSCAN.
     """
     deviation = successes.std(0, correction=0)
+    # A dimension that never changes stays 0.
     scaled = (successes - successes.mean(0)) / torch.where(deviation > 0, deviation, 1.0)
     label = dbscan(scaled, eps, min_samples)
     clusters = [successes[label == cluster].mean(0) for cluster in range(int(label.max()) + 1)]

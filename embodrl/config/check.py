@@ -91,6 +91,7 @@ def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigPr
             chosen_name = chosen.plain() if chosen is not None else own.model_fields[tag].default
             put(tree, key, None)
             default = _settings_of(section)[owners[0]]().model_dump(mode="json")[name]
+            # Where the name itself is unknown, that is reported, and not the settings below it.
             if chosen_name in _settings_of(section) and _is_set(found, default):
                 has = f"{', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
                 near = nearest(name, list(own.model_fields), cutoff=0.75)

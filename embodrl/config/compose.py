@@ -124,6 +124,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             continue
         try:
             parsed = parser.parse_override(text)
+        # RecursionError: thousands of brackets exceed the parser's depth.
         except (HydraException, ValueError, RecursionError) as error:
             near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
             reason = f"can't be parsed{f' near {near[1]}' if near else ''}"
@@ -385,6 +386,7 @@ def concerning(overrides: list[str], verb: Verb) -> list[str]:
 def read_mapping(mapping: Mapping[str, Any]) -> tuple[Node, list[ConfigProblem]]:
     """Return a tree of a script's mapping; ``{env: toy}`` becomes ``{presets: {env: toy}}``."""
     tree, problems = from_mapping(mapping, Origin("file", "mapping"))
+    # A mapping under the name of a group is the section itself.
     chosen = {name: node for name, node in tree.children.items() if name in groups() and isinstance(node.value, str)}
     for name, node in chosen.items():
         del tree.children[name]

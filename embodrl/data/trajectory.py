@@ -134,6 +134,7 @@ class TrajectoryBatch(Batch):
                 f"pass {', '.join(sorted(required))}, and of the others only {', '.join(sorted(allowed - required))}",
             )
         given = {name: column for name, column in columns.items() if column is not None}
+        # The batch size is given because a batch is flat without it.
         batch = cls({"forward_inputs": forward_inputs, "rewards": rewards, **given}, None, meta, rewards.shape[:2])
         batch.values = values
         if final_inputs is not None:

@@ -119,8 +119,8 @@ class ChildProcess:
                 stderr=self._log,
                 pass_fds=(theirs.fileno(), self._heartbeat, *pass_fds),
                 env={
-                    # What a process printed just before it died must be in the log.
                     **inherited,
+                    # What a process printed just before it died must be in the log.
                     "PYTHONUNBUFFERED": "1",
                     **(environ or {}),
                     VARIABLE: self._family,
@@ -133,14 +133,15 @@ class ChildProcess:
             self._log.close()
             os.close(self._heartbeat)
             raise
-        # With a copy of the child's end open here, end-of-file would never arrive.
         finally:
+            # With a copy of the child's end open here, end-of-file would never arrive.
             theirs.close()
         self.pidfd = os.pidfd_open(self._popen.pid)
         # A child inherits the cores of the thread that starts it, which ``cores.bound_to`` may have narrowed.
         with contextlib.suppress(ProcessLookupError):  # it has ended already
             unbind(self._popen.pid)
         self._liveness = Liveness(self._popen.pid, self._heartbeat, limits or Limits())
+        # If memory runs out, a simulator goes before a rollout process, and that before the driver (``oom_score_adj``).
         with contextlib.suppress(OSError):  # it has ended already, or the system does not allow it
             Path(f"/proc/{self._popen.pid}/oom_score_adj").write_text(str(oom_score_adj))
         self.connection = Connection(ours, codec, self.pidfd)
@@ -216,7 +217,8 @@ class ChildProcess:
         if code >= 0:
             return f"exited with code {code}"
         reason = f"was killed by {signal.Signals(-code).name}"
-        # SIGKILL did not come from this side, so the kernel's out-of-memory killer is the likely sender.
+        # This side kills only what has not ended by itself, so the sender was probably the kernel's out-of-memory
+        # killer.
         return reason + " (out of memory?)" if code == -signal.SIGKILL else reason
 
     def log_tail(self) -> str:

@@ -19,6 +19,7 @@ def bound_to(cpus: Collection[int]) -> Iterator[None]:
         cpus: logical CPUs near the GPU; those that this process may not use are left out, and with none left, or
             without a way to bind, nothing is bound.
     """
+    # Only Linux lets a process choose its cores.
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     near = before.intersection(cpus)
     if not near:

@@ -38,8 +38,8 @@ class Limits:
     """When a child counts as hung, in seconds.
 
     Attributes:
-        heartbeat_s: without a heartbeat, while it is stopped or uses neither processor nor disk.
-        stall_s: in a call without using processor or disk, its children included; or without a heartbeat at all.
+        heartbeat_s: time without a heartbeat, while it is stopped or uses neither processor nor disk.
+        stall_s: time in a call without using processor or disk, its children included; or without a heartbeat at all.
     """
 
     heartbeat_s: float = 20.0
@@ -195,6 +195,7 @@ class Liveness:
         progressed = use.progressed_since(before, elapsed)
         self._idle_s = 0.0 if progressed else self._idle_s + elapsed
         stalled_before = self._stalled_s
+        # A process without a call in progress may be idle for any time.
         self._stalled_s = 0.0 if progressed or not busy else self._stalled_s + elapsed
         # Children are looked up only when a verdict is near: each look walks through /proc.
         if stalled_before < self.limits.stall_s / 2 <= self._stalled_s:

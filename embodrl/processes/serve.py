@@ -55,6 +55,7 @@ def begin(socket_fd: int, codec: Codec = PLAIN) -> tuple[Connection, dict[str, A
         PeerGoneError: the parent has gone.
     """
     adopt()
+    # Ctrl-C reaches all processes of a terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     leave_signals_to_parent()
     faulthandler.enable()
@@ -165,7 +166,7 @@ def bind_to_cores(cpus: Sequence[int], numa_node: int | None, hint: str) -> None
     if numa_node is None or num_nodes < 2:
         return
     number = _SET_MEMPOLICY_SYSCALL.get(platform.machine())
-    # 1024 bits: no kernel is built for more nodes.
+    # 1024 bits: the largest number of nodes that a kernel is built for.
     mask = (ctypes.c_ulong * 16)()
     mask[numa_node // 64] = 1 << (numa_node % 64)
     libc = ctypes.CDLL(None, use_errno=True)

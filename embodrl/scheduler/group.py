@@ -254,6 +254,7 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After an error workers may wait for each other, so that asking them to end would cost the whole grace.
         self.close() if error is None else self.kill()
 
     # -- calls --------------------------------------------------------------------------------------------------------

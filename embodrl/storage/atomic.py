@@ -94,7 +94,7 @@ def publish_directory(
         target: the final name, which may exist.
         replaced: name of the old target in between, by default ``.NAME.replaced``. A process killed between the two
             renames leaves it behind, and the next writer has to rename it back.
-        find_problem: returns what is wrong with the directory in its final place; "" to accept it.
+        find_problem: function that returns what is wrong with the directory in its final place; "" to accept it.
 
     Raises:
         OSError: it failed, or there is a problem; the target is as it was.

@@ -120,9 +120,9 @@ class CheckpointManager:
         partial = self.root / f".{BEST}.partial"
         try:
             if (self.root / self._best).is_dir():
-                # Renamed onto the link, so that there is no moment without one.
                 partial.unlink(missing_ok=True)
                 partial.symlink_to(self._best)
+                # Renamed onto the link, so that there is no moment without one.
                 partial.replace(link)
             else:
                 link.unlink(missing_ok=True)
@@ -171,6 +171,7 @@ class CheckpointManager:
             # Last: it lists all other files.
             _write_file(staging / MANIFEST, iter([_manifest(step, files)]))
             sync_directory(staging)
+            # Read back in its final place, before the checkpoint that it replaces is removed.
             publish_directory(staging, final, self.root / f"{_REPLACED}{final.name}", _problem)
         except OSError as error:
             shutil.rmtree(staging, ignore_errors=True)
@@ -402,6 +403,7 @@ def newest_state(run_dir: Path) -> Fields | None:
         try:
             _check_file(path, STATE, _listed_files(path).fields(STATE))
             return _open(path).state
+        # Skipped, since an older state is better than none.
         except (CheckpointError, OSError):
             continue
     return None

@@ -32,7 +32,7 @@ class Deferred(Tensor):
     """A tensor without memory, on the meta device, that is computed when it is written, and forgotten then.
 
     Attributes:
-        compute: returns it.
+        compute: function that returns it.
     """
 
     compute: Callable[[], Tensor]

@@ -72,9 +72,11 @@ def check_checksums(
         FileFormatError: the list itself is invalid, or no regular file.
     """
     path = directory / CHECKSUMS
+    # A dangling link is not a missing list: reading it is refused below.
     if not os.path.lexists(path):
         return False
     listed = read_fields(path, hint=_HINT)
+    # An empty list would let every file pass.
     if not listed.content:
         raise FileDamagedError(f"{path} lists no file: it is damaged", _HINT)
     problems = [f"{name}: not in {CHECKSUMS}" for name in only or () if complete and name not in listed]
@@ -91,6 +93,7 @@ def check_checksums(
 
 def _problems(directory: Path, name: str, num_bytes: int, sha256: str | None) -> list[str]:
     path = directory / name
+    # A list from elsewhere must not name files outside of its directory.
     if Path(name).is_absolute() or ".." in Path(name).parts:
         return [f"{name}: the path leaves the directory"]
     try:

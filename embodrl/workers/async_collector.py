@@ -99,8 +99,8 @@ class AsyncCollector:
         num_envs: B, over all players; each has as many.
         num_tasks: tasks that take turns.
         players: players in the order of their environments.
-        target: gets the weights that the players act with.
-        should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
+        target: object that gets the weights that the players act with.
+        should_stop: function asked while waiting; if it answers True, ``gather`` raises InterruptedError.
 
     Attributes:
         rewards: what judges the episodes of the shards, so that checkpoints keep the rewards that are known.
@@ -342,6 +342,7 @@ class AsyncCollector:
             tensors = {f"shard_{shard}": batch_to_tensors(batch) for shard, batch in batches.items()}
             state: dict[str, object] = {
                 "shards": shards,
+                # Shards that run now start again as well: a checkpoint does not wait for them.
                 "again": sorted([*self._again, *self.gate.running]),
                 "next_shard": self._next_shard,
                 "rejected": self.gate.rejected,

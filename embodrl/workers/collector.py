@@ -172,7 +172,7 @@ class SyncCollector:
         config: the run.
         pool: started.
         engine: the policy.
-        should_stop: asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
+        should_stop: function asked before every chunk; if it answers True, ``gather`` raises InterruptedError.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
         share: part of the run's environments that the pool has.
 
@@ -203,6 +203,7 @@ class SyncCollector:
         # Random numbers at the mark that an interrupted rollout goes back to; None until an update has its first one.
         self._before: list[str] | None = None
 
+    # Made with the first rollout, since ``judge`` is set after the constructor.
     @cached_property
     def stages(self) -> list[LockstepRunner]:
         """The groups of environments that take turns."""
@@ -221,7 +222,7 @@ class SyncCollector:
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Where the engine shares the weights, only the version is new."""
-        # The update has happened, so nothing goes back behind it.
+        # The update is done, so that ``undo`` has nothing to go back to.
         self._before = None
         self.engine.update_weights(weights, version)
 
@@ -313,6 +314,7 @@ class SyncCollector:
         """
         self.engine.set_random_state(carried["random"])
         if carried["before"] is not None:
+            # The mark is gone with the predecessor's simulators, so the fresh ones are marked as they are.
             self.pool.call("mark", restart=True)
             self._before = carried["before"]
             for meta in carried["metas"]:

@@ -207,8 +207,8 @@ class Evaluator:
         pool: any started pool; its environments are rebuilt before and after, so that neither evaluation nor what
             follows depends on what went before.
         engine: the policy.
-        progress: called with the episodes done, of ``num_plays``, now and then.
-        should_stop: asked before every chunk; if it answers True, ``run`` raises InterruptedError.
+        progress: function called with the episodes done, of ``num_plays``, now and then.
+        should_stop: function asked before every chunk; if it answers True, ``run`` raises InterruptedError.
         make_own: returns a pool, not started, for evaluations whose environments differ from those of ``pool``
             (``env.eval.tasks`` and the like): each starts one and closes it.
 
@@ -229,6 +229,7 @@ class Evaluator:
         make_own: Callable[[Config], EnvPool] | None = None,
     ) -> None:
         self.config = config.evaluated
+        # Without differences the environments of training serve.
         self._make_own = None if self.config is config else make_own
         self.pool = pool
         self.engine = engine
@@ -273,6 +274,7 @@ class Evaluator:
         self.pool.call("rebuild", restart=True)
         # An interrupted evaluation goes back to this mark (``rewind``), the state of new environments.
         self.pool.call("mark", restart=True)
+        # Each wave resets its environments itself.
         self.pool.call("set_auto_reset", {"value": False}, restart=True)
         goes_on = self.config.env.eval.to_step_limit
         if goes_on:
@@ -314,6 +316,7 @@ class Evaluator:
                 if self.progress is not None:
                     done = int(np.count_nonzero(~np.isnan(results.outcome[:, 0])))
                     self.progress(done_before + done, f"{decoding}: success {_mean(results.outcome[:, 0]):.0%}")
+            # Only what a fault ended is NaN: an episode that failed by itself counts.
             left = np.flatnonzero(np.isnan(results.outcome[:, 0]))
         return results
 

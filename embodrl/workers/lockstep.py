@@ -159,7 +159,7 @@ class LockstepRunner:
 
         Args:
             points: ``int64[B]``, how many chunks the leader plays, equal within a group.
-            should_stop: asked before every chunk.
+            should_stop: function asked before every chunk.
 
         Returns:
             Environment steps that were simulated.
@@ -218,6 +218,7 @@ class LockstepRunner:
         columns: dict[str, Any] = {}
         for recorder in self.play.recorders:  # later ones know better, e.g. who acted
             columns |= recorder.columns()
+        # A group of columns is added to the batch by name, see below.
         expert = columns.pop("expert", None)
         columns["group_id"] = group_id.expand(columns["task_id"].shape)
         self.play.lap("policy", clock)

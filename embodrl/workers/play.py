@@ -115,9 +115,9 @@ class Play:
 
     Args:
         pool: its managers, started.
-        choose: chooses the actions.
+        choose: function that chooses the actions.
         recorders: recorders in the order in which they are called.
-        schedule: tells which environments act next.
+        schedule: function that tells which environments act next.
 
     Attributes:
         observation: newest observation of all environments.
@@ -170,6 +170,7 @@ class Play:
         active = self.schedule(self)
         if active is None:
             return False
+        # Sent before other plays take their turn, so that these simulators work meanwhile.
         self._send(active)
         return True
 

@@ -42,13 +42,14 @@ def make_recorders(
         pool: the environments, started.
         engine: the policy.
         keep_frames: keep what the first camera sees, for those who judge episodes by it.
-        judge: gets every episode; None leaves them all to the end of the rollout.
+        judge: function that gets every episode; None leaves them all to the end of the rollout.
     """
     loss = LOSSES.entry(config.algorithm.loss_type)
     auto_reset = config.env.train.auto_reset
     transitions = TransitionRecorder()
     off_policy = loss.off_policy and not loss.imitates
     asks_expert = loss.imitates or config.algorithm.off_policy.interventions
+    # First: the judge reads what it has kept of the same chunk.
     recorders: list[Recorder] = [transitions]
     if loss.needs_values:
         recorders.append(ValueRecorder(engine, config.algorithm.bootstrap_type == "truncation"))
@@ -226,7 +227,7 @@ class LabelRecorder(Recorder):
     """Lets experts label what the policy sees, and act in its place; keeps the labels as the group ``expert``.
 
     Args:
-        corrector: asks the experts.
+        corrector: corrector that asks the experts.
     """
 
     def __init__(self, corrector: Corrector) -> None:
@@ -268,7 +269,7 @@ def seen_after(chunk: PlayedChunk, auto_reset: bool) -> tuple[NDArray[np.uint8],
 
     Args:
         chunk: chunk of the play.
-        auto_reset: where an episode has ended, ``chunk.step`` has the first observation of the next one.
+        auto_reset: setting by which ``chunk.step`` has the first observation of the next episode where one has ended.
 
     Returns:
         images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
@@ -327,8 +328,8 @@ class JudgeRecorder(Recorder):
     """Has every episode judged when it has ended, and at the end of the rollout those that continue.
 
     Args:
-        judge: gets the episodes.
-        transitions: called before, keeps the other columns.
+        judge: function that gets the episodes.
+        transitions: recorder called before, keeps the other columns.
         pool: the environments, started.
         auto_reset: see ``seen_after``.
     """

@@ -43,7 +43,9 @@ from embodrl.workers.weights import WeightChannel
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+# Signals wait until the process looks for them, which it does before each chunk.
 _STOP_PLACES = 16
+# Each place is a bucket of weights that may be in flight.
 _PIPE_PLACES = 4
 _START_TIMEOUT_S = 3600.0
 _SYNC_ATTEMPTS = 3
@@ -111,10 +113,10 @@ class RemoteBackend(RolloutBackend):
         weights: the way of the weights to them.
         policy: policy of the driver: its weights are what the processes start with.
         trainer: trains; if it is in this process, it may have the policy offloaded.
-        should_stop: called regularly; True interrupts what is in progress.
+        should_stop: function called regularly; True interrupts what is in progress.
 
     Attributes:
-        rewards: takes in the rewards that the processes have called for; set before the first rollout.
+        rewards: worker that takes in the rewards that the processes have called for; set before the first rollout.
     """
 
     rewards: RewardWorker | None = None
@@ -157,6 +159,7 @@ class RemoteBackend(RolloutBackend):
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
         self._keep(policy.state_dict().items())
+        # A process may die while it joins, and is then restarted, for which the lock must be held.
         with self._revival:
             self._join_all()
         self.collector: Collector
@@ -216,6 +219,7 @@ class RemoteBackend(RolloutBackend):
             self._weights = self._state_dict
             return
         # While rollouts run, the policy trains on: its weights are of no version.
+        # Only what trains can change; frozen weights are read from the policy.
         copies = {name: tensor.detach().cpu().clone() for name, tensor in weights if name in self.trained}
         self._weights = lambda: ((name, copies.get(name, tensor)) for name, tensor in self._state_dict())
 
@@ -296,7 +300,7 @@ class RemoteBackend(RolloutBackend):
             except WorkerError as again:
                 error = again
             except InterruptedError:
-                # ``hurry`` was set meanwhile, and the next turn leaves the process to its fate.
+                # ``hurry`` was set meanwhile, so that the next turn does not restart the process.
                 continue
 
     def _leave_lost(self, error: WorkerError) -> NoReturn:
@@ -337,7 +341,7 @@ class RemoteBackend(RolloutBackend):
             method: method of RolloutProcess.
             arguments: arguments after the number of the call, by process.
             ranks: the processes; None for all.
-            should_stop: asked now and then; None takes that of the run.
+            should_stop: function asked now and then; None takes that of the run.
 
         Raises:
             InterruptedError: ``should_stop`` answered True, or a process has died as the run was to end.
@@ -347,6 +351,7 @@ class RemoteBackend(RolloutBackend):
         should_stop = should_stop or self.should_stop
         # Signals carry the number of the call, so that a late one does not stop the next request.
         call = next(self._calls)
+        # Noted before the calls begin, so that a process that another thread restarts meanwhile is not restarted twice.
         incarnations = list(self._incarnations)
         given = dict(zip(ranks, arguments, strict=True))
         handles = {rank: self.group.call_on(rank, method, call, *own) for rank, own in given.items()}
@@ -360,8 +365,8 @@ class RemoteBackend(RolloutBackend):
                 self._end_late(handles)
                 futures = [future for rank in pending for future in handles[rank].futures.values() if not future.done()]
                 wait(futures, _POLL_S, FIRST_COMPLETED)
-                # The living first: their answers must be known before a restart makes all processes meet for the
-                # weights.
+                # Answers of living processes first: they must be recorded before a restart, for which all processes are
+                # synchronized.
                 gone = {rank: isinstance(handles[rank].error, WorkerDied) for rank in pending}
                 for rank, dead in sorted(gone.items(), key=lambda item: item[1]):
                     # Who takes the place of another gets its weights when all are free to meet.
@@ -431,7 +436,7 @@ class RemoteBackend(RolloutBackend):
     def _learn(self, rank: int, answer: Answer) -> None:
         """Take note of faults, and of where the random numbers are."""
         known = self._known_faults[rank]
-        # Processes report totals, and several managers add to the counts of the run.
+        # Processes report totals, of which only the new part is added.
         for name, number in answer["faults"].items():
             self.faults.count(name, number - known.get(name, 0))
         self._known_faults[rank] = answer["faults"]
@@ -444,6 +449,7 @@ class RemoteBackend(RolloutBackend):
         """
         ranks = range(self.size) if ranks is None else ranks
         given = list(zip(*arguments, strict=True)) if arguments else [()] * len(ranks)
+        # As in ``call``: noted before the calls begin.
         incarnations = list(self._incarnations)
         handles = [self.group.call_on(rank, method, *own) for rank, own in zip(ranks, given, strict=True)]
         answers: list[Any] = []

@@ -50,7 +50,7 @@ class Episode:
         task: name of the task.
         frames: ``uint8[t,H,W,3]``, what the first camera sees after each of its t chunks.
         policy_version: ``int64[t]``, updates behind the weights that chose each chunk.
-        instruction: in words; this and all that follow are None where a workflow has run the episode, and where a
+        instruction: task in words; this and all that follow are None where a workflow has run the episode, and where a
             checkpoint of an asynchronous run was written before the call had ended.
         actions: ``float32[n,A]``, as they were executed, in environment units.
         states: ``float32[t,S]``, proprioception after each chunk; S = 0 without ``env.include_state``.
@@ -152,6 +152,7 @@ class RewardWorker:
         self.learned: LearnedReward | None = None
         if config.reward.fn is not None:
             self.calls = RewardCalls(import_function(config.reward.fn), self.settings)
+            # A reward function that calls os._exit would end the run with that status and no message.
             os._exit = _leave_unless_in_reward
         elif config.reward.model is not None:
             self.learned = LearnedReward(config.reward.model, config.model.num_action_chunks)

@@ -110,6 +110,7 @@ class RolloutProcess(Worker):
     def join(self, options: Route) -> None:
         """Receive weights from a new generation of the channel (``WeightChannel.options``)."""
         if self._receiver is not None:
+            # Both would read from the same channel.
             self._receiver.close()
         receiver = make_receiver(self, options, self.channels["weights"], self.rank, layout_of(self.engine.policy))
         self._receiver = ReceiverThread(receiver, self.channels["answers"], options["generation"])

@@ -110,7 +110,7 @@ class Route(TypedDict):
     Attributes:
         kind: memory, collective or disk.
         generation: acknowledgements of earlier ones are ignored.
-        where: of disk, the directory; of a collective, the rendezvous ``tcp://HOST:PORT``.
+        where: directory of disk, or rendezvous ``tcp://HOST:PORT`` of a collective.
         world_size: number of processes of a collective: sender and receivers.
         device: device of the buckets of a collective.
     """
@@ -142,6 +142,7 @@ def make_receiver(target: WeightTarget, route: Route, pipe: Channel, rank: int, 
         return MemoryReceiver(target, pipe, layout)
     if route["kind"] == "disk":
         return DiskReceiver(target, Path(route["where"]), layout)
+    # Rank 0 is the sender.
     return CollectiveReceiver(target, _sync_group(route, rank + 1), layout)
 
 
@@ -167,6 +168,7 @@ class ReceiverThread:
             try:
                 report = self._receiver.receive(_POLL_S)
             except WeightSyncError as error:
+                # Not the end of the thread: the receiver keeps the previous version, and can take the next one.
                 logger.warning("weight update rejected: %s", error)
                 self._answer(-1, str(error))
             except Exception as error:  # the border of this thread: the driver raises it
@@ -199,7 +201,7 @@ class LocalSender:
     Args:
         pipes: one channel per rollout process, for memory.
         trained: names to send after the first sync (``trained_names``).
-        address: returns a new ``tcp://HOST:PORT`` of this machine.
+        address: function that returns a new ``tcp://HOST:PORT`` of this machine.
         gathers_only: this rank of a sharded trainer takes part in gathering and sends nothing.
     """
 

@@ -77,7 +77,7 @@ class EnvEpisodes:
 
     def follow(self, step: EnvStep) -> None:
         """Take from the outcome of a chunk which episodes are in progress after it."""
-        # An environment that did not act in this chunk says nothing about its episode.
+        # An environment that did not act in this chunk has no information about its episode.
         seeded = (step.episode_seed >= 0) & step.valid[:, 0]
         self.seeds[seeded] = step.episode_seed[seeded]
         # The simulator numbers the episode after an auto-reset by the same rule, so that a restart repeats that very

@@ -111,7 +111,7 @@ def count_invalid(episodes: EnvEpisodes, step: EnvStep, bounds: Bounds, limit: i
     Raises:
         EnvQuarantined: it is one more.
     """
-    # A manager with earlier invalid episodes takes the long way: an episode that ends well must reset its count.
+    # A manager with earlier invalid episodes is checked in full: an episode that ends well must reset its count.
     if bounds.hold(step) and not episodes.refused.any():
         return _NO_ROWS
     bad = bounds.broken_rows(step)

@@ -116,6 +116,7 @@ class ProcessLaunch:
         return ChildProcess(
             [self.interpreter, bootstrap.__file__, self.main],
             {**self.config, "memory_fd": memory_fd},
+            # Variables of the caller win over these defaults.
             environ={**SINGLE_THREADED, **self.environ},
             log_path=self.log_path,
             pass_fds=[memory_fd],

@@ -64,6 +64,7 @@ class LocalChild:
 
     def kill(self) -> None:
         env = self.hosted.env
+        # Cleared first, so that a second call does not close it again.
         self.hosted.env = None
         if env is not None:
             env.close()
@@ -91,7 +92,7 @@ class LocalPool(EnvPool):
     """An ``EnvPool`` whose simulators live in this process; one that raises PeerGoneError counts as dead.
 
     Args:
-        make: returns a VectorEnv for keyword arguments, for example its class.
+        make: function that returns a VectorEnv for keyword arguments, for example its class.
         kwargs: keyword arguments of each VectorEnv.
         num_simulators: each with the environments that ``make`` returns; "processes" of the pool.
         max_restarts: see EnvPool.

@@ -38,7 +38,7 @@ class EnvManager:
         kwargs: keyword arguments of the VectorEnv, plain values only.
         name: name in messages and of the log file.
         first_env: number of its first environment in the whole run, for messages.
-        launch: starts what answers; None starts a process as the options say.
+        launch: object that starts what answers; None starts a process as the options say.
         options: see ``ProcessOptions``.
 
     Attributes:

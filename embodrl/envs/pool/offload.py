@@ -37,7 +37,7 @@ def onload(managers: Sequence[EnvManager], may_restart: Callable[[], bool]) -> N
 
     Args:
         managers: managers of a pool.
-        may_restart: counts a restart; False once there were too many.
+        may_restart: function that counts a restart; False once there were too many.
 
     Raises:
         EnvRaised: one refused its state; another process would as well.

@@ -14,10 +14,10 @@ class EnvTimeouts:
     """How long a simulator process may take, in seconds.
 
     Attributes:
-        start_s: from its start until it is ready.
+        start_s: time from its start until it is ready.
         reset_s: a reset, a state transfer or a call.
         step_s: a chunk.
-        heartbeat_s: without a heartbeat, while it is stopped or uses neither processor nor disk.
+        heartbeat_s: time without a heartbeat, while it is stopped or uses neither processor nor disk.
     """
 
     start_s: float = 180.0
@@ -27,6 +27,7 @@ class EnvTimeouts:
 
     def longer_by(self, seconds: float) -> EnvTimeouts:
         """Return the limits of who waits for these on a connection that may be away for so long."""
+        # Not the heartbeat, which is that of the relay on this machine and goes over no connection.
         return EnvTimeouts(self.start_s + seconds, self.reset_s + seconds, self.step_s + seconds, self.heartbeat_s)
 
 
@@ -48,6 +49,7 @@ class RemoteEnv:
     python: str | None = None
     pin_cpus: bool = True
     timeouts: EnvTimeouts = EnvTimeouts()
+    # Random, so that two runs on one server never take each other's simulators.
     session: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property

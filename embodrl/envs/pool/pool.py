@@ -46,7 +46,7 @@ class EnvPool:
         managers: equal but for their number of environments.
         max_restarts: process restarts of the pool and its parts within ``restart_window_s``; episodes of one
             environment that are lost so, without one in between that ends by itself.
-        faults: counts to add to.
+        faults: counters to add to.
         bounds: bounds of rewards and states.
         restart_window_s: seconds.
         budget: budget of restarts, shared with other pools; None makes one.

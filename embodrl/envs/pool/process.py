@@ -47,7 +47,7 @@ class SimulatorProcess:
     """A process with shared memory, started as often as asked; after EnvWorkerDied or EnvTimeout there is none.
 
     Args:
-        launch: starts a process.
+        launch: object that starts a process.
         episodes: named in messages; gets the EnvSpec.
         debug: overwrite results whose time is over.
 
@@ -256,7 +256,7 @@ class SimulatorProcess:
     def drop(self) -> None:
         """Kill the process, if there is one, and let go of its memory."""
         child = self._child
-        # Forgotten before the kill, which may raise: the next start must find no process.
+        # Cleared before the kill, which may raise: the next start must find no process.
         self._child = None
         self._ring = None
         self._pending = None

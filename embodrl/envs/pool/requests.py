@@ -63,6 +63,7 @@ class Requests:
         answers: dict[int, object] = {}
         fault: EnvError | None = None
         borders = itertools.pairwise(offsets)
+        # One row of each process at a time: a process answers one request after the other.
         for turn in itertools.zip_longest(*([row for row in arguments if a <= row < b] for a, b in borders)):
             asked = [(rank, row) for rank, row in enumerate(turn) if row is not None]
             for rank, row in asked:
@@ -109,9 +110,9 @@ class Requests:
 
         Args:
             rank: rank of the manager.
-            request: brings the answer.
+            request: function that brings the answer.
             restart: restart a lost process, and ask again.
-            again: asks a restarted process; None for ``request``.
+            again: function that asks a restarted process; None for ``request``.
         """
         manager = self.recovery.managers[rank]
         try:

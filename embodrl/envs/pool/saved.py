@@ -46,6 +46,7 @@ def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[byt
                 "a simulator's state is not bytes", "resume from another checkpoint", code="checkpoint-damaged"
             )
         states.append(state)
+    # Compared as a whole: the pool takes one EnvSpec for all its processes.
     _check(_total(saved), _total(specs))
     return states
 

@@ -146,6 +146,7 @@ class RolloutEngine(ABC):
         """Return generators for ``act``, one a thread, that follow from the numbers."""
         # A list of one number and the number itself give the same sequence.
         rank, count = self.part
+        # Numbers for the threads of all processes are derived and this part's taken: together they draw as one process.
         seeds = np.random.SeedSequence(list(seed)).generate_state(self.num_threads * count)
         mine = seeds[rank * self.num_threads : (rank + 1) * self.num_threads]
         return [torch.Generator().manual_seed(int(s)) for s in mine]
@@ -159,6 +160,7 @@ class RolloutEngine(ABC):
             return None
         numbers = [int(np.random.SeedSequence(list(seed)).generate_state(1)[0]) for seed in seeds]
         rows = [torch.Generator().manual_seed(number) for number in numbers]
+        # Cut as ``_parts`` cuts the observation.
         parts = np.array_split(np.arange(len(rows)), min(self.num_threads, len(rows)))
         return [RowGenerators(tuple(rows[i] for i in part)) for part in parts]
 
@@ -204,6 +206,7 @@ class RolloutEngine(ABC):
                 return self.policy.predict_values(part).float().cpu()
 
         tasks = [lambda part=part: compute(part) for part in self._parts(self._conditioned(observation))]
+        # Weights must not change within a batch.
         with self._lock:
             return torch.cat(on_threads(tasks, self.num_threads))
 

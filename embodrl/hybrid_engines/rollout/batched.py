@@ -104,6 +104,7 @@ class EpisodeEngine:
 
     async def act(self, observation: Observation) -> PolicyOutput:
         """Draw a chunk of actions ``float32[1,C,A]`` for an observation of one row."""
+        # Draws of an episode follow from the number of its call, not from when it was answered.
         self._calls += 1
         return await self._shared.act(observation, (*self._seed, self._calls))
 

@@ -237,6 +237,7 @@ class HeldState(Generic[EngineT]):
     def start_load(self) -> None:
         """Forget the moments."""
         self.engine.onload()
+        # Moments that the saved state lacks must not stay.
         self.engine.optimizer.state.clear()
 
     @torch.no_grad()

@@ -82,6 +82,7 @@ class FsdpTrainEngine(SharedTrainEngine):
             output = policy.evaluate_actions(forward_inputs, sampling, **wanted)
             return output.logprobs, output.entropy, output.values
 
+        # Through the module, whose hooks gather the weights.
         logprobs, entropy, values = self.module(compute)
         if not torch.is_grad_enabled():
             # Without a backward pass nothing else frees what was gathered, and it would be used again.
@@ -120,6 +121,7 @@ class FsdpTrainEngine(SharedTrainEngine):
             if parameter.grad is not None:
                 dist.all_reduce(held(parameter.grad), group=self.tensor_group)
         for parameter, leaf in self.leaves.items():
+            # The leaf may be a float32 copy of a weight in half precision.
             leaf.grad = None if parameter.grad is None else held(parameter.grad).to(leaf.dtype)
         return self._clip_leaves()
 

@@ -78,8 +78,8 @@ def trained_chunks(batch: TrajectoryBatch, advantages: Advantages, fraction: flo
 
     Args:
         batch: the rollout.
-        advantages: advantages of it.
-        fraction: of these chunks, rounded up, train: those with the largest mean ``|A|``, of equal ones the earlier.
+        advantages: advantages of the rollout.
+        fraction: part of these chunks that trains, rounded up: the largest by mean ``|A|``, of equal ones the earlier.
     """
     trained = batch.valid.any(-1) & advantages.valid.any(-1)
     if fraction == 1.0:
@@ -169,6 +169,7 @@ def make_loss(
         if reads_errors and output.errors is not None:
             arguments |= {"errors": output.errors.float(), "old_errors": micro.forward_inputs["flow_error"]}
         loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
+        # Taken with the weights of this step; only the first minibatch, before any step, is reported.
         apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | apart | (proximal.metrics if proximal else {}))
 

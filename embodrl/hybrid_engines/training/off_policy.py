@@ -177,7 +177,7 @@ class OffPolicyEngine(NativeTrainEngine):
         optim = self.config.optim
         rates = learning_rates(optim, self.version, self.options.total_iterations, 0)
         self._set_rates(rates)
-        # Counted from the beginning of the run, so that a resumed run owes exactly the updates that are left.
+        # Counted from the beginning of the run, so that a resumed run makes exactly the updates that are due.
         due = int(settings.utd * max(0, stores.online.stored - settings.warm_up)) - self.num_updates
         totals: dict[str, float] = defaultdict(float)
         counts: dict[str, int] = defaultdict(int)
@@ -209,6 +209,7 @@ class OffPolicyEngine(NativeTrainEngine):
         settings = self.settings
         minimum = self.settings.target_q == "min"
         chosen = torch.randperm(settings.num_q, generator=generator)[: settings.subset].to(self.device)
+        # Drawn on the CPU for the whole batch, so that it depends on neither micro-batches nor threads nor device.
         noise = self._noise(len(batch), generator)
         alpha = float(self.log_alpha.detach().exp())
         total = len(batch)
@@ -260,6 +261,7 @@ class OffPolicyEngine(NativeTrainEngine):
         loss, metrics = self._backward(loss_of, total, self.actor_parameters)
         norm = self._step("actor", self.optimizer, self.actor_parameters, loss)
         if self.settings.alpha_lr is not None:
+            # The temperature's loss is linear in the log-prob, so that the mean over the batch is enough.
             mean_logprob = torch.tensor(-metrics["entropy"], device=self.device)
             temperature_loss(self.log_alpha, mean_logprob, self.target_entropy).backward()
             # The gradients of the critics are cleared, so that this step moves the temperature alone.

@@ -44,7 +44,7 @@ class OnPolicyUpdate:
     """Trains an engine's policy on rollouts.
 
     Args:
-        engine: holds the weights, and computes gradients and steps.
+        engine: engine that holds the weights, and computes gradients and steps.
     """
 
     def __init__(self, engine: PolicyTrainEngine) -> None:
@@ -68,6 +68,7 @@ class OnPolicyUpdate:
         draw_demos = self.engine.draw_demos if self.engine.version >= critic_warmup else None
         loss_fn = make_loss(self.engine.evaluate, algorithm, needs_values)
         staleness = staleness_of(batch.policy_version, batch.valid, self.engine.version)
+        # In updates that changed the policy, for the weights of the loss; the metrics count all updates.
         aged = self.policy_staleness(batch, algorithm)
         columns = {STALENESS: aged} | proximal_columns(batch, algorithm, aged)
         trained = trained_chunks(batch, advantages, algorithm.chunk_fraction)
@@ -96,6 +97,7 @@ class OnPolicyUpdate:
             if first_kl is None and not bool(staleness.any()):
                 first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
+                # Gradients of the minibatch that is not stepped must not reach the next update.
                 self.engine.clear_gradients()
                 stopped = True
                 break
@@ -154,6 +156,7 @@ class OnPolicyUpdate:
         known = batch.logprobs.flatten(2)
         if needs_values:
             known = torch.cat([known, batch["values"]], -1)
+        # ``outputs`` writes into its argument.
         outputs = self.outputs(self.engine.evaluate, batch, stale, known.clone(), algorithm, needs_values)
         num_tokens = math.prod(batch.logprobs.shape[2:])
         # In a warm-up of the critic the policy stays as it is: its log-probs then stay bit-exact those of the rollout.

@@ -102,6 +102,7 @@ class PolicyTrainEngine(TrainEngine):
         self.value_parameters = list(groups.get(VALUE_GROUP, []))
         self.leaves = self._make_leaves()
         self.masters = self._make_masters()
+        # Before the optimizer is built, which must change the float32 copies.
         self.leaves |= self.masters
         self.optimizer = self._build_optimizer()
         self.memory = Offload(self.offloadable)

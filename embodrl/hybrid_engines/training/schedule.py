@@ -32,14 +32,17 @@ def learning_rates(config: OptimConfig, iteration: int, total_iterations: int, c
     trained = iteration - critic_warmup
     warmup = config.lr_warmup_iterations
     length = config.schedule_iterations or total_iterations
+    # A run that is not longer than its warm-up has no span over which the rate could fall.
     span = max(1, length - critic_warmup - warmup)
     progress = min(1.0, max(0.0, (trained - warmup) / span))
     if config.lr_scheduler == "linear":
         shape = 1.0 - progress
     elif config.lr_scheduler == "cosine":
+        # Loshchilov and Hutter 2017, "SGDR", eq. 5, without restarts.
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
         shape = 1.0
     decay = config.min_lr_ratio + (1.0 - config.min_lr_ratio) * shape
+    # The ramp begins at 1 / warmup and not at 0, so that the first update learns.
     ramp = min(1.0, (trained + 1) / warmup) if warmup else 1.0
     return LearningRates(policy=config.lr * decay * ramp if trained >= 0 else 0.0, value=config.value_lr * decay)

@@ -69,10 +69,12 @@ def save_state(state: ShardedState, directory: Path) -> FileFacts:
     facts: FileFacts = {}
     for section, sizes in state.inventory().items():
         groups = list(buckets(sizes, BUCKET_BYTES))
+        # The library writes tensors with the same number into one file.
         file_numbers = {name: number for number, names in enumerate(groups, 1) for name in names}
         files = _HashedFiles()
         for names in groups:
             writer = HuggingFaceStorageWriter(str(directory / section), file_numbers, save_distributed=True)
+            # The library's own file system keeps no checksums.
             writer.fs = files
             parts = _apart(state.parts(section, names))
             _collective(save, parts, storage_writer=writer, no_dist=not state.is_shared)
@@ -162,6 +164,7 @@ def _collective(function: Callable[..., object], *args: object, **kwargs: object
     except CheckpointException as error:
         causes = [failure[0] for failure in error.failures.values()]
         cause = next((found for found in causes if isinstance(found, OSError)), None)
+        # A full disk must reach the caller as such: the run continues without this checkpoint.
         if cause is not None:
             raise OSError(cause.errno, cause.strerror or str(cause)) from error
         rank, first = next(iter(error.failures.items()))

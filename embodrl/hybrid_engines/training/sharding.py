@@ -107,8 +107,10 @@ def shard_policy(policy: VLAPolicy, mesh: DeviceMesh, config: FsdpConfig) -> For
                 register_fsdp_forward_method(block, name)
     for name, part in policy.parts().items():
         if name in FLOAT32_PARTS:
+            # Groups of their own, since a group is gathered in one type.
             fully_shard(part, reshard_after_forward=False, mp_policy=same, **settings)
     module = Forward(policy)
+    # Weights of the root are needed again right after the forward pass, by the backward pass.
     fully_shard(module, reshard_after_forward=False, mp_policy=low, **settings)
     for part in fsdp_modules(module):
         # Losses are already divided by the counts of the whole minibatch, so gradients of the shares add up.

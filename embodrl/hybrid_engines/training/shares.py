@@ -47,6 +47,7 @@ class SharedTrainEngine(PolicyTrainEngine):
         self.share = mesh.get_local_rank(DP)
         super().__init__(policy, options, policy.device)
         kept = self.policy_parameters if options.keep_reference else None
+        # Copies: the optimizer changes the weights in place.
         self.reference = None if kept is None else [held(p).detach().clone() for p in kept]
 
     def _kept_of_reference(self) -> list[Tensor]:
@@ -158,5 +159,6 @@ class SharedTrainEngine(PolicyTrainEngine):
         for parameter, other in zip(self.policy_parameters, others, strict=True):
             mine = held(parameter)
             kept = mine.clone()
+            # In place: the optimizer and FSDP hold these very tensors.
             mine.copy_(other)
             other.copy_(kept)

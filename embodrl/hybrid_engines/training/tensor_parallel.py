@@ -33,6 +33,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        # A copy: the sum is made in place, and autograd may use the gradient elsewhere.
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)  # pyright: ignore[reportAttributeAccessIssue]
         return total, None

@@ -143,7 +143,7 @@ class WeightSender(ABC):
             weights: names and tensors; a ``DTensor`` is gathered when its turn comes.
             version: number of updates behind them, above that of the last call, whether that succeeded or not.
             full: send everything although ``trained`` is set; for new receivers.
-            check: called while the sender waits; raises if a receiver has died.
+            check: function called while the sender waits; raises if a receiver has died.
 
         Raises:
             WeightSyncError: the version does not increase, a name of ``trained`` is not among the weights, or they did
@@ -242,7 +242,7 @@ class WeightReceiver(ABC):
     Keeps the version that was accepted last, and its base.
 
     Args:
-        target: accepts the weights.
+        target: object that accepts the weights.
         layout: names and shapes of its policy (``layout_of``), compared before it is touched; None where the target
             checks them itself.
     """
@@ -295,6 +295,7 @@ class WeightReceiver(ABC):
             )
 
     def _accept(self, header: Header, tensors: Mapping[str, Tensor]) -> SyncReport:
+        # The version is noted after the target has the weights: an error there leaves the previous version.
         self.target.update_weights(tensors.items(), header.version)
         self.version = header.version
         self.base = header.base

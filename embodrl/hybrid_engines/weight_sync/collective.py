@@ -91,8 +91,8 @@ class SyncGroup:
         device: device of the buckets; each rank on a GPU needs its own.
         timeout_s: seconds that any process may keep the others waiting within a sync.
         connect_s: seconds until all must have connected, if they are more.
-        check: called while waiting for the others; raises if one has died.
-        find_s: of a receiver: seconds until the sender's rendezvous must be open; None: ``connect_s``.
+        check: function called while waiting for the others; raises if one has died.
+        find_s: seconds until a receiver must find the sender's rendezvous open; None: ``connect_s``.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class SyncGroup:
             store = open_rendezvous(init_method, world_size, rank == SENDER, find_s)
             self._wait_for_all(store, connect_s, check)
             where = urlsplit(init_method)
+            # gloo does not authenticate connections, so a group of one machine must not listen on its network address.
             with loopback_only(where.scheme == "file" or where.hostname in ("127.0.0.1", "localhost", "::1")):
                 self._connection = self._connect(store, timedelta(seconds=timeout_s))
         except RuntimeError as error:
@@ -276,6 +277,7 @@ class CollectiveSender(StreamSender):
         return self._buffer[:size]
 
     def _finish(self, end: Message, failure: Exception | None, check: Check) -> None:
+        # Without the group no vote can be held.
         if failure is not None and self.group.broken:
             raise failure
         self._put(end, check)

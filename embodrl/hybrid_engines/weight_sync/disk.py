@@ -115,6 +115,7 @@ class DiskSender(WeightSender):
             # A directory of this version that was never marked STABLE is replaced.
             with atomic_directory(final) as staging:
                 sha256 = self._write(header, stream, staging)
+            # After the rename: to readers a version exists by this mark alone.
             write_json_file(final / STABLE, {"version": header.version, "manifest_sha256": sha256})
         except (OSError, OutputError) as error:
             problem = error.message if isinstance(error, OutputError) else error.strerror
@@ -193,6 +194,7 @@ class StoredVersion:
         if (manifest.integer("format"), header.version) != (FORMAT, version):
             manifest.refuse(f"format {manifest.integer('format')} of version {header.version}")
         files = manifest.fields("files")
+        # A damaged or hostile manifest must not make this process read other files.
         if outside := [name for name in files if name in ("", ".", "..") or "/" in name or "\0" in name]:
             files.refuse(f"{outside[0]!r} is not a file of this directory")
         facts = {name: files.fields(name) for name in files}
@@ -248,6 +250,7 @@ class DiskReceiver(WeightReceiver):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_S)
+        # The run has gone back to an older checkpoint, which this check refuses.
         if self.version is not None and version < self.version:
             self._check_version(Header(version, version))
         stored = [StoredVersion.open(self.directory, version)]

@@ -31,6 +31,7 @@ class WeightSource:
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         self._layout: Layout = layout_of(engine.policy)
+        # Clients and the follower may ask at the same time.
         self._lock = threading.Lock()
         self._receivers: dict[Path, DiskReceiver] = {}
 
@@ -69,9 +70,9 @@ class WeightFollower(threading.Thread):
     """Takes every new version of a directory, until it is stopped.
 
     Args:
-        source: takes them.
+        source: source that takes them.
         directory: directory of the versions; it may appear later.
-        fetch: called before every look, to bring new versions into the directory; may raise a StoreError.
+        fetch: function called before every look, to bring new versions into the directory; may raise a StoreError.
     """
 
     def __init__(self, source: WeightSource, directory: Path, fetch: Callable[[], object] = lambda: None) -> None:

@@ -117,6 +117,7 @@ class MemoryReceiver(StreamReceiver):
             if message.sync == "begin":
                 begun = message
             elif message.version != self._skipped:
+                # Further messages of this version are then skipped without another error.
                 self._skipped = message.version
                 raise IncompleteSyncError(f"weights of version {message.version} came without their header", HINT)
         self._skipped = begun.version

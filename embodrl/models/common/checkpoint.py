@@ -264,7 +264,7 @@ def fill(
         model: the network.
         files: safetensors files; none for random weights.
         report: filled in.
-        init_weights: draws random weights.
+        init_weights: function that draws random weights.
         device: device of the weights.
         dtype: dtype of the weights.
         aliases: see ``load_strict``.
@@ -315,7 +315,7 @@ def load_strict(
     """Put the tensors of safetensors files into a module, which may be on the meta device.
 
     Args:
-        module: takes the tensors as its parameters and buffers.
+        module: module that takes the tensors as its parameters and buffers.
         files: safetensors files.
         report: filled in.
         device: device of the loaded tensors; with ``meta`` names and shapes are checked, and no tensor is read.
@@ -360,6 +360,7 @@ def load_strict(
                         continue
                     floating = expected[name].is_floating_point()
                     exact = torch.float32 if changed else final
+                    # Adapters are added in float32: in half precision most of their product would be rounded away.
                     state[name] = _checked(reader.get_tensor(stored), stored, floating, exact, path)
                     if changed and adapters is not None:
                         state[name] = adapters.merged(name, state[name]).to(final)
@@ -485,7 +486,7 @@ def save_weights(
         directory: directory to write to.
         max_shard_bytes: largest size of a file.
         one_file: never write shards: openpi and lerobot look for ``model.safetensors`` alone.
-        write: writes one file: its path, tensors and metadata.
+        write: function that writes one file: its path, tensors and metadata.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
@@ -498,7 +499,7 @@ def save_weights(
         size += num_bytes
         total += num_bytes
     if len(shards) == 1:
-        # transformers refuses a file without this mark.
+        # transformers asks for this mark when it loads the file.
         write(directory / SINGLE_FILE, shards[0], {"format": "pt"})
         return
     weight_map: dict[str, str] = {}
@@ -521,7 +522,7 @@ def check_size(
 
     Args:
         found: the configuration in the directory.
-        wanted: that of the section.
+        wanted: configuration of the section.
         parts: fields to compare; of a field that is a dataclass, its fields.
         directory: named in the error.
         section: section of the configuration, e.g. ``model.pi``.

@@ -30,6 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     """
     dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
     if x.device.type == "cpu":
+        # Rows are views of the whole, for which it has to be contiguous.
         return _RmsNorm.apply(x.contiguous(), weight, eps, dtype)
     wide = x.float()
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(dtype)

@@ -83,6 +83,7 @@ def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
     for module, adapter in list(adapters.kept.items()):
         weight = cast(Tensor, module.weight)
         if module not in own:
+            # The policy has no adapter there that could continue it, so it counts as merged.
             del adapters.kept[module]
             adapters.num_merged += 1
             if not weight.is_meta:
@@ -109,6 +110,7 @@ def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision
     if freeze_vision and "vision" in parts:
         left_out.append(parts["vision"])
     excluded = {id(parameter) for module in left_out for parameter in module.parameters()}
+    # No output depends on these, so that an adapter would never get a gradient.
     excluded |= {id(parameter) for parameter in policy.unused_parameters()}
     names = [
         name
@@ -143,6 +145,7 @@ def linear_weight(layer: nn.Module, rows: slice = slice(None)) -> Tensor:
     """
     weight = cast(Tensor, layer.weight)[rows]
     factors = adapter_factors(layer)
+    # W + scale * up @ down, the scale being part of the second factor.
     return weight if factors is None else weight + factors[1][rows] @ factors[0]
 
 

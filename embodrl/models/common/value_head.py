@@ -60,12 +60,14 @@ class FeatureTap(ValueHead):
     """Takes the place of a value head, and returns what that would read: ``float32[B,D]``."""
 
     def __init__(self) -> None:
+        # Without the layers of a value head.
         nn.Module.__init__(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden.float()
 
 
+# A context variable, since several threads compute micro-batches at the same time.
 _prefix: ContextVar[list[tuple[Tensor, Tensor | None]] | None] = ContextVar("prefix", default=None)
 
 

@@ -197,8 +197,8 @@ class RendezvousFiles:
 def free_port(host: str = "") -> int:
     """Return an unused port."""
     with socket.socket() as free:
-        # Another program may take the port before it is used; the one that then can't listen reports it.
         free.bind((host, 0))
+        # Another program may take the port before it is used; the one that then can't listen reports it.
         return free.getsockname()[1]
 
 

@@ -42,6 +42,7 @@ class _InlineWorker(Running):
 
     def call(self, method: str, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Future[CallOutcome]:
         future: Future[CallOutcome] = Future()
+        # Copied as if it were sent, so that a worker can't come to rely on shared objects.
         args, kwargs = CODEC.copied((args, kwargs))
         start = time.perf_counter()
         try:
