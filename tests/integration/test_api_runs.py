@@ -102,7 +102,7 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused_before_it_starts(
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
     with raises_code("disk-space"):
         embodrl.train(tiny(), [*many, "runner.keep_last_n=1000"])
-    assert not (run / "config.yaml").exists() and not (run / "metrics.jsonl").read_text()
+    assert not (run / "config.yaml").exists() and not (run / "metrics.jsonl").exists()
     paths = [f"sft.data_dir={demos}", f"sft.output_dir={tuned}", "runner.keep_last_n=1000"]
     with raises_code("disk-space"):
         embodrl.sft(tiny(), ["sft.max_steps=2", "sft.lr_warmup_steps=1", "sft.batch_size=4", *paths])

@@ -298,8 +298,8 @@ def test_shards_of_another_number_of_players_are_refused(started: Any, now: int)
     """Their numbers mean other environments; a run that continued would repeat some, or wait forever."""
     parts = started("runner.max_staleness=1")
     saved = parts.worker.state()
-    saved.state["settings"]["players"] = now + len(parts.worker.players)
-    with raises_code("checkpoint-other-settings", CheckpointError, now + len(parts.worker.players)):
+    saved.state["settings"]["players"] = now + len(parts.worker.runners)
+    with raises_code("checkpoint-other-settings", CheckpointError, now + len(parts.worker.runners)):
         parts.worker.load_state(RolloutState(saved.state, saved.tensors), 0)
     del saved.state["settings"]["players"]  # a checkpoint of before
     parts.worker.load_state(RolloutState(saved.state, saved.tensors), 0)
