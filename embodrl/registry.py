@@ -97,7 +97,7 @@ class Registry(Generic[E]):
 
     def shipped(self) -> list[str]:
         """Return the names that come with embodrl: built in, or of its own entry points."""
-        own = (name for name, point in self._discovered().items() if point.module.partition(".")[0] == "embodrl")
+        own = (name for name, point in self._discovered().items() if _is_own(point))
         return list(dict.fromkeys((*self.builtin, *own)))
 
     def entry(self, name: str) -> E:
@@ -113,9 +113,10 @@ class Registry(Generic[E]):
             self._entries[name] = self._load(self._discovered()[name])
         if name not in self._entries:
             near = nearest(name, self.names())
+            hint = f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours"
             raise UnknownNameError(
                 f"unknown {self.kind} '{name}'; known: {', '.join(self.names())}",
-                f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours",
+                REINSTALL if lacks_entry_points() else hint,
             )
         return self._entries[name]
 
@@ -159,7 +160,11 @@ class Registry(Generic[E]):
     def _discovered(self) -> dict[str, EntryPoint]:
         if self._points is None:  # reading the metadata of all installed packages takes some milliseconds
             points = entry_points(group=self.group) if self.group else ()
-            self._points = {point.name: point for point in sorted(points, key=lambda point: point.name)}
+            # Those that come with embodrl first: where the first one counts, no other package takes its place.
+            ordered = sorted(points, key=lambda point: (not _is_own(point), point.name))
+            self._points = {}
+            for point in ordered:
+                self._points.setdefault(point.name, point)
         return self._points
 
     def _load(self, point: EntryPoint) -> E:
@@ -180,3 +185,15 @@ class Registry(Generic[E]):
                 code="entry-point-broken",
             )
         return spec
+
+
+REINSTALL = "entry points of this version are not installed: install again, with `make setup` or `pip install -e .`"
+
+
+def lacks_entry_points() -> bool:
+    """Return whether embodrl is not installed, or was installed before its features registered by entry points."""
+    return not any(map(_is_own, entry_points(group="embodrl.launchers")))
+
+
+def _is_own(point: EntryPoint) -> bool:
+    return point.module.partition(".")[0] == "embodrl"

@@ -65,6 +65,11 @@ class Deployment:
         return tuple(process for process in self.processes if process.component == component)
 
     @property
+    def acts_in_processes(self) -> bool:
+        """Processes of their own roll out, or evaluate while the run trains."""
+        return self.rolls_out_in_processes or bool(self.of("eval"))
+
+    @property
     def main_component(self) -> Literal["actor", "rollout"] | None:
         """What the driver does besides driving the others; None if nothing."""
         if not self.rolls_out_in_processes:

@@ -220,7 +220,9 @@ class Attempts(Recorder):
     def episode(self, row: int, success: bool, name: str | None = None) -> DemoEpisode:
         """Return the attempt in an environment, as ``DemoEpisode`` with ``success`` and the id ``name``."""
         steps = self._steps[row]
-        columns: dict[str, Any] = {key: np.stack([step[key] for step in steps]) for key in steps[-1]}
+        columns: dict[str, Any] = {
+            key: np.stack([step[key] for step in steps]) for key in steps[-1] if all(key in step for step in steps)
+        }
         executed = columns[EXECUTED].astype(np.float32)
         return DemoEpisode(
             columns["images"],

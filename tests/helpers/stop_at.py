@@ -30,7 +30,7 @@ POINTS = {
     "write_file": "embodrl.storage.checkpoint:_write_file",
     "sync_directory": "embodrl.storage.checkpoint:sync_directory",
     "publish": "embodrl.storage.checkpoint:publish_directory",
-    "store": "embodrl.data.replay:ReplayBuffer.add",
+    "store": "embodrl.data.replay:ReplayStores.add",
     "learn": "embodrl.hybrid_engines.training.off_policy:OffPolicyEngine._update_actor",
     "learn_rlt": "embodrl.extras.small_actors.rlt_engine:RltEngine._update_actor",
     "learn_offline": "embodrl.extras.offline.learner:OfflineLearner.imitate",

@@ -13,11 +13,11 @@ from fresh import forget_extensions
 
 from embodrl.config.explain import to_yaml
 from embodrl.envs.registry import SupportedEnv
-from embodrl.errors import ConfigError, ConfigProblem
+from embodrl.errors import ConfigError, ConfigProblem, UnknownNameError
 from embodrl.models.registry import SupportedModel
 from embodrl.pipelines.load import load_config, load_run
-from embodrl.registry import Registry
-from embodrl.specs import ENVS, MODELS, SimulatorSpec
+from embodrl.registry import REINSTALL, Registry, lacks_entry_points
+from embodrl.specs import ENVS, MODELS, WORKFLOW_RUNNERS, ModelSpec, SimulatorSpec, WorkflowRunnerSpec
 from embodrl.workers.env import env_kwargs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -119,6 +119,28 @@ def test_entry_points_of_installed_packages_are_known(tmp_path: Path, monkeypatc
     assert "broken" in registry.names() and found == ["planet"]
     with raises_code("entry-point-broken"):
         registry.entry("broken")
+
+
+def test_no_package_takes_the_first_place_or_the_name_of_a_feature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "somebody-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebody\nVersion: 1.0\n")
+    points = "[embodrl.workflow_runners]\naaa = planets:RUNNER\ncoroutines = planets:RUNNER\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = Registry("runner", WorkflowRunnerSpec, "embodrl.workflow_runners")
+    assert registry.names()[0] == "coroutines"
+    assert registry.entry("coroutines").target == WORKFLOW_RUNNERS.entry("coroutines").target
+
+
+def test_an_installation_without_entry_points_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not lacks_entry_points()
+    monkeypatch.setattr("embodrl.registry.entry_points", lambda group: ())
+    with pytest.raises(UnknownNameError) as caught:
+        Registry("model", ModelSpec, "embodrl.models", {}).entry("pi0")
+    assert lacks_entry_points() and caught.value.hint == REINSTALL
 
 
 def test_a_missing_module_of_a_target_is_named() -> None:

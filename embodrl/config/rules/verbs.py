@@ -24,4 +24,5 @@ def settings_of_other_verbs(verb: Verb, context: Context, schema: type[Config]) 
         if node.origin.kind == "argument" and not node.children and not reads(verb, key, schema):
             message = f"is not a setting of `embodrl {COMMANDS.get(verb, verb)}`"
             others = ", ".join(f"`embodrl {COMMANDS.get(name, name)}`" for name in sorted(readers(key, schema) or ()))
-            yield Finding(key, message, f"leave it out; read by {others}", code="setting-of-another-verb")
+            hint = f"leave it out, or put it in a file that verbs share (--config); read by {others}"
+            yield Finding(key, message, hint, code="setting-of-another-verb")

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodrl.config.schema.section import (
+    EPISODES,
     POLICY,
     AppliesIf,
     ArgumentOf,
@@ -249,7 +250,7 @@ class AlgorithmConfig(Section):
     loss_type: str = Field(
         default="actor_critic", description="a name of `embodrl list algorithms`, or a custom module:function"
     )
-    reward_type: Annotated[Literal["chunk_level", "action_level"], ESTIMATOR] = Field(
+    reward_type: Annotated[Literal["chunk_level", "action_level"], ESTIMATOR, EPISODES] = Field(
         default="chunk_level", description="chunk_level sums the rewards of a chunk and has one value per chunk"
     )
     logprob_type: Annotated[Literal["token_level", "action_level", "chunk_level"], ArgumentOf("loss", alone=False)] = (
@@ -263,7 +264,7 @@ class AlgorithmConfig(Section):
         AppliesIf("algorithm.entropy_bonus"),
         ArgumentOf("loss", alone=False),
     ] = Field(default="token_level", description="level of the entropy bonus")
-    gamma: Annotated[Fraction, ESTIMATOR] = Field(
+    gamma: Annotated[Fraction, ESTIMATOR, EPISODES] = Field(
         default=0.97, description="discount per reward step (chunk or action)"
     )
     gae_lambda: Annotated[Fraction, ESTIMATOR] = Field(default=0.95, description="lambda of GAE")

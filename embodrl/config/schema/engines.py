@@ -17,6 +17,7 @@ from embodrl.config.schema.section import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ReadBy,
     Section,
 )
 from embodrl.specs import ENGINES
@@ -167,8 +168,14 @@ class RolloutConfig(Section):
         " are no such processes",
     )
     max_restarts: Annotated[
-        int, AppliesIf("deployment.rolls_out_in_processes", reason="rollouts run in the main process"), RL
-    ] = Field(default=3, ge=0, description="restarts of rollout processes within cluster.restart_window_s")
+        int,
+        AppliesIf("deployment.acts_in_processes", reason="the main process acts"),
+        ReadBy("train", "sft", "store"),
+    ] = Field(
+        default=3,
+        ge=0,
+        description="restarts of rollout processes, and of the process that evaluates, within cluster.restart_window_s",
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         default="auto", description="autocast of inference; as actor.precision"
     )

@@ -39,7 +39,12 @@ def reads(verb: Verb | None, key: str, schema: type[Section] = Config) -> bool:
     if verb is None:
         return True
     named = readers(key, schema)
-    return named is None or verb in named or (verb in VERBS and VERBS.entry(verb).reads_as in named)
+    if named is None or verb in named:
+        return True
+    spec = VERBS.entry(verb) if verb in VERBS else None
+    # A verb of another package that says nothing may read anything.
+    is_open = spec is not None and not spec.reads_as and verb not in VERBS.shipped()
+    return is_open or (spec is not None and spec.reads_as in named)
 
 
 def settings_of(verb: Verb, schema: type[Section] = Config) -> list[str]:

@@ -58,7 +58,7 @@ def test_settings_of_another_verb_are_refused(tmp_path: Path) -> None:
         ("sft.lrr", "config-unknown-key"),
         ("env.video.fps", "config-type"),
     }
-    assert "leave it out; read by `embodrl sft`, `embodrl store`" in str(caught.value)
+    assert "read by `embodrl sft`, `embodrl store`" in str(caught.value)
     file = tmp_path / "shared.yaml"  # files may be shared by verbs
     file.write_text("presets: {env: toy}\nmodel: {warm_start: null}\nactor: {optim: {lr: 0.001}}\n")
     assert load_config([], file, verb="eval").notes == []
@@ -69,7 +69,7 @@ def test_settings_of_another_verb_are_refused(tmp_path: Path) -> None:
 MEMBERS: dict[Verb, tuple[str, str]] = {
     "train": ("algorithm.gamma actor.fsdp.cpu_offload env.video.every_eval", "axes sft.lr store.url serve.port"),
     "plan": ("algorithm.gamma runner.name cluster.training_share", "axes sft.lr recipe.stages"),
-    "eval": ("axes algorithm.sampling.top_k env.video.fps runner.output_dir", "algorithm.gamma actor.optim.betas"),
+    "eval": ("axes algorithm.sampling.top_k env.video.fps runner.output_dir", "algorithm.bc_coef actor.optim.betas"),
     "collect": ("collect.noise_std model.action_dim env.eval.seed", "model.warm_start runner.seed collect.sample"),
     "record": ("collect.sample model.warm_start runner.seed", "collect.noise_std runner.output_dir env.video.fps"),
     "sft": ("sft.lr actor.optim.betas runner.keep_best cluster.num_nodes", "actor.optim.lr runner.max_iterations"),
@@ -95,7 +95,7 @@ def test_declarations_name_verbs_and_settings() -> None:
     for schema in shipped_schemas():
         named = [readers(key, schema) for key in schema_keys(schema)]
         assert set().union(*(each for each in named if each is not None)) <= {*MEMBERS} - {"plan"}
-    assert reads(None, "sft.lr") and not reads("eval", "algorithm.gamma")
+    assert reads(None, "sft.lr") and not reads("eval", "algorithm.gae_lambda")
     assert all(
         dataclasses.is_dataclass(rule)
         and any(reads("train", key) or "sft" in key or "collect" in key or "serve" in key for key in rule.keys)
@@ -163,3 +163,18 @@ def test_verbs_without_a_loop_do_not_call_the_pipeline(calls: Path) -> None:
     for verb in verbs:
         assert load_run_config([], as_file([*TINY, "pipeline.fn=pipeline_that_writes:mine"]), verb).graph is None
     assert not calls.exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "settings"),
+    [
+        # Simulators shape rewards with the discount, and datasets record both.
+        ("collect", ("env.reward_mode=potential", "algorithm.gamma=0.95", "algorithm.reward_type=action_level")),
+        ("eval", ("algorithm.gamma=0.95",)),
+        # The process that evaluates is restarted as often.
+        ("sft", ("runner.eval_async=true", "rollout.max_restarts=5")),
+    ],
+)
+def test_settings_that_simulators_and_evaluations_read(verb: Verb, settings: tuple[str, ...]) -> None:
+    schema = load_config(["env=toy"]).config.__class__
+    assert all(reads(verb, setting.partition("=")[0], schema) for setting in settings)
