@@ -108,7 +108,7 @@ def run_rules(
     protocols = [SERVE_PROTOCOLS.entry(name) for name in context.config.serve.protocols] if verb == "serve" else []
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
     kind = context.config.model.small_actor.kind
-    actor = SMALL_ACTORS.entry(kind) if kind in SMALL_ACTORS else None
+    actor = SMALL_ACTORS.entry(kind) if kind is not None and kind in SMALL_ACTORS else None
     chosen = (context.simulator, context.family, context.loss, actor, *engines.values(), *protocols)
     specs = [spec for spec in chosen if spec is not None]
     specs += _specs_of_verb(verb, context)
