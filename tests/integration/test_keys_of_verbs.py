@@ -23,11 +23,15 @@ BASE = [
     *("runner.max_iterations=2", "runner.eval_interval=1", "runner.save_interval=1", "algorithm.update_epoch=1"),
     "actor.optim.critic_warmup_iterations=0",
 ]
+SHAPING = {"algorithm.gamma", "algorithm.reward_type"}
+"""Read where rewards are shaped by a potential."""
 EXPLAINED: dict[Verb, set[str]] = {
     # They choose nodes of the graph; of the kinds of weight_sync all but shared are refused in one process.
     "train": {"algorithm.recompute_logprobs", "rollout.weight_sync"},
     # A rule keeps the seeds of demonstrations apart from these.
-    "collect": {"env.eval.num_episodes", "env.eval.seed"},
+    "collect": {"env.eval.num_episodes", "env.eval.seed", *SHAPING},
+    "eval": SHAPING,
+    "sft": SHAPING,
     # Read when a client comes, or a second one; follow where the policy is a run's.
     "serve": {f"serve.{name}" for name in ("max_batch_size", "max_wait_ms", "max_connections", "follow")}
     | {"serve.execution_horizon"},

@@ -114,7 +114,7 @@ def parsed(options: dict[str, Any]) -> ModelConfig:
 SHORT = ("openvla_oft", "pi0", "smolvla", "gr00t")
 
 
-@pytest.mark.parametrize("family", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in NETWORKS])
+@pytest.mark.parametrize("family", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in FULL])
 def test_the_public_size_takes_no_memory_to_estimate(family: str) -> None:
     options = {"model_type": family, "warm_start": None, **FULL[family]}
     sizes = {"micro_batch_size": 1, "param_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
