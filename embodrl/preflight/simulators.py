@@ -21,7 +21,7 @@ import numpy as np
 
 from embodrl.config.isolated import ask, installed_python
 from embodrl.config.schema import EnvConfig
-from embodrl.envs.mujoco.scene import GL_HINT, GL_LIBRARIES, loads
+from embodrl.envs.mujoco_gl import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
@@ -50,7 +50,7 @@ VIDEO_MODULES = ("imageio", "imageio_ffmpeg")
 FIND_MODULES = "import importlib.util as u, sys; print(*[n for n in sys.argv[1:] if u.find_spec(n) is None])"
 DRAW = """
 import json
-from embodrl.envs.mujoco.scene import choose_gl, draws_in_software
+from embodrl.envs.mujoco_gl import choose_gl, draws_in_software
 gl = choose_gl()
 import mujoco
 model = mujoco.MjModel.from_xml_string(

@@ -115,7 +115,7 @@ def build(options: dict[str, Any]) -> tuple[Step, int]:
     if name == "maniskill":
         given = (options["task"], size, options["device"], options["max_episode_steps"])
         return asynchronous(lambda: maniskill_env(*given), options["num_envs"], ["mani_skill.envs"])
-    from embodrl.envs.mujoco.scene import choose_gl
+    from embodrl.envs.mujoco_gl import choose_gl
 
     choose_gl()
     if name == "metaworld":

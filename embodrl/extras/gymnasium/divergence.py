@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import cast
 
-from embodrl.envs.mujoco.types import MjData, WarningCount
+from embodrl.extras.mujoco.types import MjData, WarningCount
 
 logger = logging.getLogger("embodrl.envs")
 

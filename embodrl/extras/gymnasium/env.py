@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.mujoco.scene import choose_gl, is_fast, simplify
+from embodrl.envs.mujoco_gl import choose_gl
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RewardOptions
 from embodrl.errors import EnvError, MissingDependencyError
 from embodrl.extras.gymnasium.divergence import Divergence
+from embodrl.extras.mujoco.scene import is_fast, simplify
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in

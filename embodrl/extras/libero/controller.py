@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.mujoco.types import MjData, MjModel
+from embodrl.extras.mujoco.types import MjData, MjModel
 
 Floats = NDArray[np.float64]
 

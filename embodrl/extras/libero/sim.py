@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.axes import generator
-from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, named_camera
-from embodrl.envs.mujoco.types import MjModel
+from embodrl.envs.mujoco_gl import choose_gl
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, EnvOrderError, MissingDependencyError
 from embodrl.extras.gymnasium.divergence import Divergence
@@ -34,6 +33,8 @@ from embodrl.extras.libero.full_state import DIM as FULL_STATE_DIM
 from embodrl.extras.libero.full_state import FullState
 from embodrl.extras.libero.init_states import read_init_states
 from embodrl.extras.libero.suites import AXES, SUITES, TaskFacts, init_state_of
+from embodrl.extras.mujoco.scene import SceneRenderer, named_camera
+from embodrl.extras.mujoco.types import MjModel
 
 if TYPE_CHECKING:
     from typing import NotRequired  # not in Python 3.10, which simulators may run in

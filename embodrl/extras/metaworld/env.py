@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.mujoco.scene import SceneRenderer, choose_gl, make_camera
+from embodrl.envs.mujoco_gl import choose_gl
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
 from embodrl.errors import EnvOrderError, MissingDependencyError
 from embodrl.extras.gymnasium.divergence import Divergence
 from embodrl.extras.metaworld.tasks import INSTRUCTIONS
+from embodrl.extras.mujoco.scene import SceneRenderer, make_camera
 
 if TYPE_CHECKING:
     from typing import Unpack  # not in Python 3.10, which simulators may run in

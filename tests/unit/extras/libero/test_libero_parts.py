@@ -16,12 +16,12 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.isolated import requirements
-from embodrl.envs.mujoco.meshes import corner_normals
 from embodrl.envs.provenance import PACKAGES
 from embodrl.errors import ConfigError, EnvError, MissingDependencyError
 from embodrl.extras.libero.assets import PARTS, VARIABLE, find_assets
 from embodrl.extras.libero.init_states import parse_init_states, read_init_states
 from embodrl.extras.libero.suites import NUM_INIT_STATES, SUITES, init_state_of
+from embodrl.extras.mujoco.meshes import corner_normals
 from embodrl.specs import ENVS
 
 

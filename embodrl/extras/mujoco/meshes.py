@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.envs.mesh_cache import cached, simplifier
-from embodrl.envs.mujoco.types import MjModel
+from embodrl.extras.mujoco.types import MjModel
 
 REDUCTION = 0.9
 MIN_FACES = 1000  # a mesh with fewer is left alone
