@@ -31,7 +31,7 @@ test: setup ## run the tests, but for the long ones (8 to 12 minutes on two AVX2
 
 # What computes otherwise on processors of another kind, limited to the instructions that all of them have.
 NUMERICAL := tests/unit/algorithms tests/unit/models tests/unit/extras/gr00t tests/unit/extras/smolvla \
-	tests/unit/extras/pi0_fast tests/unit/extras/pi tests/unit/extras/openvla_oft tests/unit/extras/small_actors \
+	tests/unit/extras/pi0_fast tests/unit/extras/flow tests/unit/extras/pi tests/unit/extras/openvla_oft tests/unit/extras/small_actors \
 	tests/unit/extras/offline tests/unit/hybrid_engines tests/unit/test_processor.py tests/parity \
 	tests/integration/test_pipelines.py tests/integration/test_debug_runs.py
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell

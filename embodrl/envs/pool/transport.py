@@ -344,7 +344,7 @@ class ResultSlot:
             except UnicodeDecodeError as error:
                 raise EnvProtocolError(f"{prefix}instruction is no text: {error}") from error
             self._read = (raw, raw_lengths, decoded)
-        # A copy: whoever ends a lost episode overwrites single entries (``faults.terminate_invalid``).
+        # A copy, since ``faults.terminate_invalid`` overwrites single entries of an episode that was lost.
         return list(self._read[2])
 
     def _write_instructions(self, prefix: str, texts: list[str], rows: Iterable[int]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from embodrl.extras.pi.flow_policy import FlowPolicy
+from embodrl.extras.flow.flow_policy import FlowPolicy
 from embodrl.extras.pi0_fast.policy import FastPolicy
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy

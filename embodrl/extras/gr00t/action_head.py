@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.extras.flow.gemma import per_token
 from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.gr00t.dit import ContextMask, DiffusionTransformer, KeyValue, SelfAttentionTransformer
-from embodrl.extras.pi.gemma import per_token
 
 MAX_PERIOD = 10000.0
 TOKEN_STD = 0.5

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.flow.noise_head import build_noise_head
 from embodrl.extras.gr00t.config import METADATA_FILE, Gr00tConfig
 from embodrl.extras.gr00t.modeling import Gr00tModel
 from embodrl.extras.gr00t.policy import Gr00tPolicy
@@ -19,8 +21,6 @@ from embodrl.extras.gr00t.processing import (
 )
 from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, Keys, choose_keys, choose_robot, identity_metadata
 from embodrl.extras.gr00t.spec import Gr00tModelConfig
-from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
-from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import OWN_SECTION

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.flow.flow_spec import FlowModelConfig
+from embodrl.extras.flow.noise_head import build_noise_head
 from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN17Config
 from embodrl.extras.gr00t.modeling import Gr00tN16Model, Gr00tN17Model
 from embodrl.extras.gr00t.policy import Gr00tPolicy
@@ -27,9 +30,6 @@ from embodrl.extras.gr00t.processing import (
 from embodrl.extras.gr00t.robots import NEW_EMBODIMENT, RobotStats
 from embodrl.extras.gr00t.sidecars import PROCESSOR_FILE, with_statistics
 from embodrl.extras.gr00t.spec import Gr00tN17ModelConfig, Gr00tTiledSizes
-from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
-from embodrl.extras.pi.flow_spec import FlowModelConfig
-from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import build_value_head

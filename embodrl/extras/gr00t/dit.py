@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from embodrl.extras.pi.gemma import per_token
+from embodrl.extras.flow.gemma import per_token
 from embodrl.models.common.attention import attention
 from embodrl.models.common.init import init_linears
 

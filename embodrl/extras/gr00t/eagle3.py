@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from embodrl.extras.flow.siglip import SiglipTower
 from embodrl.extras.gr00t.qwen3_vl import VisionSpec
-from embodrl.extras.pi.siglip import SiglipTower
 from embodrl.models.common.init import init_linears
 from embodrl.models.common.patches import SiglipSpec
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3Model
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from embodrl.extras.flow.recompute import recompute_layers
+from embodrl.extras.flow.siglip import SiglipTower
 from embodrl.extras.gr00t import eagle3
 from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import Gr00tConfig, QwenSpec
 from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.extras.gr00t.eagle3 import Eagle3Tower
 from embodrl.extras.gr00t.qwen3_vl import QwenBackbone
-from embodrl.extras.pi.recompute import recompute_layers
-from embodrl.extras.pi.siglip import SiglipTower
 from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import init_linears
 from embodrl.models.openvla.modeling import causal_mask, token_positions

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError, EmbodrlError
+from embodrl.extras.flow.flow import NoiseHead, Velocity, reversed_velocity
+from embodrl.extras.flow.flow_policy import FlowPolicy
+from embodrl.extras.flow.flow_spec import FlowModelConfig
+from embodrl.extras.flow.noise_head import save_noise_head
 from embodrl.extras.gr00t.dit import ContextMask, KeyValue
 from embodrl.extras.gr00t.modeling import Gr00tModel, Gr00tN17Model
 from embodrl.extras.gr00t.processing import Gr00tProcessor, load_chat_tokenizer
 from embodrl.extras.gr00t.robots import RobotStats
-from embodrl.extras.pi.flow import NoiseHead, Velocity, reversed_velocity
-from embodrl.extras.pi.flow_policy import FlowPolicy
-from embodrl.extras.pi.flow_spec import FlowModelConfig
-from embodrl.extras.pi.noise_head import save_noise_head
 from embodrl.models.common import checkpoint
 from embodrl.models.common.heads import save_heads
 from embodrl.models.common.images import normalize

@@ -27,8 +27,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     apply_rotary_pos_emb_vision,
 )
 
+from embodrl.extras.flow.recompute import recompute_layers
 from embodrl.extras.gr00t.config import QwenSpec
-from embodrl.extras.pi.recompute import recompute_layers
 from embodrl.models.common.attention import attention, with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.openvla.modeling import causal_mask

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import Fraction, PositiveInt, Section
-from embodrl.extras.pi.flow_spec import (
+from embodrl.extras.flow.flow_spec import (
     ACTIONS,
     FlowModelConfig,
     SiglipConfig,

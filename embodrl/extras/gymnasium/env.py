@@ -18,7 +18,7 @@ from embodrl.envs.mujoco_gl import choose_gl
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RewardOptions
 from embodrl.errors import EnvError, MissingDependencyError
-from embodrl.extras.gymnasium.divergence import Divergence
+from embodrl.extras.mujoco.divergence import Divergence
 from embodrl.extras.mujoco.scene import is_fast, simplify
 
 if TYPE_CHECKING:

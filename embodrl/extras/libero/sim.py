@@ -25,7 +25,6 @@ from embodrl.envs.axes import generator
 from embodrl.envs.mujoco_gl import choose_gl
 from embodrl.envs.simulator import SimStep, Simulator
 from embodrl.errors import EnvError, EnvOrderError, MissingDependencyError
-from embodrl.extras.gymnasium.divergence import Divergence
 from embodrl.extras.libero.assets import PACKAGE, find_assets, package_folder
 from embodrl.extras.libero.controller import ArmModel, OscController
 from embodrl.extras.libero.experts import PickAndPlace
@@ -33,6 +32,7 @@ from embodrl.extras.libero.full_state import DIM as FULL_STATE_DIM
 from embodrl.extras.libero.full_state import FullState
 from embodrl.extras.libero.init_states import read_init_states
 from embodrl.extras.libero.suites import AXES, SUITES, TaskFacts, init_state_of
+from embodrl.extras.mujoco.divergence import Divergence
 from embodrl.extras.mujoco.scene import SceneRenderer, named_camera
 from embodrl.extras.mujoco.types import MjModel
 

@@ -17,8 +17,8 @@ from embodrl.envs.mujoco_gl import choose_gl
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
 from embodrl.errors import EnvOrderError, MissingDependencyError
-from embodrl.extras.gymnasium.divergence import Divergence
 from embodrl.extras.metaworld.tasks import INSTRUCTIONS
+from embodrl.extras.mujoco.divergence import Divergence
 from embodrl.extras.mujoco.scene import SceneRenderer, make_camera
 
 if TYPE_CHECKING:

@@ -19,8 +19,6 @@ from embodrl.errors import EnvError
 from embodrl.extras.mujoco.meshes import lighten_meshes
 from embodrl.extras.mujoco.types import GLContext, MjData, MjModel
 
-RENDER_DETAILS = ("auto", "full", "fast")
-
 
 @cache
 def is_fast(detail: str) -> bool:

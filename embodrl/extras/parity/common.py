@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.pi.flow import Times, Velocity, denoising_times, integrate
+from embodrl.extras.flow.flow import Times, Velocity, denoising_times, integrate
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 
 LOGITS_TOLERANCE = 1e-5

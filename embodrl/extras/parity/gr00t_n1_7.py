@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from embodrl.extras.flow.flow import integrate, reversed_velocity
 from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN17Config
 from embodrl.extras.gr00t.modeling import Gr00tN17Model
 from embodrl.extras.gr00t.sidecars import identity_sidecars
@@ -22,7 +23,6 @@ from embodrl.extras.parity.common import (
     compare,
     read_tensors,
 )
-from embodrl.extras.pi.flow import integrate, reversed_velocity
 from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file

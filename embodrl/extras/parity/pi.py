@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.flow.flow import accumulated_times
+from embodrl.extras.flow.gemma import GemmaSpec
 from embodrl.extras.parity.common import (
     INPUTS_FILE,
     Comparison,
@@ -24,8 +26,6 @@ from embodrl.extras.parity.common import (
     read_tensors,
 )
 from embodrl.extras.pi.config import PiConfig
-from embodrl.extras.pi.flow import accumulated_times
-from embodrl.extras.pi.gemma import GemmaSpec
 from embodrl.extras.pi.modeling import PiModel
 from embodrl.extras.pi.weights import aliases_and_ignored
 from embodrl.models.base import LoadReport

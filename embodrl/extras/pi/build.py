@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from embodrl.errors import CheckpointError, PolicyFileError
+from embodrl.extras.flow.noise_head import build_noise_head
 from embodrl.extras.pi.config import Normalization, PiConfig, Variant
 from embodrl.extras.pi.conventions import with_conventions
 from embodrl.extras.pi.modeling import PiModel
-from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.extras.pi.policy import PiPolicy, default_value_input
 from embodrl.extras.pi.processing import PiProcessor
 from embodrl.extras.pi.spec import MISSING_CONFIG, PiModelConfig

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, get_args
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.pi.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
+from embodrl.extras.flow.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
 from embodrl.extras.pi.spec import PiArchitectureConfig
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (

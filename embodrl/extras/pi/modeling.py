@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.extras.pi.config import PiConfig
-from embodrl.extras.pi.expert_policy import ExpertNetwork, Towers
-from embodrl.extras.pi.gemma import (
+from embodrl.extras.flow.expert_policy import ExpertNetwork, Towers
+from embodrl.extras.flow.gemma import (
     GemmaLayer,
     GemmaModel,
     GemmaSpec,
@@ -32,7 +31,8 @@ from embodrl.extras.pi.gemma import (
     per_token,
     rotary,
 )
-from embodrl.extras.pi.siglip import SiglipTower
+from embodrl.extras.flow.siglip import SiglipTower
+from embodrl.extras.pi.config import PiConfig
 from embodrl.models.common.patches import SiglipSpec
 
 MIN_PERIOD = 4e-3

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from embodrl.errors import EmbodrlError
+from embodrl.extras.flow.expert_policy import ExpertPolicy
+from embodrl.extras.flow.flow import NoiseHead, accumulated_times
+from embodrl.extras.flow.flow_spec import FlowModelConfig
+from embodrl.extras.flow.noise_head import save_noise_head
 from embodrl.extras.pi.config import PUBLIC, Variant
-from embodrl.extras.pi.expert_policy import ExpertPolicy
-from embodrl.extras.pi.flow import NoiseHead, accumulated_times
-from embodrl.extras.pi.flow_spec import FlowModelConfig
 from embodrl.extras.pi.modeling import PiContext, PiModel
-from embodrl.extras.pi.noise_head import save_noise_head
 from embodrl.extras.pi.processing import PiProcessor
 from embodrl.extras.pi.stats import ASSETS, STATS_FILE, PiStats
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer

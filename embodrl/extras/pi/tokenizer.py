@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from embodrl.errors import CheckpointError, MissingDependencyError, PolicyFileError
-from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
 from embodrl.extras.pi.stats import lerobot_steps
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.flow.gemma import GemmaSpec
 from embodrl.extras.pi.config import (
     BY_DEVIATION,
     BY_QUANTILES,
@@ -16,7 +17,6 @@ from embodrl.extras.pi.config import (
     from_lerobot,
     variant_name,
 )
-from embodrl.extras.pi.gemma import GemmaSpec
 from embodrl.extras.pi.tokenizer import PALIGEMMA
 from embodrl.extras.pi0_fast.spec import Pi0FastArchitectureConfig
 from embodrl.fields import Fields

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
+from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
 from embodrl.extras.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
 from embodrl.extras.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
 from embodrl.extras.pi0_fast.codec import SETTINGS_FILE, TOKENIZER_FILE, ActionCodec, read_codec

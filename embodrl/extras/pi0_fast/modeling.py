@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.extras.pi.gemma import GemmaLayer, GemmaModel, KeysValues, Rotary, full_precision, rotary
+from embodrl.extras.flow.gemma import GemmaLayer, GemmaModel, KeysValues, Rotary, full_precision, rotary
 from embodrl.extras.pi.modeling import PaliGemmaModel, token_places
 from embodrl.extras.pi0_fast.config import FastConfig
 from embodrl.models.common.init import init_linears

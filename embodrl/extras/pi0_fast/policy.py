@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
-from embodrl.extras.pi.flow_policy import LEARNABLE
+from embodrl.extras.flow.flow_policy import LEARNABLE
 from embodrl.extras.pi.stats import PiStats
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.extras.pi.weights import in_float32, neutral_norm

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from embodrl.config.schema import ModelConfig, SmallActorConfig
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
-from embodrl.extras.pi.flow_policy import FlowPolicy
+from embodrl.extras.flow.flow_policy import FlowPolicy
 from embodrl.extras.small_actors.rl_token import RLToken, RLTokenSpec
 from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common import checkpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from embodrl.extras.flow.noise_head import build_noise_head
 from embodrl.extras.pi.config import Normalization
-from embodrl.extras.pi.noise_head import build_noise_head
 from embodrl.extras.pi.stats import choose, identity_set
 from embodrl.extras.pi.tokenizer import tiny_tokenizer
 from embodrl.extras.smolvla import files

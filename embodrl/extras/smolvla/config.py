@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from embodrl.extras.pi.gemma import GemmaSpec
+from embodrl.extras.flow.gemma import GemmaSpec
 from embodrl.extras.smolvla.spec import SmolVlaArchitectureConfig
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import (

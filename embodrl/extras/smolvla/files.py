@@ -13,8 +13,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
 from embodrl.extras.pi.config import Normalization
-from embodrl.extras.pi.fetched_tokenizer import fetch_tokenizer
 from embodrl.extras.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 from embodrl.extras.smolvla.config import SmolVlaConfig

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.extras.pi.expert_policy import ExpertNetwork, Towers
-from embodrl.extras.pi.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, per_token, rotary, rotate
+from embodrl.extras.flow.expert_policy import ExpertNetwork, Towers
+from embodrl.extras.flow.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, per_token, rotary, rotate
+from embodrl.extras.flow.siglip import SiglipTower
 from embodrl.extras.pi.modeling import time_embedding
-from embodrl.extras.pi.siglip import SiglipTower
 from embodrl.extras.smolvla.config import SmolVlaConfig
 from embodrl.models.common.attention import attention
 from embodrl.models.common.init import QUERY_KEY_GAIN

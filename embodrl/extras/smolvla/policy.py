@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from embodrl.extras.pi.expert_policy import ExpertPolicy
-from embodrl.extras.pi.flow import NoiseHead
-from embodrl.extras.pi.flow_spec import FlowModelConfig
-from embodrl.extras.pi.noise_head import save_noise_head
+from embodrl.extras.flow.expert_policy import ExpertPolicy
+from embodrl.extras.flow.flow import NoiseHead
+from embodrl.extras.flow.flow_spec import FlowModelConfig
+from embodrl.extras.flow.noise_head import save_noise_head
 from embodrl.extras.pi.stats import PiStats
 from embodrl.extras.pi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.extras.smolvla import files

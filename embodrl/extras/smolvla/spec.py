@@ -8,7 +8,7 @@ from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import PositiveInt, Section
-from embodrl.extras.pi.flow_spec import (
+from embodrl.extras.flow.flow_spec import (
     WHOLE_PICTURES,
     FlowModelConfig,
     SiglipConfig,

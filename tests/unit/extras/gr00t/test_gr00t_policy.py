@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from embodrl.config.schema import ValueHeadConfig
 from embodrl.errors import CheckpointError, EmbodrlError, HubError
+from embodrl.extras.flow import fetched_tokenizer as hub
+from embodrl.extras.flow.flow_spec import FlowConfig, SiglipConfig
 from embodrl.extras.gr00t import build as gr00t_build
 from embodrl.extras.gr00t.policy import Gr00tPolicy
 from embodrl.extras.gr00t.spec import Gr00tArchitectureConfig, Gr00tModelConfig
-from embodrl.extras.pi import fetched_tokenizer as hub
-from embodrl.extras.pi.flow_spec import FlowConfig, SiglipConfig
 from embodrl.hub import HubName
 from embodrl.models.base import LoadReport
 from embodrl.models.registry import build_policy

@@ -16,6 +16,8 @@ from tiny_families import build
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.flow.flow import integrate
+from embodrl.extras.flow.gemma import GemmaSpec
 from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.gr00t.dit import TransformerSpec
@@ -26,8 +28,6 @@ from embodrl.extras.parity import openvla_oft as oft_parity
 from embodrl.extras.parity import pi as pi_parity
 from embodrl.extras.parity.common import Comparison
 from embodrl.extras.pi.config import PiConfig
-from embodrl.extras.pi.flow import integrate
-from embodrl.extras.pi.gemma import GemmaSpec
 from embodrl.extras.pi.modeling import PiModel
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.common.checkpoint import write_json

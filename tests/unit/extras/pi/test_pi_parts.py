@@ -14,10 +14,10 @@ from transformers import GemmaConfig, SiglipVisionConfig
 from transformers import GemmaModel as ReferenceGemma
 from transformers import SiglipVisionModel as ReferenceSiglip
 
+from embodrl.extras.flow.gemma import AdaptiveRMSNorm, GemmaModel, GemmaRMSNorm, GemmaSpec, rotary, rotate
+from embodrl.extras.flow.siglip import SiglipTower
 from embodrl.extras.pi.config import PUBLIC, PiConfig
-from embodrl.extras.pi.gemma import AdaptiveRMSNorm, GemmaModel, GemmaRMSNorm, GemmaSpec, rotary, rotate
 from embodrl.extras.pi.modeling import PiModel, time_embedding
-from embodrl.extras.pi.siglip import SiglipTower
 from embodrl.models.common.attention import attention
 from embodrl.models.common.images import resize_with_pad
 from embodrl.models.common.patches import SiglipSpec

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from embodrl.errors import CheckpointError, EmbodrlError, HubError, MissingDependencyError
-from embodrl.extras.pi import fetched_tokenizer as hub
+from embodrl.extras.flow import fetched_tokenizer as hub
 from embodrl.extras.pi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig
 from embodrl.extras.pi.processing import PiProcessor
 from embodrl.extras.pi.stats import choose, cut, read_lerobot, read_openpi

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from embodrl.config.schema import ModelConfig, SmallActorConfig
 from embodrl.errors import CheckpointError, EmbodrlError, PolicyFileError
-from embodrl.extras.pi.flow_policy import FlowPolicy
+from embodrl.extras.flow.flow_policy import FlowPolicy
 from embodrl.extras.small_actors.on_frozen import ACTOR_CONFIG, NoisePolicy, OnFrozenPolicy, ResidualPolicy
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import build, generator, observation, tiny_config
 from torch.nn import functional as F
 
-from embodrl.extras.pi.flow import integrate
+from embodrl.extras.flow.flow import integrate
 from embodrl.extras.smolvla.config import SmolVlaConfig, expert_mlp_dim
 from embodrl.extras.smolvla.files import aliases_and_ignored
 from embodrl.extras.smolvla.modeling import SmolVlaModel

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVa
 import torch
 from torch import Tensor, nn
 
-from embodrl.extras.pi.flow import NoiseHead, Velocity
-from embodrl.extras.pi.flow_policy import ActionNormalizer, FlowPolicy
-from embodrl.extras.pi.flow_spec import FlowModelConfig
-from embodrl.extras.pi.gemma import LayerStack
-from embodrl.extras.pi.siglip import SiglipTower
+from embodrl.extras.flow.flow import NoiseHead, Velocity
+from embodrl.extras.flow.flow_policy import ActionNormalizer, FlowPolicy
+from embodrl.extras.flow.flow_spec import FlowModelConfig
+from embodrl.extras.flow.gemma import LayerStack
+from embodrl.extras.flow.siglip import SiglipTower
 from embodrl.models.common.init import init_linears, init_matrix
 from embodrl.models.common.value_head import ValueHead
 from embodrl.types import Observation

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from embodrl.data.rng import RandomSource, draw_rows
-from embodrl.extras.pi.flow import Chain, ChainEvaluation, Times, Velocity, integrate_with_features
+from embodrl.extras.flow.flow import Chain, ChainEvaluation, Times, Velocity, integrate_with_features
 from embodrl.models.common.sampling import standard_normal
 
 

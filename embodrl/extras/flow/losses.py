@@ -6,7 +6,7 @@ from embodrl.specs import FunctionSpec
 
 NFT = FunctionSpec(
     name="nft",
-    target="embodrl.extras.pi.nft:nft_loss",
+    target="embodrl.extras.flow.nft:nft_loss",
     description="negative-aware fine-tuning of flow policies, without likelihoods",
     parameters=(
         *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),

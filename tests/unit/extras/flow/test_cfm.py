@@ -11,8 +11,8 @@ from tiny_families import FLOW_FAMILIES, build, generator, observation
 from torch import Tensor
 
 from embodrl.data.rng import RowGenerators
-from embodrl.extras.pi.cfm import CfmSampler
-from embodrl.extras.pi.flow import Sampler, denoising_times
+from embodrl.extras.flow.cfm import CfmSampler
+from embodrl.extras.flow.flow import Sampler, denoising_times
 from embodrl.types import SamplingParams
 
 CPU = torch.device("cpu")

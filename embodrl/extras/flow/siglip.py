@@ -15,7 +15,7 @@ from transformers.models.siglip.modeling_siglip import (
     SiglipVisionEmbeddings,
 )
 
-from embodrl.extras.pi.recompute import recompute_layers
+from embodrl.extras.flow.recompute import recompute_layers
 from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.patches import LAYER_NORM_EPS, SiglipSpec, embed_patches

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from embodrl.config.policy_card import trained_delay
 from embodrl.data.rng import RandomSource
 from embodrl.errors import EmbodrlError
-from embodrl.extras.pi.cfm import CfmSampler
-from embodrl.extras.pi.flow import (
+from embodrl.extras.flow.cfm import CfmSampler
+from embodrl.extras.flow.flow import (
     NoiseHead,
     Sampler,
     Times,
@@ -26,9 +26,9 @@ from embodrl.extras.pi.flow import (
     denoising_times,
     integrate_with_features,
 )
-from embodrl.extras.pi.flow_spec import FlowConfig, FlowModelConfig
-from embodrl.extras.pi.gemma import per_token
-from embodrl.extras.pi.rtc import conditioned, drawn_delays, guided, prefix_weights
+from embodrl.extras.flow.flow_spec import FlowConfig, FlowModelConfig
+from embodrl.extras.flow.gemma import per_token
+from embodrl.extras.flow.rtc import conditioned, drawn_delays, guided, prefix_weights
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.gripper import Convention, to_environment, to_model
 from embodrl.models.common.sampling import standard_normal

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from embodrl.extras.pi.flow import Velocity
+from embodrl.extras.flow.flow import Velocity
 
 
 def prefix_weights(delay: Tensor, length: Tensor, horizon: int) -> Tensor:

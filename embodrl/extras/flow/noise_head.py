@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from embodrl.extras.pi.flow import NoiseHead
-from embodrl.extras.pi.flow_spec import FlowModelConfig
+from embodrl.extras.flow.flow import NoiseHead
+from embodrl.extras.flow.flow_spec import FlowModelConfig
 from embodrl.models.base import LoadReport
 from embodrl.models.common.heads import fill_head, ignore_head
 from embodrl.storage.files import write_safetensors

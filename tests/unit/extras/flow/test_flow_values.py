@@ -8,7 +8,7 @@ import torch
 from tiny_families import build, generator, observation
 from torch import Tensor, nn
 
-from embodrl.extras.pi.flow_policy import FlowPolicy
+from embodrl.extras.flow.flow_policy import FlowPolicy
 from embodrl.types import SamplingParams
 
 DRAWS = 512

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from embodrl.extras.pi.flow import (
+from embodrl.extras.flow.flow import (
     NoiseHead,
     Sampler,
     denoising_times,

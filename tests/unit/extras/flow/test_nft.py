@@ -12,7 +12,7 @@ from expect import raises_code
 from torch import Tensor
 
 from embodrl.algorithms.losses import count_elements
-from embodrl.extras.pi.nft import nft_loss
+from embodrl.extras.flow.nft import nft_loss
 
 ROWS, SAMPLES, CHUNK, DIM = 5, 3, 2, 4
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from embodrl.extras.gymnasium.divergence import Divergence
+from embodrl.extras.mujoco.divergence import Divergence
 
 KINDS = {"mjWARN_CONTACTFULL": 1, "mjWARN_BADQPOS": 4, "mjWARN_BADQVEL": 5, "mjWARN_BADQACC": 6}
 BAD = [name for name in KINDS if "BAD" in name]

@@ -11,8 +11,8 @@ import torch
 from expect import raises_code
 from torch import Tensor
 
-from embodrl.extras.pi.flow import integrate
-from embodrl.extras.pi.rtc import conditioned, drawn_delays, guidance_weight, guided, prefix_weights
+from embodrl.extras.flow.flow import integrate
+from embodrl.extras.flow.rtc import conditioned, drawn_delays, guidance_weight, guided, prefix_weights
 from embodrl.types import ChunkPrefix, SamplingParams
 
 
