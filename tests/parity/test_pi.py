@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from embodrl.errors import CheckpointError
+from embodrl.extras.flow import gemma
 from embodrl.extras.flow.flow import reversed_velocity
 from embodrl.extras.parity import pi as parity
-from embodrl.extras.pi import gemma, modeling
+from embodrl.extras.pi import modeling
 from embodrl.extras.pi.modeling import PiModel
 from embodrl.extras.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 
