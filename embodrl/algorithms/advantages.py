@@ -23,6 +23,9 @@ from embodrl.specs import ADVANTAGES
 RewardType = Literal["chunk_level", "action_level"]
 BootstrapType = Literal["truncation", "none"]
 
+ROUNDING = 8 * torch.finfo(torch.float32).eps
+"""What float32 loses of a number, relative to it: rewards pass through a handful of roundings before they get here."""
+
 
 @dataclass(frozen=True)
 class Advantages:
@@ -41,7 +44,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class _RewardSteps:
-    """A rollout as a sequence of reward steps, each tensor ``[S,B]`` but ``last_value [B]``."""
+    """A rollout as a sequence of reward steps, each tensor ``[S,B]`` but ``last_value [B]``; numbers are float64."""
 
     rewards: Tensor
     values: Tensor
@@ -108,13 +111,14 @@ def gae(
     returns = torch.where(steps.valid, advantages + steps.values, 0.0)
 
     shape = (num_steps, num_envs, expected)
-    return Advantages(*(from_reward_steps(x, shape) for x in (advantages, returns, steps.valid)))
+    return Advantages(*(from_reward_steps(x, shape) for x in (advantages.float(), returns.float(), steps.valid)))
 
 
 def to_reward_steps(rewards: Tensor, valid: Tensor, reward_type: RewardType) -> tuple[Tensor, Tensor]:
-    """Return rewards ``[S,B]``, 0 where not valid, and ``bool[S,B]``, of rewards and valid ``[T,B,C]``."""
+    """Return rewards ``float64[S,B]``, 0 where not valid, and ``bool[S,B]``, of rewards and valid ``[T,B,C]``."""
+    # float64: equal returns that were earned in other steps stay equal.
     # A selection and not a product: an invalid place may hold NaN.
-    rewards = torch.where(valid, rewards, 0.0)
+    rewards = torch.where(valid, rewards.double(), 0.0)
     if reward_type == "chunk_level":
         return rewards.sum(-1), valid.any(-1)
     return rewards.transpose(1, 2).flatten(0, 1), valid.transpose(1, 2).flatten(0, 1)
@@ -130,14 +134,14 @@ def _chunk_steps(
     rewards: Tensor, values: Tensor, valid: Tensor, terminated: Tensor, truncated: Tensor, bootstrap_values: Tensor
 ) -> _RewardSteps:
     return _RewardSteps(
-        rewards=torch.where(valid, rewards, 0.0).sum(-1),
-        values=values[:-1, :, 0],
+        rewards=torch.where(valid, rewards.double(), 0.0).sum(-1),
+        values=values[:-1, :, 0].double(),
         valid=valid.any(-1),
         terminated=(terminated & valid).any(-1),
         truncated=(truncated & valid).any(-1),
         lost=(terminated | truncated).any(-1) & ~valid.any(-1),
-        bootstrap_values=bootstrap_values[..., 0],
-        last_value=values[-1, :, 0],
+        bootstrap_values=bootstrap_values[..., 0].double(),
+        last_value=values[-1, :, 0].double(),
     )
 
 
@@ -148,14 +152,14 @@ def _action_steps(
         return x.transpose(1, 2).reshape(-1, x.shape[1])
 
     return _RewardSteps(
-        rewards=flat(rewards),
-        values=flat(values[:-1]),
+        rewards=flat(rewards.double()),
+        values=flat(values[:-1].double()),
         valid=flat(valid),
         terminated=flat(terminated),
         truncated=flat(truncated),
         lost=flat((terminated | truncated) & ~valid.any(-1, keepdim=True)),
-        bootstrap_values=flat(bootstrap_values[..., :1].expand_as(rewards)),
-        last_value=values[-1, :, 0],
+        bootstrap_values=flat(bootstrap_values[..., :1].double().expand_as(rewards)),
+        last_value=values[-1, :, 0].double(),
     )
 
 
@@ -183,15 +187,26 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
     return advantages
 
 
-def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def divisor(deviation: Tensor, size: Tensor) -> Tensor:
+    """Return the deviation, infinite where it is within the rounding of numbers of this size: dividing gives 0 there.
+
+    Args:
+        deviation: ``float64[...]``, at least 0.
+        size: ``float64[...]``, the largest magnitude of the float32 numbers that deviate.
+    """
+    return torch.where(deviation > ROUNDING * size, deviation, torch.inf)
+
+
+def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the advantages at zero mean and unit (population) variance over the valid entries, 0 elsewhere.
+
+    Advantages that are equal but for the rounding of float32 give 0, whatever their size.
 
     Args:
         advantages: ``float32[...]``.
         valid: ``bool[...]`` of the same shape.
         weights: ``[...]`` of the same shape, how often each entry counts; None for once. A loss that averages over
             actions sees the advantage of a chunk once for each of its valid actions.
-        eps: added to the standard deviation, so that equal advantages give 0.
     """
     # float64: sums over a whole rollout lose no precision.
     selected = advantages[valid].double()
@@ -200,13 +215,15 @@ def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None, 
         share = torch.ones_like(selected) if weights is None else weights[valid].double()
         share = share / share.sum()
         centred = selected - (share * selected).sum()
-        result[valid] = (centred / ((share * centred.square()).sum().sqrt() + eps)).to(advantages.dtype)
+        deviation = (share * centred.square()).sum().sqrt()
+        result[valid] = (centred / divisor(deviation, selected.abs().max())).to(advantages.dtype)
     return result
 
 
-def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: float = 0.0, eps: float = 1e-6) -> Tensor:
+def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: float = 0.0) -> Tensor:
     """Return the advantages ``float32[T,B,K]`` at zero mean and unit (population) variance within each group.
 
+    A group whose advantages are equal but for the rounding of its returns in float32 gets 0, whatever their size.
     Every episode of a group counts the same, however long it is. For the advantages of ``grpo`` this is the division by
     the standard deviation of the group's returns (DeepSeekMath, arXiv 2402.03300, sec. 4.1.2).
 
@@ -215,7 +232,6 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
         estimate: estimate of its chunks.
         min_std: floor of the deviation: with shaped rewards the returns of a group that failed as a whole differ by
             next to nothing, which would be blown up to the size of a success.
-        eps: added to the standard deviation, so that equal advantages give 0.
     """
     episodes = split_episodes(batch.valid, batch.terminated, batch.truncated)
     result = torch.zeros_like(estimate.advantages)
@@ -235,8 +251,11 @@ def normalize_by_group(batch: TrajectoryBatch, estimate: Advantages, min_std: fl
     # Weights of a group add up to 1, so that the sums below are its mean and variance.
     weight = share / sums(share, group, num_groups).clamp_min(1e-12)[group]
     centred = x - sums(weight * x, group, num_groups)[group]
-    deviation = sums(weight * centred.square(), group, num_groups).sqrt()[group]
-    result[estimate.valid] = (centred / (deviation.clamp_min(min_std) + eps)).to(result.dtype)
+    deviation = sums(weight * centred.square(), group, num_groups).sqrt()
+    # Advantages are differences of returns, so that their own size does not tell how far they were rounded.
+    magnitude = torch.maximum(x.abs(), estimate.returns[estimate.valid].double().abs())
+    size = torch.zeros_like(deviation).scatter_reduce_(0, group, magnitude, "amax")
+    result[estimate.valid] = (centred / divisor(deviation, size).clamp_min(min_std)[group]).to(result.dtype)
     return result
 
 
@@ -257,7 +276,7 @@ def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
         valid: ``bool[...]``.
     """
     target = returns[valid].double()
-    if target.numel() < 2 or float(target.var()) < 1e-12:
+    if target.numel() < 2 or not bool(divisor(target.std(), target.abs().max()).isfinite()):
         return 0.0
     return float(1.0 - (target - values[valid].double()).var() / target.var())
 

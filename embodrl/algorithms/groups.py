@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embodrl.algorithms.advantages import Advantages, RewardType, from_reward_steps, to_reward_steps
+from embodrl.algorithms.advantages import ROUNDING, Advantages, RewardType, from_reward_steps, to_reward_steps
 from embodrl.algorithms.episodes import Episodes, split_episodes
 
 
@@ -108,7 +108,7 @@ def _reward_steps(
     index = episodes.index
     if reward_type == "action_level":
         index = index.repeat_interleave(rewards.shape[-1], dim=0)
-    return reward.double(), live, index
+    return reward, live, index
 
 
 def _known_steps(
@@ -137,9 +137,13 @@ def _against_group(
     num_groups = int(group.max()) + 1 if len(episodes) else 0
     zeros = returns.new_zeros(num_groups)
     count = zeros.clone().index_add_(0, group[known], torch.ones_like(returns[known]))
-    # From the least of the group, so that equal returns give 0 and no rounding error to be blown up later.
+    # From the least of the group: returns above it by no more than their rewards were rounded by are equal to it, and
+    # give 0 instead of an error that normalisation would blow up.
     least = torch.full_like(zeros, torch.inf).scatter_reduce_(0, group[known], returns[known], "amin")
+    magnitude = episode_returns(rewards.abs(), valid, episodes, gamma, reward_type)
+    size = zeros.clone().scatter_reduce_(0, group[known], magnitude[known], "amax")
     above = torch.where(known, returns - least[group], 0.0)
+    above = torch.where(above > ROUNDING * size[group], above, 0.0)
     mean = zeros.clone().index_add_(0, group[known], above[known]) / count.clamp_min(1)
     # A = R - mean(R of the group), both counted from the least.
     advantage = above - mean[group]

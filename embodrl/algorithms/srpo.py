@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from embodrl.algorithms.advantages import divisor
 from embodrl.config.schema import SrpoConfig
 from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.names import import_function
 
 Encoder = Callable[[Tensor], Tensor]
 GRID = 8
-LEAST_RANGE = 1e-6
 
 
 def sample_frames(frames: Tensor, num_frames: int) -> Tensor:
@@ -168,9 +168,9 @@ def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
         eps: neighborhood radius of DBSCAN, on standardised dimensions.
         min_samples: ``min_samples`` (core-point threshold) of DBSCAN.
     """
-    deviation = successes.std(0, correction=0)
-    # A dimension that never changes stays 0.
-    scaled = (successes - successes.mean(0)) / torch.where(deviation > 0, deviation, 1.0)
+    points = successes.double()
+    # A dimension that changes by its rounding alone stays 0.
+    scaled = (points - points.mean(0)) / divisor(points.std(0, correction=0), points.abs().amax(0))
     label = dbscan(scaled, eps, min_samples)
     clusters = [successes[label == cluster].mean(0) for cluster in range(int(label.max()) + 1)]
     return torch.stack(clusters or [successes.mean(0)])
@@ -187,10 +187,13 @@ def failure_rewards(failures: Tensor, centres: Tensor, scale: float, steepness: 
         scale: upper bound.
         steepness: steepness of the sigmoid.
     """
-    distance = torch.cdist(failures, centres).min(1).values
-    span = distance.max() - distance.min()
-    relative = (distance - distance.min()) / span if span >= LEAST_RANGE else torch.full_like(distance, 0.5)
-    return scale * torch.sigmoid(steepness * (0.5 - relative))
+    # float64: distances of many points come from matrix products, which lose the small ones.
+    distance = torch.cdist(failures.double(), centres.double()).min(1).values
+    above = distance - distance.min()
+    # The embeddings were rounded, not the distances, which may be much smaller.
+    span = divisor(above.max(), failures.double().square().sum(1).sqrt().max())
+    relative = above / span if span.isfinite() else torch.full_like(above, 0.5)
+    return (scale * torch.sigmoid(steepness * (0.5 - relative))).to(failures.dtype)
 
 
 @dataclass

@@ -237,9 +237,24 @@ def test_normalisation_sees_valid_entries_only(seed: int, scale: float) -> None:
     assert abs(float(result[valid].std(correction=0)) - 1.0) < 1e-2
 
 
-def test_equal_advantages_normalise_to_zero() -> None:
-    x = torch.full((7, 3, 1), 0.1)
-    assert normalize(x, torch.ones_like(x, dtype=torch.bool)).abs().max() < 1e-6
+@pytest.mark.parametrize("size", [1e-6, 0.1, 101.0, 1e6])
+def test_equal_advantages_normalise_to_zero(size: float) -> None:
+    x = torch.full((7, 3, 1), size)
+    rounded = torch.nextafter(x, torch.full_like(x, torch.inf))
+    everywhere = torch.ones_like(x, dtype=torch.bool)
+    assert (normalize(x, everywhere) == 0).all()
+    x[::2] = rounded[::2]
+    assert (normalize(x, everywhere) == 0).all()
+    assert explained_variance(torch.zeros_like(x), x, everywhere) == 0.0
+    x[0] *= 1.001
+    assert normalize(x, everywhere)[0].min() > 1
+
+
+def test_rewards_of_a_chunk_are_summed_in_float64() -> None:
+    rollout = plain(1, 1, 3, 1)
+    rollout.rewards[0, 0] = torch.tensor([1e8, 1.0, -1e8])
+    rollout.terminated[0, 0, -1] = True
+    assert gae(**vars(rollout), gamma=1.0, gae_lambda=1.0).advantages.tolist() == [[[1.0]]]
 
 
 def test_explained_variance() -> None:

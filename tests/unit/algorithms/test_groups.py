@@ -217,6 +217,33 @@ def test_a_group_of_equal_returns_has_no_advantage(adv_type: str, scope: str) ->
     assert (compute_advantages(batch_of(rollout), config).advantages == 0).all()
 
 
+@pytest.mark.parametrize("size", [1e-3, 1.0, 11.0, 101.0, 1e5])
+@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("level", ["chunk_level", "action_level"])
+def test_returns_that_are_equal_but_for_rounding_have_no_advantage(size: float, estimator: Any, level: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    num_steps, num_envs, chunk = 10, 8, 8
+    # The reward is the change of a progress that begins at 0 and ends at the same number: every episode earns it.
+    progress = torch.rand(num_steps * chunk, num_envs, dtype=torch.float64, generator=generator) * size
+    progress[-1] = 0.373 * size
+    change = torch.diff(progress, dim=0, prepend=torch.zeros(1, num_envs, dtype=torch.float64)).float()
+    rewards = change.reshape(num_steps, chunk, num_envs).transpose(1, 2).contiguous()
+    off = torch.zeros_like(rewards, dtype=torch.bool)
+    terminated = off.clone()
+    terminated[-1, :, -1] = True
+    group_id = torch.zeros(num_steps, num_envs, dtype=torch.int64)
+    rollout = Rollout(rewards, ~off, terminated, off, group_id)
+    estimate = estimator(**vars(rollout), gamma=1.0, reward_type=level)
+    assert (estimate.advantages == 0).all()
+    config = AlgorithmConfig(adv_type="grpo", gamma=1.0, normalization_scope="group")
+    assert (compute_advantages(batch_of(rollout), config).advantages == 0).all()
+    # One that earned a thousandth more is seen.
+    better = rewards.clone()
+    better[-1, 0, -1] += 1e-3 * size
+    found = compute_advantages(batch_of(rollout, rewards=better), config).advantages
+    assert (found[0, 0] > 1).all() and (found[0, 1:] < 0).all()
+
+
 def test_a_lost_episode_is_not_compared() -> None:
     rollout = random_rollout(1, again=False)
     rollout.terminated[:], rollout.valid[:] = False, True

@@ -433,6 +433,19 @@ def test_centres_are_the_means_of_clusters_or_of_all() -> None:
     assert success_centres(apart[:1], 0.5, 2).tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_embeddings_that_differ_by_rounding_are_one_place(size: float) -> None:
+    success = torch.full((8, 2), size)
+    success[:, 1] += torch.arange(8) * size  # four steps apart in a second dimension: no cluster
+    success[::2, 0] = torch.nextafter(success[::2, 0], torch.tensor(torch.inf))
+    steady = success.clone()
+    steady[:, 0] = size
+    torch.testing.assert_close(success_centres(success, 0.5, 2), success_centres(steady, 0.5, 2))
+    failures = torch.full((4, 3), size)
+    failures[1] = torch.nextafter(failures[1], torch.tensor(torch.inf))
+    assert failure_rewards(failures, torch.zeros(1, 3), 0.6, 10.0).tolist() == pytest.approx([0.3] * 4)
+
+
 def test_rewards_of_failures_by_hand() -> None:
     centres = torch.tensor([[0.0], [10.0]])
     rewards = failure_rewards(torch.tensor([[1.0], [12.0], [6.0]]), centres, 0.6, 10.0)
