@@ -15,15 +15,8 @@ trap 'rm -rf "$place"' EXIT
 python=$(find_python)
 "$python" -m venv "$place/venv"
 "install_$(torch_kind)_torch" "$place/venv"
-"$python" -m pip wheel -q --no-deps --wheel-dir "$place/dist" .
+PYTHON=$python scripts/build_wheel.sh "$place/dist"
 wheel=$(echo "$place"/dist/embodrl-*.whl)
-"$python" -m zipfile -l "$wheel" | cut -d' ' -f1 >"$place/names"
-for file in configs/train.yaml configs/experiment/pick_cube.yaml assets/openvla_tiny/model.safetensors serving/openapi.json; do
-    grep -qx "embodrl/$file" "$place/names" || die "the wheel lacks embodrl/$file"
-done
-if grep -vE '^(File|embodrl/|embodrl-[^/]+\.dist-info/)' "$place/names" || grep -E '(^|/)tests?/|\.pyc$' "$place/names"; then
-    die "the wheel has files that don't belong into it, see above"
-fi
 "$place/venv/bin/python" -m pip install -q -c constraints.txt "$wheel"
 
 cd "$place" # outside the checkout: presets and data files must come from the wheel

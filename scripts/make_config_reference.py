@@ -153,7 +153,7 @@ def conditions(info: FieldInfo) -> str:
 
 def read_by(verbs: Collection[str] | None) -> str:
     """Say which verbs read something, if not all do."""
-    return "" if verbs is None else f" [{', '.join(sorted(verbs))}]"
+    return "" if verbs is None else f" (read by {', '.join(sorted(verbs))})"
 
 
 def section(

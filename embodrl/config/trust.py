@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 CODE_SETTINGS = {
     "algorithm.adv_type": "a function, if it is module:function",
     "algorithm.loss_type": "a function, if it is module:function",
+    "algorithm.off_policy.intervention_device": "a function, if it is module:function",
     "algorithm.srpo.encoder": "a function, if it is module:function",
     "cluster.ray_address": "the Ray cluster that is joined, whose head node controls what its nodes run",
     "env.id": "a module that is imported, if it is module:Name",

@@ -201,7 +201,8 @@ class ReplayStores:
     Attributes:
         online: what the policy, or who corrects it, did in this run.
         demos: demonstrations; None without. They are read from their files again when a run is resumed.
-        interventions: chunks of an expert who takes control become demonstrations, too; checkpoints then keep all.
+        interventions: chunks of an expert or a person who takes control become demonstrations, too; checkpoints then
+            keep all.
     """
 
     online: ReplayBuffer
@@ -336,12 +337,12 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
 
 
 def intervened(frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the frames in which an expert acted, and what its chunks led to, as demonstrations with ``labels``.
+    """Return the frames in which an expert or a person acted, and what that led to, as demonstrations with ``labels``.
 
     Args:
         frames: frames of ``frames_of``.
     """
-    by_expert = frames["acted"] & (frames["source"] == EXPERT)
+    by_expert = frames["acted"] & (frames["source"] != POLICY)
     led_here = torch.zeros_like(by_expert)
     led_here[1:] = (by_expert & ~frames["terminated"])[:-1]
     kept = by_expert | led_here

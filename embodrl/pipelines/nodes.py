@@ -63,15 +63,15 @@ def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantag
 
 
 def store(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metrics]:
-    """Add the chunks of a rollout to the replay buffer, and those of an expert to the demonstrations."""
-    from embodrl.data.replay import EXPERT
+    """Add the chunks of a rollout to the replay buffer, and those of an expert or a person to the demonstrations."""
+    from embodrl.data.replay import POLICY
 
     stores = context.stores
     added = stores.add(batch)
     online = stores.online
     metrics: Metrics = {"replay/added": added, "replay/size": len(online), "replay/mb": online.num_bytes / 2**20}
     if stores.interventions and stores.demos is not None:
-        by_expert = batch["source"][batch.valid.any(-1)] == EXPERT
+        by_expert = batch["source"][batch.valid.any(-1)] != POLICY
         metrics |= {"replay/expert_share": float(by_expert.float().mean()), "replay/demos": len(stores.demos)}
     return None, metrics
 

@@ -291,7 +291,9 @@ class SyncCollector:
             ) from error
 
     def close(self) -> None:
-        """Nothing is under way between two rollouts."""
+        if "stages" in self.__dict__:  # not merely to be closed
+            for stage in self.stages:
+                stage.play.release()
 
     def _rollouts(self, iteration: int, epochs: range) -> tuple[TrajectoryBatch, Metrics]:
         self._prefix_steps = 0

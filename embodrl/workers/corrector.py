@@ -1,4 +1,4 @@
-"""Scripted experts who label what a policy sees, and act in its place where the algorithm says so.
+"""Who labels what a policy sees, and acts in its place: scripted experts, or a person at a device.
 
 Shapes: B environments, C = 1 action in a chunk, A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,15 +16,67 @@ from torch import Tensor
 
 from embodrl.algorithms.dagger import beta_of, dagger, distance
 from embodrl.config.schema import DaggerConfig
-from embodrl.data.replay import EXPERT, POLICY, encode_words
+from embodrl.data.replay import EXPERT, HUMAN, POLICY, encode_words
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.real_time.devices import Device
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
 logger = logging.getLogger(__name__)
 
 
-class Corrector:
+Corrected = tuple[PolicyOutput, dict[str, Tensor]]
+"""The output with the actions that are to be executed, and columns of what is to be learned of the step."""
+
+
+class Corrector(Protocol):
+    """Decides in every policy step who acts."""
+
+    def begin(self, seeds: NDArray[np.int64]) -> None:
+        """Fresh episodes begin in all environments; ``seeds int64[B]``."""
+        ...
+
+    def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
+        """Return what is to be executed, and columns with ``source int8[B]``: see ``ReplayBuffer``."""
+        ...
+
+    def after(self, step: EnvStep) -> None:
+        """The step was executed."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+        ...
+
+
+class PersonCorrector:
+    """A person acts as long as a device is used.
+
+    Args:
+        device: of the person, opened; closed with the corrector.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def begin(self, seeds: NDArray[np.int64]) -> None:
+        """Nothing to do: a person sees that an episode begins."""
+
+    def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
+        wanted = self.device.read()
+        source = torch.full((len(output.actions),), POLICY if wanted is None else HUMAN, dtype=torch.int8)
+        if wanted is not None:
+            output = replace(output, actions=np.broadcast_to(wanted, output.actions.shape).copy())
+        return output, {"source": source}
+
+    def after(self, step: EnvStep) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        self.device.close()
+
+
+class ExpertCorrector:
     """Asks the experts of a pool once per policy step.
 
     Args:
@@ -53,7 +106,7 @@ class Corrector:
             logger.warning("no expert in %d environments until their next episodes: %s", len(rows), error.message)
             self._known[rows] = False
 
-    def correct(self, observation: Observation, output: PolicyOutput) -> tuple[PolicyOutput, dict[str, Tensor]]:
+    def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
         """Return the output with the actions that are to be executed, and what is to be learned of the step.
 
         The columns: ``images uint8[B,V,H,W,3]``, ``state float32[B,S]``, ``words uint8[B,W]`` (``encode_words``),
@@ -91,3 +144,6 @@ class Corrector:
         ended = np.flatnonzero(step.done)
         if len(ended):
             self._start(ended)
+
+    def close(self) -> None:
+        """Nothing to free."""

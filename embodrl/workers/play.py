@@ -106,6 +106,9 @@ class Recorder:
         """Return columns ``[T,B,...]`` for a ``TrajectoryBatch``, by name."""
         return {}
 
+    def release(self) -> None:
+        """Nothing more is played: free what it holds."""
+
 
 class Play:
     """Environments in which a policy acts, chunk by chunk.
@@ -173,6 +176,11 @@ class Play:
         # Sent before other plays take their turn, so that these simulators work meanwhile.
         self._send(active)
         return True
+
+    def release(self) -> None:
+        """Tell the recorders that nothing more is played."""
+        for recorder in self.recorders:
+            recorder.release()
 
     def abandon(self) -> None:
         """Wait for the chunk that is under way, and forget it: such a pool takes no other request."""

@@ -18,10 +18,11 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.data.replay import POLICY
 from embodrl.envs.pool.pool import EnvPool
+from embodrl.envs.real_time.devices import open_device
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.specs import LOSSES
 from embodrl.types import CHOSEN, Observation, PolicyOutput
-from embodrl.workers.corrector import Corrector
+from embodrl.workers.corrector import Corrector, ExpertCorrector, PersonCorrector
 from embodrl.workers.play import PlayedChunk, Recorder
 from embodrl.workers.reward import Episode
 
@@ -58,13 +59,26 @@ def make_recorders(
     if off_policy:
         recorders.append(FinalRecorder(engine))
     if asks_expert:
-        corrector = Corrector(config.algorithm.dagger, pool)
+        corrector = make_corrector(config, pool)
         recorders.append(SourceRecorder(corrector) if off_policy else LabelRecorder(corrector))
     if keep_frames:
         recorders.append(FrameRecorder(auto_reset))
     if judge is not None:
         recorders.append(JudgeRecorder(judge, transitions, pool, auto_reset))
     return recorders
+
+
+def make_corrector(config: Config, pool: EnvPool) -> Corrector:
+    """Return who may act in the policy's place.
+
+    Raises:
+        MissingDependencyError: the package of the device is not installed.
+        UsageError: the device is not there.
+    """
+    device = config.algorithm.off_policy.intervention_device
+    if device is None or not config.algorithm.off_policy.interventions:
+        return ExpertCorrector(config.algorithm.dagger, pool)
+    return PersonCorrector(open_device(device, pool.spec.action_dim, config.env.real_time.control_dir))
 
 
 def _stacked(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -227,7 +241,7 @@ class LabelRecorder(Recorder):
     """Lets experts label what the policy sees, and act in its place; keeps the labels as the group ``expert``.
 
     Args:
-        corrector: corrector that asks the experts.
+        corrector: corrector that asks the experts, closed with the recorder.
     """
 
     def __init__(self, corrector: Corrector) -> None:
@@ -252,6 +266,9 @@ class LabelRecorder(Recorder):
 
     def columns(self) -> dict[str, Any]:
         return {"expert": _stacked(self._labels)}
+
+    def release(self) -> None:
+        self.corrector.close()
 
 
 class SourceRecorder(LabelRecorder):

@@ -138,6 +138,7 @@ DAGGER = (*DAGGER_ONLY, "model.num_action_chunks=1")
 SAC = ("model=mlp", "algorithm=sac", "actor.optim.critic_warmup_iterations=0")
 HIL = (*SAC, "algorithm.off_policy.demos={tmp}", "algorithm.off_policy.demo_fraction=0.5")
 GATED = "algorithm.dagger.gate_threshold=0.3"
+PERSON = (*HIL, "model.num_action_chunks=1", "algorithm.off_policy.interventions=true", "env.num_processes=1")
 FAMILIES += [
     Wrong(
         "interventions that nothing learns from",
@@ -162,6 +163,25 @@ FAMILIES += [
         "model.num_action_chunks",
         "expert-labels-what-is-seen",
         ("model.num_action_chunks=5", *HIL, "algorithm.off_policy.interventions=true", GATED),
+    ),
+    Wrong(
+        "a person without a clock who corrects what learns",
+        "algorithm.off_policy.intervention_device",
+        "device-of-interventions-is-there",
+        ("algorithm.off_policy.intervention_device=keyboard", *PERSON, "env.train.total_num_envs=1"),
+    ),
+    Wrong(
+        "a device that is no function",
+        "algorithm.off_policy.intervention_device",
+        "device-of-interventions-is-there",
+        ("algorithm.off_policy.intervention_device=keybord", *PERSON, "env.train.total_num_envs=1"),
+        names="keybord",
+    ),
+    Wrong(
+        "one person for several environments",
+        "env.train.total_num_envs",
+        "device-of-interventions-is-there",
+        ("env.train.total_num_envs=4", *PERSON, "algorithm.off_policy.intervention_device=math:sqrt"),
     ),
 ]
 FAMILIES += [

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import runs
 from expect import raises_code
 
 from embodrl.config.schema.real_time import RealTimeConfig
+from embodrl.data.load import load_demos
 from embodrl.envs.pool.pool import EnvPool
 
 HERE = str(Path(__file__).parent)
@@ -75,6 +77,31 @@ sft: {max_steps: 16, batch_size: 16}
 runner: {logger: {tensorboard: false}}
 store: {intervention: expert, steps_per_episode: 1.0, publish_interval: 4, poll_s: 0.2}
 """
+
+
+TASK = ("model=mlp", "env.state=full", "env.pin_cpus=false")
+LEARNING = (*TASK, "env.eval.num_episodes=2", "env.video.enabled=false", "runner.logger.tensorboard=false")
+
+
+@pytest.mark.slow
+def test_critics_learn_from_a_person_who_corrects_a_robot(tmp_path):
+    demos, controls = tmp_path / "demos", tmp_path / "controls"
+    few = ("env.num_processes=1", "env.train.total_num_envs=4", "collect.num_episodes=4")
+    outcome = runs.embodrl("collect", "env=toy", *TASK, *few, f"collect.output_dir={demos}")
+    assert outcome.code == 0, outcome.stderr
+    algorithm = (
+        *("algorithm=hil_serl", f"algorithm.off_policy.demos={demos}", "algorithm.off_policy.warm_up=10"),
+        *("algorithm.off_policy.intervention_device=scripted_device:Device", "runner.max_iterations=1"),
+        *("env.train.max_steps_per_rollout_epoch=20", "env.real_time.speed=50"),
+        *(f"env.real_time.control_dir={controls}", "env.real_time.dropped_frames=0"),
+    )
+    run = tmp_path / "run"
+    outcome = runs.embodrl("train", "env=robot_sim", *LEARNING, *algorithm, f"runner.output_dir={run}")
+    assert outcome.code == 0, outcome.stderr
+    row = runs.metrics(run)[-1]
+    recorded = len(load_demos(demos).episode)
+    assert row["replay/expert_share"] == 0.5 and row["replay/demos"] == recorded + 10
+    assert (controls / "closed").read_text() == "20"
 
 
 @pytest.mark.long

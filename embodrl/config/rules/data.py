@@ -17,7 +17,8 @@ def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
     env = context.config.env
     spec = context.simulator
     asks = context.loss.imitates and context.verb != "store"  # which imitates by itself
-    asks = asks or context.config.algorithm.off_policy.interventions
+    off_policy = context.config.algorithm.off_policy
+    asks = asks or (off_policy.interventions and off_policy.intervention_device is None)
     if not (context.collecting or asks) or spec is None or spec.expert_tasks is None:
         return
     shown = spec.expert_tasks

@@ -204,7 +204,7 @@ def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
     if not algorithm.off_policy.demo_fraction:
         message = "what the expert does would not be drawn: no part of a batch is from demonstrations"
         yield Finding(f"{SECTION}.demo_fraction", message, "set it to 0.5", "above 0, below 1", others=(key,))
-    if algorithm.dagger.gate_threshold is None:
+    if algorithm.off_policy.intervention_device is None and algorithm.dagger.gate_threshold is None:
         message = "nothing says when the expert takes control"
         hint = "set it to 0.3, or choose algorithm=hil_serl"
         yield Finding("algorithm.dagger.gate_threshold", message, hint, "above 0", others=(key,))

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, rule
+from embodrl.config.schema import DEVICES
+from embodrl.errors import EmbodrlError
+from embodrl.names import import_function
 
 
-@rule("env.real_time", "env.num_processes", "env.train.total_num_envs")
+@rule("env.real_time", "env.num_processes", "env.train.total_num_envs", "algorithm.off_policy")
 def robot_acts_alone(context: Context) -> Iterator[Finding]:
     """One clock has one environment; what trains does not hold it up."""
     env = context.config.env
     if env.real_time.control_hz is None:
         return
-    if context.verb in ("train", "plan"):
+    # Where a person corrects the policy, the robot stands still between two rollouts, as the person does.
+    corrected = context.config.algorithm.off_policy.intervention_device is not None
+    if context.verb in ("train", "plan") and not corrected:
         yield Finding(
             "env.real_time.control_hz",
             "`embodrl train` would let the robot wait while the policy is updated",
@@ -30,6 +35,39 @@ def robot_acts_alone(context: Context) -> Iterator[Finding]:
             hint = "set it to 1; several robots are several `embodrl store collect`, each with its store.collector"
             message = f"{count} can't share the one clock of env.real_time"
             yield Finding(key, message, hint, "1", others=("env.real_time.control_hz",), code="robot-not-alone")
+
+
+def person_can_correct(context: Context, key: str, name: str) -> Iterator[Finding]:
+    """A person at the keyboard or a space mouse, which ``key`` names, sees the clock and can stop the robot."""
+    real_time = context.config.env.real_time
+    if real_time.control_hz is None:
+        message = f"a person at the {name} can't correct what has no clock"
+        yield Finding(key, message, "set env.real_time.control_hz", others=("env.real_time.control_hz",))
+    elif real_time.control_dir is None:
+        message = "is not set, so that the keys and buttons for pause and emergency stop would do nothing"
+        hint = "set it, e.g. to outputs/robot"
+        yield Finding("env.real_time.control_dir", message, hint, "a directory", others=(key,))
+
+
+@rule("algorithm.off_policy", "env.real_time")
+def device_of_interventions_is_there(context: Context) -> Iterator[Finding]:
+    """What a person corrects the policy with is a device of embodrl, or a function that makes one."""
+    key = "algorithm.off_policy.intervention_device"
+    off_policy = context.config.algorithm.off_policy
+    name = off_policy.intervention_device
+    if name is None or not off_policy.interventions:
+        return
+    if name in DEVICES:
+        yield from person_can_correct(context, key, name)
+        return
+    if context.config.env.train.total_num_envs != 1:
+        message = "a person corrects one environment"
+        yield Finding("env.train.total_num_envs", message, "set it to 1", "1", others=(key,))
+    allowed = f"{', '.join(DEVICES)}, module:function, null"
+    try:
+        import_function(name)
+    except EmbodrlError as error:
+        yield Finding(key, error.message, error.hint, allowed)
 
 
 @rule("env.real_time", "env.remote")

@@ -29,6 +29,7 @@ from embodrl.config.schema.engines import (
 from embodrl.config.schema.env import CameraConfig, EnvConfig, EnvEvalConfig, EnvTrainConfig, VideoConfig
 from embodrl.config.schema.model import LoraConfig, ModelConfig, SmallActorConfig, ValueHeadConfig
 from embodrl.config.schema.optional import present_in, section_in, sections_of, with_sections
+from embodrl.config.schema.real_time import DEVICES
 from embodrl.config.schema.run import (
     CollectConfig,
     LoggerConfig,
@@ -54,6 +55,7 @@ from embodrl.config.schema.serve import GrootKeysConfig, ServeConfig, WireKeysCo
 from embodrl.config.schema.tagged import env_settings, model_settings
 
 __all__ = [
+    "DEVICES",
     "ActorConfig",
     "AlgorithmConfig",
     "AppliesIf",

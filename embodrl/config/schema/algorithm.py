@@ -166,8 +166,12 @@ class OffPolicyConfig(Section):
     demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")
     interventions: bool = Field(
         default=False,
-        description="a scripted expert takes control where algorithm.dagger.gate_threshold says so, and its chunks are"
-        " added to the demonstrations (HIL-SERL)",
+        description="who corrects the policy takes control, and its chunks are added to the demonstrations (HIL-SERL)",
+    )
+    intervention_device: Annotated[str | None, AppliesIf("algorithm.off_policy.interventions")] = Field(
+        default=None,
+        description="what a person corrects the policy with: keyboard, spacemouse, or a custom module:function; null: a"
+        " scripted expert takes control where algorithm.dagger.gate_threshold says so",
     )
 
 

@@ -27,6 +27,10 @@ class SafetyConfig(Section):
     )
 
 
+DEVICES = ("keyboard", "spacemouse")
+"""What a person corrects a policy with."""
+
+
 class RealTimeConfig(Section):
     """A robot acts in wall-clock time, simulated or not; with control_hz=null there is no clock."""
 

@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.algorithms.dagger import dagger, distance
-from embodrl.config.schema import Config, DaggerConfig
+from embodrl.config.schema import DEVICES, Config, DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.real_time.controls import Controls
+from embodrl.envs.real_time.devices import Device, open_device
 from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
-from embodrl.extras.robot.devices import Device, Keyboard, SpaceMouse
-from embodrl.extras.robot.spec import DEVICES
 from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.runs.policies import find_policy
@@ -143,9 +141,7 @@ def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Interv
     if name is None:
         return None
     if name in DEVICES:
-        controls = Controls(config.env.real_time.control_dir)
-        make = Keyboard if name == "keyboard" else SpaceMouse
-        return Person(make(spec.action_dim, controls))
+        return Person(open_device(name, spec.action_dim, config.env.real_time.control_dir))
     if name == SCRIPTED:
         return Gate(config.algorithm.dagger, spec.num_envs, lambda _: pool.expert_actions(), pool.expert_reset)
     engine = _policy_engine(config, Path(name))  # of whose chunks only the first action counts

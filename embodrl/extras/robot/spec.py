@@ -11,9 +11,8 @@ from embodrl.config.rules.base import Context, Finding, RuleSet
 from embodrl.config.schema import EnvConfig, PositiveFloat
 from embodrl.specs import SimulatorSpec
 
-DEVICES = ("keyboard", "spacemouse")
 EXPERT = "expert"
-"""Who may correct a policy, beside another policy."""
+"""Who may correct a policy, beside a person at a device and another policy."""
 
 
 class RobotConfig(EnvConfig):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
-from embodrl.extras.robot.spec import DEVICES, EXPERT
+from embodrl.config.rules.real_time import person_can_correct
+from embodrl.config.schema import DEVICES
+from embodrl.extras.robot.spec import EXPERT
 from embodrl.extras.store.config import store_settings
 
 RULES = RuleSet()
@@ -21,14 +23,7 @@ def intervention_is_possible(context: Context) -> Iterator[Finding]:
     key = "store.intervention"
     spec = context.simulator
     if name in DEVICES:
-        if config.env.real_time.control_hz is None:
-            message = f"a person at the {name} can't correct what has no clock"
-            yield Finding(key, message, "set env.real_time.control_hz", others=("env.real_time.control_hz",))
-        elif config.env.real_time.control_dir is None:
-            message = "is not set, so that the keys and buttons for pause and emergency stop would do nothing"
-            yield Finding(
-                "env.real_time.control_dir", message, "set it, e.g. to outputs/robot", "a directory", others=(key,)
-            )
+        yield from person_can_correct(context, key, name)
         return
     if name == EXPERT:
         tasks = None if spec is None else spec.expert_tasks

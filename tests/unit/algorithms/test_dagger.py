@@ -14,7 +14,7 @@ from embodrl.config.schema import DaggerConfig
 from embodrl.data.replay import MAX_WORDS, ReplayBuffer, decode_words, encode_words, labelled_frames
 from embodrl.errors import EnvTimeout
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.corrector import Corrector
+from embodrl.workers.corrector import ExpertCorrector
 
 B = 4
 
@@ -64,9 +64,9 @@ def output(version: int = 0) -> PolicyOutput:
     return PolicyOutput(actions, torch.zeros(B, 1, 2), None, {}, version)
 
 
-def corrector(**settings: Any) -> tuple[Corrector, Pool]:
+def corrector(**settings: Any) -> tuple[ExpertCorrector, Pool]:
     pool = Pool()
-    result = Corrector(DaggerConfig(**settings), pool)  # pyright: ignore[reportArgumentType]
+    result = ExpertCorrector(DaggerConfig(**settings), pool)  # pyright: ignore[reportArgumentType]
     result.begin(np.arange(B))
     assert pool.started == [[0, 1, 2, 3]]
     return result, pool

@@ -177,7 +177,7 @@ SITES = {
     "extras/parity/cli.py": "",
     "extras/recipe/stages.py": "recipe.collect recipe.rl recipe.sft",
     "extras/sweep/runs.py": "",
-    "names.py": "reward.fn rollout.workflow pipeline.fn",
+    "names.py": "reward.fn rollout.workflow pipeline.fn algorithm.off_policy.intervention_device",
     "extras/doctor/extras.py": "",
     "preflight/isolated.py": "",
     "extras/plan/memory.py": "",

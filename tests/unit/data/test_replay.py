@@ -9,7 +9,7 @@ import torch
 from expect import raises_code
 
 from embodrl.config.schema.algorithm import AlgorithmConfig
-from embodrl.data.replay import EXPERT, ReplayBuffer, ReplayStores, frames_of, intervened
+from embodrl.data.replay import EXPERT, HUMAN, ReplayBuffer, ReplayStores, frames_of, intervened
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.training.off_policy import sample_transitions
@@ -162,16 +162,17 @@ def test_what_follows_the_last_chunk_is_no_memory_that_was_never_written(n_step,
     assert found.next_inputs["state"].item() == 0
 
 
-def corrected_rollout() -> TrajectoryBatch:
-    """The rollout in which an expert acted in chunks 0 and 1 of row 0, 2 of 1, 2 (lost) of 2, 0 of 3, and 1 of 4."""
+def corrected_rollout(by: int = EXPERT) -> TrajectoryBatch:
+    """The rollout in which somebody acted in chunks 0 and 1 of row 0, 2 of 1, 2 (lost) of 2, 0 of 3, and 1 of 4."""
     batch = rollout()
     for time, row in ((0, 0), (1, 0), (2, 1), (2, 2), (0, 3), (1, 4)):
-        batch["source"][time, row] = EXPERT
+        batch["source"][time, row] = by
     return batch
 
 
-def test_interventions_are_kept_with_what_they_led_to() -> None:
-    frames = intervened(frames_of(corrected_rollout()))
+@pytest.mark.parametrize("by", [EXPERT, HUMAN])
+def test_interventions_are_kept_with_what_they_led_to(by: int) -> None:
+    frames = intervened(frames_of(corrected_rollout(by)))
     seen = frames["inputs.state"].squeeze(-1).int().tolist()
     expected = [(0, True), (1, True), (12, True), (112, False), (30, True), (41, True), (42, False)]
     assert list(zip(seen, frames["acted"].tolist(), strict=True)) == expected

@@ -13,8 +13,8 @@ from embodrl.data.demos import ACTED_BY, Demos
 from embodrl.data.imitation import corrected_frames
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.real_time.controls import Controls
+from embodrl.envs.real_time.devices import HOLD_S, Keyboard, SpaceMouse, open_device, open_space_mouse
 from embodrl.errors import EnvWorkerDied
-from embodrl.extras.robot.devices import HOLD_S, Keyboard, SpaceMouse, open_space_mouse
 from embodrl.extras.robot.intervention import Gate, Person
 
 
@@ -142,3 +142,9 @@ def test_corrections_are_whole_or_reach_the_end(horizon, wanted):
     both = Demos.concat([demos.select([1]), demos.select([0])])
     assert both.acted_by.tolist() == [2, 0, 1, 1, 2, 0]
     assert not len(corrected_frames(Demos.of_episodes(columns, [6], ["a"], ["t"]), horizon))
+
+
+def test_a_function_that_makes_no_device_is_refused(tmp_path):
+    assert open_device("scripted_device:Device", 3, str(tmp_path)).read().tolist() == [0.5] * 3
+    with raises_code("device-result"):
+        open_device("scripted_device:no_device", 3, str(tmp_path))

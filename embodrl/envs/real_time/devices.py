@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from embodrl.envs.real_time.controls import FAILURE, PAUSE, READY, STOP, SUCCESS, Controls
 from embodrl.errors import MissingDependencyError, UsageError
+from embodrl.names import import_function
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,31 @@ class Device(Protocol):
     def close(self) -> None:
         """Give it back."""
         ...
+
+
+def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
+    """Return a device, opened.
+
+    Args:
+        name: ``keyboard``, ``spacemouse``, or ``module:function`` called with A and the directory.
+        action_dim: A.
+        control_dir: directory of signals to the robot, ``env.real_time.control_dir``.
+
+    Raises:
+        MissingDependencyError: the package of the device is not installed.
+        UsageError: the device is not there, or the function returned none.
+    """
+    if name in ("keyboard", "spacemouse"):
+        make = Keyboard if name == "keyboard" else SpaceMouse
+        return make(action_dim, Controls(control_dir))
+    device: Any = import_function(name)(action_dim, control_dir)
+    if not callable(getattr(device, "read", None)) or not callable(getattr(device, "close", None)):
+        raise UsageError(
+            f"{name} returned {type(device).__name__}, which is no device",
+            "return an object with read(), which gives float32[A] or None, and close()",
+            code="device-result",
+        )
+    return device
 
 
 class Keyboard:
@@ -130,8 +156,8 @@ class Terminal:
     def __init__(self) -> None:
         if not sys.stdin.isatty():
             raise UsageError(
-                "store.intervention=keyboard needs a terminal, and the input of this process is none",
-                "start the command in a terminal, or choose another intervention",
+                "interventions by keyboard need a terminal, and the input of this process is none",
+                "start the command in a terminal, or choose another device",
                 code="keyboard-no-terminal",
             )
         self._file = sys.stdin.fileno()
