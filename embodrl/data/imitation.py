@@ -194,7 +194,7 @@ class FrameBatches:
         observation = Observation(
             images=shift_images(demos.images[frames], self.settings.random_shift_px, self._rng),
             state=self._state[frames],
-            instruction=[demos.instructions[i] for i in demos.episode[frames]],
+            instruction=demos.said(frames),
             task_id=np.zeros(len(frames), np.int32),
         )
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
@@ -245,8 +245,9 @@ class DemoDraws:
         demos = self.demos
         frames = torch.randint(len(demos.actions), (self.size,), generator=self._generator).numpy()
         actions, inside = demos.action_chunks(frames, self.horizon)
-        words = [demos.instructions[number] for number in demos.episode[frames]]
-        observation = Observation(demos.images[frames], demos.state[frames], words, np.zeros(self.size, np.int32))
+        observation = Observation(
+            demos.images[frames], demos.state[frames], demos.said(frames), np.zeros(self.size, np.int32)
+        )
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
 
     def state(self) -> dict[str, Tensor]:

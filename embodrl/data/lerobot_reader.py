@@ -348,12 +348,12 @@ class _Loading:
             {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION], **known},
             self.lengths,
             instructions,
-            [episode.task or words for episode, words in zip(self.episodes, instructions, strict=True)],
+            [one.task or instructions[start] for one, start in zip(self.episodes, self.starts, strict=False)],
             [episode.outcome for episode in self.episodes],
         )
 
     def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:
-        """Return actions and states of each episode, and its instruction; fill in pictures that the rows hold."""
+        """Return columns of each episode, and the instruction of each frame; fill in pictures that the rows hold."""
         features = self.info.features
         names = (layout.ACTION, layout.STATE, *(OUTCOMES if set(OUTCOMES) <= features.keys() else ()))
         names += (ACTED_BY,) if ACTED_BY in features and features[ACTED_BY].dtype == "int64" else ()
@@ -372,10 +372,11 @@ class _Loading:
             for name, every in values.items():
                 vectors[name].append(every[rows])
                 check_numbers(table.path, name, every[rows], episode.number)
-            task = int(table.integers("task_index")[rows[0]])
-            if task not in tasks:
-                raise damaged(table.path, f"episode {episode.number} has task_index {task}, which meta/tasks lacks")
-            instructions.append(tasks[task])
+            numbers = table.integers("task_index")[rows].tolist()
+            if unknown := set(numbers) - tasks.keys():
+                what = f"episode {episode.number} has task_index {min(unknown)}, which meta/tasks lacks"
+                raise damaged(table.path, what)
+            instructions += [tasks[number] for number in numbers]
             for view, key in pictures.items():
                 for frame, encoded in enumerate(table.pictures(key, rows)):
                     what = f"episode {episode.number}, frame {frame}: {key}"

@@ -94,7 +94,7 @@ def demo_statistics(
     action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
     state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
     name = read_facts(data_directory(str(data_dir))).robot_type or UNNAMED
-    return RobotStatistics(name, action, state, gripper, len(demos.actions), len(demos.instructions)), narrow
+    return RobotStatistics(name, action, state, gripper, len(demos.actions), demos.num_episodes), narrow
 
 
 def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:

@@ -120,7 +120,7 @@ def work(session: RunSession) -> int:
             frozen = session.loaded.origins["model.freeze_vision"]
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
         demos = load_checked_demos(config)
-        progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        progress.message(f"{demos.num_episodes} episodes, {len(demos.actions)} frames from {settings.data_dir}")
         trainer = _bring_up(session, demos, progress, closing)
         code = run_and_export(trainer, progress)
         if not trainer.is_finished:

@@ -124,7 +124,7 @@ def check_data(
         errors, more = _compare(policy_dir, directory, overrides)
         findings += more
     findings.sort(key=lambda finding: finding.level != "error")
-    return DataReport(directory, facts, len(demos.instructions), len(demos.actions), findings, replayed, errors)
+    return DataReport(directory, facts, demos.num_episodes, len(demos.actions), findings, replayed, errors)
 
 
 def _replay(
@@ -278,8 +278,7 @@ def policy_errors(policy: VLAPolicy, demos: Demos, include_state: bool) -> Polic
     said: list[NDArray[np.float32]] = []
     with torch.no_grad():
         for part in np.array_split(frames, -(-len(frames) // BATCH)):
-            words = [demos.instructions[n] for n in demos.episode[part]]
-            seen = Observation(demos.images[part], state[part], words, np.zeros(len(part), np.int32))
+            seen = Observation(demos.images[part], state[part], demos.said(part), np.zeros(len(part), np.int32))
             said.append(policy.predict_action_batch(seen, "eval", SamplingParams(), compute_values=False).actions)
     chunks = np.concatenate(said)
     wanted, inside = demos.action_chunks(frames, chunks.shape[1])

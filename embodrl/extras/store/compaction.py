@@ -147,7 +147,7 @@ def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str
             raise StoreError(f"episode {one} tells neither its seed nor its success", code="store-damaged")
         columns_of = {name: values[frames] for name, values in columns.items()}
         seen = (demos.images[frames], demos.state[frames], demos.actions[frames])
-        about = (demos.instructions[number], demos.tasks[number])
+        about = (demos.said(frames[:1])[0], demos.tasks[number])
         yield one, DemoEpisode(*seen, *about, seed, success, None, columns_of, one)
 
 

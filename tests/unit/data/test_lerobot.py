@@ -82,7 +82,11 @@ def test_what_is_written_comes_back_bit_exactly(tmp_path: Path) -> None:
         assert found.dtype == getattr(episodes[0], field).dtype
     np.testing.assert_array_equal(demos.episode, [0, 0, 0, 1, 2, 2, 2, 2])
     np.testing.assert_array_equal(demos.last, [2, 2, 2, 3, 7, 7, 7, 7])
-    assert demos.instructions == ["do 0", "do 1", "do 0"] and demos.tasks == ["task-0", "task-1", "task-0"]
+    assert demos.said(demos.last) == ["do 0"] * 3 + ["do 1"] + ["do 0"] * 4 and demos.tasks == [
+        "task-0",
+        "task-1",
+        "task-0",
+    ]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -184,7 +188,7 @@ def test_cameras_size_and_number_of_episodes_are_chosen(tmp_path: Path) -> None:
     episodes = write(tmp_path)
     assert camera_names(tmp_path) == ["observation.images.front", "observation.images.wrist"]
     demos = load_demos(tmp_path, 2, ("observation.images.wrist",), (5, 7))
-    assert demos.images.shape == (4, 1, 5, 7, 3) and len(demos.instructions) == 2
+    assert demos.images.shape == (4, 1, 5, 7, 3) and demos.num_episodes == 2
     first = Image.fromarray(episodes[0].images[0, 1]).resize((7, 5), Image.Resampling.BILINEAR)
     np.testing.assert_array_equal(demos.images[0, 0], np.asarray(first))
     swapped = load_demos(tmp_path, cameras=("wrist", "front"))
@@ -259,7 +263,7 @@ def test_a_killed_collection_continues_from_its_last_commit(tmp_path: Path) -> N
     found, expected = load_demos(tmp_path / "data"), load_demos(tmp_path / "whole")
     for field in ("images", "state", "actions", "episode", "last"):
         np.testing.assert_array_equal(getattr(found, field), getattr(expected, field))
-    assert found.instructions == expected.instructions and found.tasks == expected.tasks
+    assert found.said(found.last) == expected.said(expected.last) and found.tasks == expected.tasks
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "whole"]
 
 
@@ -515,7 +519,7 @@ def test_a_data_set_of_someone_else(tmp_path: Path) -> None:
     np.testing.assert_array_equal(demos.actions, [[1, -1], [2, -2], [3, -3]])
     np.testing.assert_array_equal(demos.images[:, 0, 0, 0, 0], [10, 20, 30])
     assert demos.images.shape == (3, 1, 6, 8, 3) and demos.state.shape == (3, 0)
-    assert demos.instructions == ["close", "open"] == demos.tasks
+    assert demos.said(demos.last) == ["close", "open", "open"] and demos.tasks == ["close", "open"]
 
 
 def test_version_2_has_a_file_an_episode(tmp_path: Path) -> None:
@@ -549,7 +553,7 @@ def test_version_2_has_a_file_an_episode(tmp_path: Path) -> None:
     np.testing.assert_array_equal(demos.images[:, 0], np.concatenate(frames))
     np.testing.assert_array_equal(demos.actions, [[0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [2, 1]])
     np.testing.assert_array_equal(demos.state, demos.actions)
-    assert demos.instructions == ["stack"] * 3
+    assert demos.said(demos.last) == ["stack"] * 6
 
 
 def test_the_raw_format_leaves_nothing_when_aborted(tmp_path: Path) -> None:

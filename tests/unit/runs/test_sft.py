@@ -35,7 +35,7 @@ def demos(num_frames: int) -> Demos:
     episode = (np.arange(num_frames) >= half).astype(np.int64)
     last = np.where(episode == 0, half - 1, num_frames - 1)
     actions = np.arange(num_frames, dtype=np.float32)[:, None]
-    return Demos(images, 10 * actions, actions, episode, last, ["first", "second"], ["a", "b"])
+    return Demos(images, 10 * actions, actions, episode, last, ["first", "second"], episode, ["a", "b"])
 
 
 def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine():
