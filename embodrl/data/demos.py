@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.errors import FileDamagedError
+from embodrl.errors import EmbodrlError, FileDamagedError
 
 MAX_FRAMES = 10**8
 MAX_MAGNITUDE = 1e9
 """Actions and states beyond this are not of a robot: a damaged exponent."""
-HINT = "re-collect the demonstrations, or copy the whole directory once more"
+HINT = "copy or download the whole dataset once more"
 
 
 EXECUTED = "executed_action"
@@ -238,6 +238,11 @@ class Demos:
 def damaged(path: Path, problem: object) -> FileDamagedError:
     """Return the error of demonstrations that can't be read."""
     return FileDamagedError(f"{path} is damaged: {problem}", HINT)
+
+
+def layout_error(path: Path, problem: object, hint: str) -> EmbodrlError:
+    """Return the error of demonstrations that are whole, and laid out in a way that can't be read."""
+    return EmbodrlError(f"{path}: {problem}", hint, code="dataset-layout")
 
 
 def check_numbers(path: Path, column: str, values: NDArray[np.float32], episode: int) -> None:

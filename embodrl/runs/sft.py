@@ -57,7 +57,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )
-    read_facts(data_directory(config.sft.data_dir))  # raises, before anything is written
+    read_facts(data_directory(config.sft.data_dir), config.sft.keys)  # raises, before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(

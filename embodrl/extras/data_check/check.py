@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -95,7 +95,12 @@ class DataReport:
 
 
 def check_data(
-    directory: Path, config: Config | None, policy_dir: Path | None, episodes: int, overrides: list[str]
+    directory: Path,
+    config: Config | None,
+    policy_dir: Path | None,
+    episodes: int,
+    overrides: list[str],
+    keys: Mapping[str, str] | None = None,
 ) -> DataReport:
     """Look over demonstrations.
 
@@ -105,13 +110,14 @@ def check_data(
         policy_dir: of a policy or run to compare with; None for none.
         episodes: that are replayed, at most.
         overrides: for the policy's configuration.
+        keys: ``sft.keys``.
 
     Raises:
         EmbodrlError: there are no demonstrations, or simulator or policy are not available.
     """
-    facts = read_facts(directory)
+    facts = read_facts(directory, keys)
     try:
-        demos = load_demos(directory, size=(SIDE, SIDE) if is_lerobot(directory) else None)
+        demos = load_demos(directory, size=(SIDE, SIDE) if is_lerobot(directory) else None, keys=keys)
     except FileDamagedError as error:
         return DataReport(directory, facts, 0, 0, [DataFinding("error", "data-damaged", error.message, error.hint)])
     findings = inspect(demos, facts)

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import REWARDS, DemoEpisode
-from embodrl.data.lerobot_reader import Info, load_lerobot, read_info
+from embodrl.data.lerobot_info import Info, read_info
+from embodrl.data.lerobot_reader import load_lerobot
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.parquet import Table
 from embodrl.errors import StoreError

@@ -369,7 +369,7 @@ def replaced(value: object) -> Callable[[list], list]:
         (lambda d: change_info(d, data_path="{chunk_index.__class__}"), "file-damaged", "is not a path template"),
         (lambda d: change_info(d, data_path="{file_index:999999999d}"), "file-damaged", "is not a path template"),
         (lambda d: change_info(d, data_path="{"), "file-damaged", "is not a path template"),
-        (lambda d: change_feature(d, "action", shape=[3]), "file-damaged", "action has 2 numbers per row, and 3"),
+        (lambda d: change_feature(d, "action", shape=[3]), "dataset-layout", "action has 2 numbers per row, and 3"),
         (lambda d: change_feature(d, "action", shape="2"), "file-damaged", "'shape' is \"2\", not a list"),
         (
             lambda d: change_feature(d, "observation.images.wrist", shape=[10**9, 10**9, 3]),
@@ -378,28 +378,28 @@ def replaced(value: object) -> Callable[[list], list]:
         ),
         (
             lambda d: [change_feature(d, f"observation.images.{name}", shape=[10, 12, 3]) for name in CAMERAS],
-            "file-damaged",
-            "its frames are 10 x 14, and 10 x 12 by info.json",
+            "dataset-picture-size",
+            "a frame is 10 x 14 (height x width), and 10 x 12 by info.json",
         ),
         (lambda d: (d / DATA).unlink(), "file-damaged", "file-000.parquet is damaged: it is missing"),
         (lambda d: (d / DATA).write_bytes(b"x"), "file-damaged", "file-000.parquet is damaged"),
-        (change_table(DATA, "action", lambda _: None), "file-damaged", "file-000.parquet is damaged: it has no column"),
+        (change_table(DATA, "action", lambda _: None), "dataset-layout", "file-000.parquet: it has no column action"),
         (change_table(DATA, "action", at_5(np.nan)), "file-damaged", "episode 2, frame 1: action[0] is nan"),
         (
             change_table(DATA, "observation.state", at_5(-1e30)),
             "file-damaged",
             "frame 1: observation.state[0] is -1e+30",
         ),
-        (change_table(DATA, "action", replaced([1.0])), "file-damaged", "the lists of action differ in length"),
-        (change_table(DATA, "action", replaced(None)), "file-damaged", "the lists of action differ in length"),
+        (change_table(DATA, "action", replaced([1.0])), "dataset-layout", "the lists of action differ in length"),
+        (change_table(DATA, "action", replaced(None)), "dataset-layout", "the lists of action differ in length"),
         (
             change_table(DATA, "action", lambda r: [["a", "b"]] * len(r)),
-            "file-damaged",
+            "dataset-layout",
             "action is string, not numbers",
         ),
         (change_table(DATA, "frame_index", replaced(1)), "file-damaged", "frame_index of episode 0 is not 0 to 2"),
         (change_table(DATA, "episode_index", replaced(7)), "file-damaged", "episode 0 has 2 rows, and 3 by"),
-        (change_table(DATA, "episode_index", replaced(None)), "file-damaged", "episode_index is int64 with 1 nulls"),
+        (change_table(DATA, "episode_index", replaced(None)), "dataset-layout", "episode_index is int64 with 1 nulls"),
         (change_table(DATA, "task_index", replaced(5)), "file-damaged", "episode 0 has task_index 5"),
         (change_table(META, "length", replaced(-1)), "file-damaged", "row 0: 'length' is -1"),
         (change_table(META, "length", replaced(2**40)), "file-damaged", "row 0: 'length' is 1099511627776"),
@@ -412,10 +412,9 @@ def replaced(value: object) -> Callable[[list], list]:
         ),
         (lambda d: (d / META).write_bytes(b"x"), "file-damaged", "file-000.parquet is damaged"),
         (lambda d: (d / "meta/tasks.parquet").unlink(), "file-damaged", "tasks.parquet is damaged: it is missing"),
-        (change_table("meta/tasks.parquet", "task", replaced(None)), "file-damaged", "task holds None, not a string"),
+        (change_table("meta/tasks.parquet", "task", replaced(None)), "dataset-layout", "task holds None, not a string"),
         (change_table("meta/tasks.parquet", "task_index", replaced(1)), "file-damaged", "a task_index appears twice"),
-        (lambda d: (d / "meta/stats.json").write_text("[]"), "file-damaged", "stats.json holds []"),
-        (lambda d: (d / VIDEO).unlink(), "file-damaged", "it is missing"),
+        (lambda d: [path.unlink() for path in d.glob("videos/*/*/*")], "file-damaged", "it is missing"),
         (lambda d: (d / VIDEO).write_bytes(b"x"), "file-damaged", "file-000.mp4 is damaged"),
         (lambda d: (d / VIDEO).write_bytes(short_video(d)), "file-damaged", "ends after 2 frames"),
     ],
@@ -467,7 +466,7 @@ def test_more_pictures_than_memory_are_refused(tmp_path: Path, monkeypatch: pyte
     write(tmp_path)
     memory = type("Memory", (), {"available": 100})
     monkeypatch.setattr(parquet.psutil, "virtual_memory", lambda: memory)
-    with raises_code("file-damaged") as refused:  # already the rows
+    with raises_code("dataset-too-large") as refused:  # already the rows
         load_demos(tmp_path)
     assert "of rows" in refused.value.message
     memory.available = 9_000
