@@ -14,7 +14,9 @@ pytest.importorskip("imageio_ffmpeg")
 from lerobot_files import FPS, KEY, LENGTH, build, columns_of, pictures, put_table
 
 from embodrl.data.facts import read_facts
+from embodrl.data.imitation import load_configured_demos
 from embodrl.data.load import load_demos
+from embodrl.pipelines.load import load_config
 
 REAL = Path(__file__).resolve().parents[4] / "shared/real_fixtures/gr1_picknplace"
 WANTED = np.concatenate([pictures(0), pictures(1)])
@@ -212,6 +214,14 @@ def test_features_are_mapped_by_keys(tmp_path: Path) -> None:
         load_demos(other)
     assert "it has actions, state, image" in refused.value.message
     assert "sft.keys={action: actions, state: state}" in refused.value.hint
+
+
+def test_keys_of_the_command_line_name_cameras(tmp_path: Path) -> None:
+    other = move_videos(build(tmp_path / "theirs", columns=rename, info=rename_features))
+    given = "sft.keys={action: actions, state: state, images.top: image}"
+    config = load_config(["env=dataset", f"sft.data_dir={other}", given], verb="sft").config
+    assert config.sft.keys == KEYS and [camera.name for camera in config.env.cameras] == ["top"]
+    assert load_configured_demos(config).state.shape == (24, 8)
 
 
 TWICE = {"images.a": "image", "images.b": "image"}
