@@ -18,6 +18,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.common.gripper import Convention, to_model
 from embodrl.models.common.norm_stats import is_constant
 from embodrl.specs import ENVS
+from embodrl.types import Observation
 from embodrl.workers.policy import build_policy
 
 
@@ -106,6 +107,18 @@ def constant_dimensions(stats: Mapping[str, object] | None) -> list[int]:
         return []
     mean, std = (np.array(stats[name], np.float64) for name in ("mean", "std"))
     return np.flatnonzero(is_constant(std, mean, mean)).tolist()
+
+
+def check_instructions(policy: VLAPolicy, demos: Demos) -> None:
+    """Encode every instruction once, with the observation that it was first given for.
+
+    Raises:
+        EmbodrlError: one does not fit into the policy's prompt.
+    """
+    frames = np.unique(demos.instruction, return_index=True)[1]
+    for frame in frames.astype(np.int64):
+        rows = np.array([frame])
+        policy.preprocess(Observation(demos.images[rows], demos.state[rows], demos.said(rows), np.zeros(1, np.int32)))
 
 
 def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:

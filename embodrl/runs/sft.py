@@ -9,11 +9,11 @@ from pathlib import Path
 from embodrl.config import LoadedConfig
 from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
-from embodrl.data.imitation import FrameBatches, load_checked_demos
+from embodrl.data.imitation import FrameBatches, load_checked_demos, observed
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import ImitationLearner
-from embodrl.learners.imitation_policy import check_range, policy_with_statistics, with_vision
+from embodrl.learners.imitation_policy import check_instructions, check_range, policy_with_statistics, with_vision
 from embodrl.reporting.progress import Progress
 from embodrl.specs import ENGINES
 from embodrl.storage.checkpoint import CheckpointManager, preflight
@@ -140,6 +140,7 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     resumed = session.checkpoint is not None
     weights_from, policy = policy_with_statistics(session.weights_from, demos, statistics, progress.message, resumed)
     check_range(policy, demos, settings)
+    check_instructions(policy, observed(demos, config))
     engine = start_imitation(session, weights_from, policy, closing)
     batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
+from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.load import is_lerobot, load_demos
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.extras.data_check.checks import Checked, DataFinding, inspect, shown
+from embodrl.learners.imitation_policy import check_instructions
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
@@ -266,6 +267,10 @@ def _compare(policy_dir: Path, directory: Path, overrides: list[str]) -> tuple[P
     except EmbodrlError as error:
         return None, [DataFinding("error", error.code, error.message, error.hint)]
     policy = source.make_policy(config)
+    try:
+        check_instructions(policy, observed(demos, config))
+    except EmbodrlError as error:
+        return None, [DataFinding("error", error.code, error.message, error.hint)]
     errors = policy_errors(policy, demos, config.env.include_state)
     return errors, list(_policy_findings(errors, policy, demos, config))
 

@@ -16,7 +16,9 @@ from lerobot_files import FPS, KEY, LENGTH, build, columns_of, pictures, put_tab
 from embodrl.data.facts import read_facts
 from embodrl.data.imitation import load_configured_demos
 from embodrl.data.load import load_demos
+from embodrl.learners.imitation_policy import check_instructions
 from embodrl.pipelines.load import load_config
+from embodrl.workers.policy import build_policy
 
 REAL = Path(__file__).resolve().parents[4] / "shared/real_fixtures/gr1_picknplace"
 WANTED = np.concatenate([pictures(0), pictures(1)])
@@ -286,3 +288,14 @@ def test_the_demo_set_of_gr00t_is_read(tmp_path: Path, caplog: pytest.LogCapture
     assert demos.images.shape == (886, 1, 32, 32, 3) and demos.state.shape == demos.actions.shape == (886, 44)
     assert "camera egoview is left out" in caplog.text
     assert all(demos.images[::50].std(axis=(1, 2, 3, 4)) > 5)
+
+
+def test_instructions_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
+    words = " ".join(["move the cup to the left of the plate and then"] * 12)
+    tasks = ("pick up the cup", words)
+    build(tmp_path / "data", tasks=tasks, columns=lambda c: c.update(task_index=[0] * 11 + [1]))
+    arguments = ["env=dataset", "model=smolvla", "model.warm_start=null", f"sft.data_dir={tmp_path / 'data'}"]
+    config = load_config(arguments, verb="sft").config
+    with raises_code("prompt-too-long") as refused:
+        check_instructions(build_policy(config), load_configured_demos(config))
+    assert len(refused.value.message) < 300
