@@ -160,6 +160,12 @@ class Fields:
         return Fields(content, f"{self.source}, {name}", self._error, self._hint)
 
 
+def with_whole_numbers(fields: Fields) -> Fields:
+    """Return an object in which 12.0 is 12: tools that merge tables of data write integers so."""
+    content = {n: int(v) if isinstance(v, float) and v.is_integer() else v for n, v in fields.content.items()}
+    return Fields(content, fields.source, fields._error, fields._hint)  # pyright: ignore[reportPrivateUsage]
+
+
 def open_regular_file(path: Path, follow_links: bool = False) -> BufferedReader:
     """Open a file for reading that is neither a pipe nor a device, nor a link unless links are followed.
 

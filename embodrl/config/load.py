@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 from embodrl.config.check import allowed_values, prune, schema_of, validate, with_every_section
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.hub_files import fetch_facts
-from embodrl.config.nodes import SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
+from embodrl.config.nodes import DOTTED_NAMES, SPECIAL_KEY, Node, Origin, from_plain, lookup, origin_of, put, walk
 from embodrl.config.presets import of_algorithm
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
@@ -312,7 +312,8 @@ def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:
     for key, node in list(walk(tree)):
         for name, child in list(node.children.items()):
             full = f"{key}.{name}" if key else name
-            if "." in name or not name:  # from a mapping on the command line; files are checked when read
+            # From a mapping on the command line; files are checked when read.
+            if ("." in name and key not in DOTTED_NAMES) or not name:
                 hint = "write sections as nested mappings: {runner: {seed: 3}}"
                 problems.append(
                     ConfigProblem(

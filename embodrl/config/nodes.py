@@ -27,6 +27,8 @@ MAX_TEXT = 4096
 MAX_DIGITS = 100
 SPECIAL_KEY = re.compile(r"_[a-z]+_")
 STANDARD_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:str")
+DOTTED_NAMES = ("sft.keys",)
+"""Mappings of names, not sections: a name may be ``images.top``."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +353,7 @@ class _Reader:
                     "remove one of them",
                     code="config-duplicate-key",
                 )
-            elif "." in name or not name:
+            elif ("." in name and key not in DOTTED_NAMES) or not name:
                 hint = "write sections as nested mappings: 'runner: {seed: 3}'"
                 self.problem(full, key_node, "is a dotted or empty key", hint, code="config-dotted-key")
             elif name == "<<":

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.errors import FileDamagedError
+from embodrl.errors import EmbodrlError, FileDamagedError
 
 MAX_FRAMES = 10**8
 MAX_MAGNITUDE = 1e9
 """Actions and states beyond this are not of a robot: a damaged exponent."""
-HINT = "re-collect the demonstrations, or copy the whole directory once more"
+HINT = "copy or download the whole dataset once more"
 
 
 EXECUTED = "executed_action"
@@ -112,7 +112,8 @@ class Demos:
         actions: ``float32[N,A]``.
         episode: ``int64[N]``, number of the episode.
         last: ``int64[N]``, index of the last frame of that episode.
-        instructions: one per episode.
+        instruction_table: the different instructions, in the order of their first frames.
+        instruction: ``int64[N]``, place of each frame's in that table; it may change within an episode.
         tasks: one per episode.
         seeds: reset seed of each episode in its simulator, None where it is not known.
         success: whether each episode solved its task, None where it is not known.
@@ -125,7 +126,8 @@ class Demos:
     actions: NDArray[np.float32]
     episode: NDArray[np.int64]
     last: NDArray[np.int64]
-    instructions: list[str]
+    instruction_table: list[str]
+    instruction: NDArray[np.int64]
     tasks: list[str]
     seeds: Sequence[int | None] = ()
     success: Sequence[bool | None] = ()
@@ -137,7 +139,7 @@ class Demos:
         cls,
         columns: Mapping[str, NDArray[np.generic]],
         lengths: Sequence[int],
-        instructions: list[str],
+        instructions: Sequence[str],
         tasks: list[str],
         outcomes: Sequence[tuple[int | None, bool | None]] = (),
     ) -> Demos:
@@ -147,19 +149,22 @@ class Demos:
             columns: ``images``, ``state`` and ``actions`` of all frames; and ``ACTED_BY`` and those of ``Outcomes``, if
                 they are known.
             lengths: frames of each episode.
-            instructions: one per episode.
+            instructions: one per episode, or one per frame.
             tasks: one per episode.
             outcomes: seed and success of each episode; empty if nothing is known.
         """
         outcomes = outcomes or [(None, None)] * len(lengths)
         episode = np.repeat(np.arange(len(lengths)), lengths)
+        places = {text: place for place, text in enumerate(dict.fromkeys(instructions))}
+        said = np.array([places[text] for text in instructions], np.int64)
         return cls(
             images=columns["images"].astype(np.uint8, copy=False),
             state=columns["state"].astype(np.float32, copy=False),
             actions=columns["actions"].astype(np.float32, copy=False),
             episode=episode,
             last=(np.cumsum(lengths) - 1)[episode],
-            instructions=instructions,
+            instruction_table=list(places),
+            instruction=said if len(said) == len(episode) else said[episode],
             tasks=tasks,
             seeds=[seed for seed, _ in outcomes],
             success=[success for _, success in outcomes],
@@ -172,11 +177,24 @@ class Demos:
         known: dict[str, NDArray[np.generic]] = {} if self.acted_by is None else {ACTED_BY: self.acted_by}
         return {"images": self.images, "state": self.state, "actions": self.actions, **known}
 
+    @property
+    def num_episodes(self) -> int:
+        """The number of episodes."""
+        return len(self.tasks)
+
+    def said(self, frames: NDArray[np.int64] | slice) -> list[str]:
+        """Return the instruction of each of these frames."""
+        return [self.instruction_table[place] for place in self.instruction[frames]]
+
     @cached_property
     def checksum(self) -> int:
         """CRC-32 of what is seen, done and said."""
-        result = zlib.crc32("\n".join(self.instructions).encode())
-        for column in (self.images, self.actions, self.state, self.last):
+        first = np.flatnonzero(np.diff(self.episode, prepend=-1))
+        result = zlib.crc32("\n".join(self.said(first)).encode())
+        columns: list[NDArray[np.generic]] = [self.images, self.actions, self.state, self.last]
+        if (self.instruction != np.repeat(self.instruction[first], np.bincount(self.episode))).any():
+            columns.append(self.instruction)
+        for column in columns:
             result = zlib.crc32(np.ascontiguousarray(column).data, result)
         return result
 
@@ -187,7 +205,7 @@ class Demos:
         return Demos.of_episodes(
             {name: column[index] for name, column in self._columns().items()},
             [len(part) for part in frames],
-            [self.instructions[number] for number in episodes],
+            self.said(index),
             [self.tasks[number] for number in episodes],
             [(self.seeds[number], self.success[number]) for number in episodes],
         )
@@ -198,11 +216,11 @@ class Demos:
         every = [part._columns() for part in parts]
         shared = [name for name in every[0] if all(name in columns for columns in every)]
         columns = {name: np.concatenate([columns[name] for columns in every]) for name in shared}
-        lengths = [int(n) for part in parts for n in np.bincount(part.episode, minlength=len(part.instructions))]
+        lengths = [int(n) for part in parts for n in np.bincount(part.episode, minlength=part.num_episodes)]
         return cls.of_episodes(
             columns,
             lengths,
-            [text for part in parts for text in part.instructions],
+            [text for part in parts for text in part.said(slice(None))],
             [task for part in parts for task in part.tasks],
             [pair for part in parts for pair in zip(part.seeds, part.success, strict=True)],
         )
@@ -220,6 +238,11 @@ class Demos:
 def damaged(path: Path, problem: object) -> FileDamagedError:
     """Return the error of demonstrations that can't be read."""
     return FileDamagedError(f"{path} is damaged: {problem}", HINT)
+
+
+def layout_error(path: Path, problem: object, hint: str) -> EmbodrlError:
+    """Return the error of demonstrations that are whole, and laid out in a way that can't be read."""
+    return EmbodrlError(f"{path}: {problem}", hint, code="dataset-layout")
 
 
 def check_numbers(path: Path, column: str, values: NDArray[np.float32], episode: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,17 +65,17 @@ def missing(directory: Path) -> EmbodrlError:
     return EmbodrlError(problem, f"{hint}; {collect}", code="dataset-missing")
 
 
-def read_facts(directory: Path) -> DatasetFacts:
-    """Return the facts of a LeRobot dataset or of the format ``raw``.
+def read_facts(directory: Path, keys: Mapping[str, str] | None = None) -> DatasetFacts:
+    """Return the facts of a LeRobot dataset, with ``sft.keys``, or of the format ``raw``.
 
     Raises:
         EmbodrlError: there is none, it is damaged, or of an unsupported version.
     """
     if (directory / layout.INFO).parent.is_dir():
-        from embodrl.data.lerobot_reader import read_info
+        from embodrl.data.lerobot_info import read_info
 
         check_checksums(directory, [layout.INFO])
-        info = read_info(directory)
+        info = read_info(directory, keys)
         sizes = {name: feature.size for name, feature in info.features.items()}
         cameras = {name.removeprefix(layout.IMAGES): info.features[name].picture_size for name in info.cameras}
         state_dim = sizes.get(layout.STATE, 0)

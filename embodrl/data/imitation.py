@@ -34,6 +34,15 @@ def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generat
     return np.stack([padded[i, :, y : y + height, x : x + width] for i, (y, x) in enumerate(shifts)])
 
 
+def not_lerobot(directory: Path, without: str) -> EmbodrlError:
+    """Return the error of a setting, ``sft.{without}`` undoes it, that needs a format with names."""
+    return EmbodrlError(
+        f"{directory} is not a LeRobot dataset; names of cameras and features are unavailable",
+        f"set sft.{without}",
+        code="sft-cameras-without-names",
+    )
+
+
 def load_configured_demos(config: Config) -> Demos:
     """Load the demonstrations of ``config.sft``, of a LeRobot dataset those of the cameras in ``env.cameras``.
 
@@ -46,19 +55,17 @@ def load_configured_demos(config: Config) -> Demos:
     cameras = config.env.cameras
     on_hub = parse_dataset(settings.data_dir)
     directory = Path(settings.data_dir).expanduser() if on_hub is None else fetch(on_hub, DATASET_FILES)
-    present = camera_names(directory)
+    present = camera_names(directory, settings.keys)
     if present is None:
         if settings.cameras is not None:
-            raise EmbodrlError(
-                f"{directory} is not a LeRobot dataset; camera names are unavailable",
-                "set sft.cameras=null",
-                code="sft-cameras-without-names",
-            )
+            raise not_lerobot(directory, "cameras=null")
+        if settings.keys:
+            raise not_lerobot(directory, "keys={}")
         return load_demos(directory, settings.max_episodes)
     chosen = settings.cameras
     if chosen is None:
         chosen = tuple(camera.name for camera in cameras)
-        missing = [name for name in chosen if camera_key(name) not in present]
+        missing = [name for name in chosen if not {name, camera_key(name)} & set(present)]
         if missing and len(cameras) == len(present) == 1:
             chosen = (present[0],)
         elif missing:
@@ -68,7 +75,7 @@ def load_configured_demos(config: Config) -> Demos:
                 "list the dataset's cameras to use in sft.cameras, in the order of env.cameras",
                 code="sft-camera-missing",
             )
-    return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width))
+    return load_demos(directory, settings.max_episodes, chosen, (cameras[0].height, cameras[0].width), settings.keys)
 
 
 def check_robot(config: Config) -> None:
@@ -81,7 +88,7 @@ def check_robot(config: Config) -> None:
     spec = ENVS.entry(config.env.env_type)
     if not config.sft.check_robot or spec.robots is None:
         return
-    facts = read_facts(data_directory(config.sft.data_dir))
+    facts = read_facts(data_directory(config.sft.data_dir), config.sft.keys)
     ours = (env.env_type, *spec.robots)
     problems: list[str] = []
     if facts.robot_type is not None and facts.robot_type not in ours:
@@ -194,7 +201,7 @@ class FrameBatches:
         observation = Observation(
             images=shift_images(demos.images[frames], self.settings.random_shift_px, self._rng),
             state=self._state[frames],
-            instruction=[demos.instructions[i] for i in demos.episode[frames]],
+            instruction=demos.said(frames),
             task_id=np.zeros(len(frames), np.int32),
         )
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
@@ -245,8 +252,9 @@ class DemoDraws:
         demos = self.demos
         frames = torch.randint(len(demos.actions), (self.size,), generator=self._generator).numpy()
         actions, inside = demos.action_chunks(frames, self.horizon)
-        words = [demos.instructions[number] for number in demos.episode[frames]]
-        observation = Observation(demos.images[frames], demos.state[frames], words, np.zeros(self.size, np.int32))
+        observation = Observation(
+            demos.images[frames], demos.state[frames], demos.said(frames), np.zeros(self.size, np.int32)
+        )
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
 
     def state(self) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ v3.0"). A dataset is a directory: ``meta/info.json`` (features, path templates),
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import string
@@ -94,6 +95,23 @@ def check_template(template: str, names: Collection[str], source: Path) -> str:
     if len(template) > 1000:
         raise damaged(source, f"{template!r:.100} is too long for a path")
     return template
+
+
+def is_relative(template: str) -> bool:
+    """Return whether a path template stays below the dataset."""
+    parts = Path(template).parts
+    return bool(parts) and not Path(template).is_absolute() and ".." not in parts
+
+
+def escaped(name: str) -> str:
+    """Return a name so that neither ``glob`` nor ``str.format`` reads anything into it."""
+    return glob.escape(name).replace("{", "{{").replace("}", "}}")
+
+
+def any_index(template: str) -> str:
+    """Return the pattern of ``glob`` for all the paths of a template."""
+    parts = string.Formatter().parse(template)
+    return "".join(text + ("" if name is None else "*") for text, name, _, _ in parts)
 
 
 def within(directory: Path, relative: str) -> Path:

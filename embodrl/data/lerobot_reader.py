@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,161 +16,28 @@ import psutil
 from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
-from embodrl.data.demos import ACTED_BY, EXECUTED, HINT, MAX_FRAMES, REWARD, TERMINATED, Demos, check_numbers, damaged
+from embodrl.data.demos import (
+    ACTED_BY,
+    EXECUTED,
+    HINT,
+    REWARD,
+    TERMINATED,
+    Demos,
+    check_numbers,
+    damaged,
+    layout_error,
+)
+from embodrl.data.lerobot_episodes import Located, locate, of_the_train_split, read_tasks
+from embodrl.data.lerobot_info import Feature, Info, choose_cameras, missing_action, read_info
+from embodrl.data.lerobot_videos import check_size, frames_at, frames_of
 from embodrl.data.parquet import MEMORY_FRACTION, Table
-from embodrl.data.video_file import read_video
 from embodrl.errors import EmbodrlError, FileDamagedError
-from embodrl.fields import Fields, parse_fields, read_fields
-from embodrl.names import nearest
+from embodrl.fields import read_fields
 from embodrl.storage.integrity import check_checksums
 
 logger = logging.getLogger(__name__)
 
 OUTCOMES = (EXECUTED, REWARD, TERMINATED)
-
-MAX_INDEX = 10**7
-"""Of episodes, tasks, files and chunks."""
-MAX_PIXELS = 2**14
-MAX_DIMENSIONS = 10**6
-MAX_TASK_LENGTH = 10_000
-MAX_JSONL_BYTES = 2**30
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A column of the dataset: its dtype ("video" and "image" are pictures) and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of values in a frame."""
-        return int(np.prod(self.shape))
-
-    @property
-    def picture_size(self) -> tuple[int, int]:
-        """Height and width; some datasets give the channels first."""
-        first = self.shape[0] == 3 and self.shape[-1] != 3
-        return (self.shape[1], self.shape[2]) if first else (self.shape[0], self.shape[1])
-
-
-@dataclass(frozen=True)
-class Info:
-    """meta/info.json.
-
-    Attributes:
-        path: of the file.
-        version: of the format.
-        fps: frames per second.
-        features: by name.
-        data_path, video_path: templates; the latter None without videos.
-        chunks_size: episodes per directory, in v2.
-        totals: stated numbers of episodes and frames, None where they are not stated.
-        robot_type: as its writer has named it; None where it is not stated.
-    """
-
-    path: Path
-    version: str
-    fps: float
-    features: dict[str, Feature]
-    data_path: str
-    video_path: str | None
-    chunks_size: int
-    totals: tuple[int | None, int | None]
-    robot_type: str | None = None
-
-    @property
-    def cameras(self) -> list[str]:
-        """The features that are pictures, in the order of the dataset."""
-        return [name for name, feature in self.features.items() if feature.dtype in ("video", "image")]
-
-
-@dataclass
-class Located:
-    """Where an episode is.
-
-    Attributes:
-        number: its episode_index.
-        length: frames.
-        data: the parquet file with its rows.
-        videos: file and first frame there, by camera feature; without those stored as pictures in ``data``.
-        task: name of the task, None where the dataset has only instructions.
-        outcome: reset seed and success, None where the dataset does not tell.
-    """
-
-    number: int
-    length: int
-    data: Path
-    videos: dict[str, tuple[Path, int]]
-    task: str | None = None
-    outcome: tuple[int | None, bool | None] = (None, None)
-
-
-def read_info(directory: Path) -> Info:
-    """Return meta/info.json.
-
-    Raises:
-        EmbodrlError: it is damaged, or of an unsupported version.
-    """
-    path = directory / layout.INFO
-    info = read_fields(path, FileDamagedError, HINT)
-    version = info.text("codebase_version")
-    if version not in layout.READABLE:
-        raise EmbodrlError(
-            f"{path} is of version {version}; supported are {', '.join(layout.READABLE)}",
-            "convert it with the tools of the lerobot package",
-            code="dataset-version",
-        )
-    v3 = version == layout.VERSION
-    names = ("chunk_index", "file_index") if v3 else ("episode_chunk", "episode_index")
-    video_path = info.text("video_path", None)
-    if video_path is not None:
-        layout.check_template(video_path, (*names, "video_key"), path)
-    features = info.fields("features")
-    return Info(
-        path,
-        version,
-        info.number("fps", low=1e-3, high=1e5),
-        {name: _feature(features.fields(name)) for name in features},
-        layout.check_template(info.text("data_path"), names, path),
-        video_path,
-        1 if v3 else info.integer("chunks_size", low=1),
-        (info.integer("total_episodes", None), info.integer("total_frames", None)),
-        None if info.content.get("robot_type") in (None, "", "unknown") else info.text("robot_type"),
-    )
-
-
-def _feature(fields: Fields) -> Feature:
-    dtype = fields.text("dtype")
-    shape = fields.numbers("shape")
-    picture = dtype in ("video", "image")
-    low, high = (1, MAX_PIXELS) if picture else (0, MAX_DIMENSIONS)
-    if not all(low <= size <= high and size.is_integer() for size in shape) or (picture and len(shape) != 3):
-        fields.refuse(f"'shape' is {shape} with dtype {dtype}; sizes are {low} to {high}, pictures have 3")
-    return Feature(dtype, tuple(int(size) for size in shape) or (1,))
-
-
-def choose_cameras(directory: Path, info: Info, cameras: Sequence[str] | None) -> list[str]:
-    """Return the features of ``cameras``; None takes all.
-
-    Raises:
-        EmbodrlError: one is missing.
-    """
-    present = info.cameras
-    if cameras is None:
-        return present
-    by_name = {key: key for key in present} | {key.removeprefix(layout.IMAGES): key for key in present}
-    for name in cameras:
-        if name not in by_name:
-            names = [key.removeprefix(layout.IMAGES) for key in present]
-            near = nearest(name, names)
-            raise EmbodrlError(
-                f"{directory} has no camera '{name}'; it has {', '.join(names) or 'none'}",
-                f"set sft.cameras=[{near}]" if near and len(cameras) == 1 else "set sft.cameras to some of these",
-                code="sft-camera-missing",
-            )
-    return [by_name[name] for name in cameras]
 
 
 def load_lerobot(
@@ -178,118 +45,26 @@ def load_lerobot(
     max_episodes: int | None = None,
     cameras: Sequence[str] | None = None,
     size: tuple[int, int] | None = None,
+    keys: Mapping[str, str] | None = None,
 ) -> Demos:
     """Load a dataset; arguments and errors are those of ``load_demos``."""
     episode_files = [path.relative_to(directory).as_posix() for path in (directory / "meta/episodes").glob("*/*")]
     checked = check_checksums(directory, [layout.INFO, layout.STATS, layout.TASKS, *episode_files], complete=True)
-    info = read_info(directory)
-    keys = choose_cameras(directory, info, cameras)
+    info = read_info(directory, keys)
+    chosen = choose_cameras(directory, info, cameras)
     if layout.ACTION not in info.features:
-        raise EmbodrlError(
-            f"{directory} has no feature '{layout.ACTION}'",
-            "use a dataset with the actions of a robot",
-            code="dataset-no-actions",
-        )
-    every = (_locate if info.version == layout.VERSION else _locate_v2)(directory, info, keys)
-    _check_totals(info, every)
-    if not every:
-        raise EmbodrlError(f"{directory} holds no episodes", "collect more", code="dataset-empty")
-    episodes = every[:max_episodes]
+        raise missing_action(directory, info)
+    every = locate(directory, info, chosen)
+    kept, note = of_the_train_split(info, every)
+    for line in [*(info.notes if cameras is None else []), *([note] if note else [])]:
+        logger.warning("%s: %s", directory, line)
+    episodes = kept[:max_episodes]
     if checked:
         files = {episode.data for episode in episodes}
         files |= {path for episode in episodes for path, _ in episode.videos.values()}
         check_checksums(directory, sorted(path.relative_to(directory).as_posix() for path in files), complete=True)
-    return _Loading(directory, info, episodes, keys, size).load(_read_tasks(directory, info))
-
-
-def _check_totals(info: Info, episodes: list[Located]) -> None:
-    """Compare meta/episodes with what info.json states."""
-    numbers = [episode.number for episode in episodes]
-    if len(set(numbers)) < len(numbers):
-        raise damaged(info.path.parent / "episodes", "an episode_index appears twice")
-    found = (len(episodes), sum(episode.length for episode in episodes))
-    for name, stated, actual in zip(("episodes", "frames"), info.totals, found, strict=True):
-        if stated is not None and stated != actual:
-            raise damaged(info.path, f"it states {stated} {name}, and meta/episodes has {actual}")
-
-
-def _locate(directory: Path, info: Info, keys: list[str]) -> list[Located]:
-    """Return the episodes of v3.0, in their order."""
-    videos = [key for key in keys if info.features[key].dtype == "video"]
-
-    def place(template: str | None, kind: str, row: Fields, **names: str) -> Path:
-        if template is None:
-            raise damaged(info.path, "it has no video_path, and features that are videos")
-        at = {name: row.integer(f"{kind}/{name}", high=MAX_INDEX) for name in ("chunk_index", "file_index")}
-        return layout.within(directory, template.format(**at, **names))
-
-    episodes: list[Located] = []
-    for path in sorted((directory / "meta" / "episodes").glob("*/*.parquet")):
-        for row in Table(path, exclude="stats/").rows():
-            files: dict[str, tuple[Path, int]] = {}
-            for key in videos:
-                start_s = row.number(f"videos/{key}/from_timestamp", low=0, high=MAX_FRAMES / info.fps)
-                file = place(info.video_path, f"videos/{key}", row, video_key=key)
-                files[key] = (file, round(start_s * info.fps))
-            data = place(info.data_path, "data", row)
-            outcome = (row.integer(layout.OWN_SEED, None), row.flag(layout.OWN_SUCCESS, None))
-            episodes.append(Located(*_counts(row), data, files, row.text(layout.OWN_TASK, None), outcome))
-    return sorted(episodes, key=lambda episode: episode.number)
-
-
-def _locate_v2(directory: Path, info: Info, keys: list[str]) -> list[Located]:
-    """Return the episodes of v2.x, which has one file per episode, in their order."""
-    videos = [key for key in keys if info.features[key].dtype == "video"]
-    if videos and info.video_path is None:
-        raise damaged(info.path, "it has no video_path, and features that are videos")
-    episodes: list[Located] = []
-    for row in _read_lines(directory / "meta" / "episodes.jsonl"):
-        number, length = _counts(row)
-        at = {"episode_index": number, "episode_chunk": number // info.chunks_size}
-        template = info.video_path or ""
-        files = {key: (layout.within(directory, template.format(**at, video_key=key)), 0) for key in videos}
-        episodes.append(Located(number, length, layout.within(directory, info.data_path.format(**at)), files))
-    return sorted(episodes, key=lambda episode: episode.number)
-
-
-def _counts(row: Fields) -> tuple[int, int]:
-    return row.integer("episode_index", high=MAX_INDEX), row.integer("length", low=1, high=MAX_FRAMES)
-
-
-def _read_lines(path: Path) -> list[Fields]:
-    """Return the objects of a JSON-lines file."""
-    try:
-        if path.stat().st_size > MAX_JSONL_BYTES:
-            raise damaged(path, f"it is larger than {MAX_JSONL_BYTES:,} bytes")
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError as error:
-        raise damaged(path, "it is missing") from error
-    except OSError as error:
-        raise damaged(path, error) from error
-    return [
-        parse_fields(line, f"{path}, line {number}", FileDamagedError, HINT)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
-
-
-def _read_tasks(directory: Path, info: Info) -> dict[int, str]:
-    """Return the instructions by task_index."""
-    if info.version != layout.VERSION:
-        path = directory / "meta" / "tasks.jsonl"
-        pairs = [(row.integer("task_index", high=MAX_INDEX), row.text("task")) for row in _read_lines(path)]
-    else:
-        path = directory / layout.TASKS
-        table = Table(path)
-        # The instructions are the index of a pandas table, whose name differs with the version that wrote it.
-        words = [name for name in table.names if name != "task_index"]
-        if len(words) != 1 or "task_index" not in table.names:
-            raise damaged(path, f"it has the columns {', '.join(table.names)}, not task_index and the instructions")
-        pairs = list(zip(table.integers("task_index").tolist(), table.texts(words[0]), strict=True))
-    tasks = dict(pairs)
-    if len(tasks) < len(pairs) or any(len(words) > MAX_TASK_LENGTH for words in tasks.values()):
-        raise damaged(path, f"a task_index appears twice, or an instruction is longer than {MAX_TASK_LENGTH}")
-    return tasks
+    others = [episode for episode in every if episode not in episodes]
+    return _Loading(directory, info, episodes, others, chosen, size).load(read_tasks(directory, info))
 
 
 class _Loading:
@@ -299,6 +74,7 @@ class _Loading:
         directory: of the dataset.
         info: its meta/info.json.
         episodes: in their order.
+        others: further ones, which are not read.
         keys: features of the cameras.
         size: height and width that pictures are resized to; None keeps those of the dataset.
 
@@ -307,10 +83,18 @@ class _Loading:
     """
 
     def __init__(
-        self, directory: Path, info: Info, episodes: list[Located], keys: list[str], size: tuple[int, int] | None
+        self,
+        directory: Path,
+        info: Info,
+        episodes: list[Located],
+        others: list[Located],
+        keys: list[str],
+        size: tuple[int, int] | None,
     ) -> None:
+        self.directory = directory
         self.info = info
         self.episodes = episodes
+        self.others = others
         self.keys = keys
         self.lengths = [episode.length for episode in episodes]
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
@@ -333,6 +117,8 @@ class _Loading:
                 code="dataset-too-large",
             )
         self.images = np.zeros((frames, len(keys), *self.size, 3), np.uint8)
+        self.times = np.zeros(frames)
+        """Seconds since the first frame of the episode."""
 
     def load(self, tasks: dict[int, str]) -> Demos:
         """Return all frames; ``tasks`` are the instructions by task_index."""
@@ -342,106 +128,167 @@ class _Loading:
                 self._fill_from_videos(view, key)
         columns = {name: np.concatenate(parts) for name, parts in vectors.items()}
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
-        _warn_outside(self.info.path.with_name("stats.json"), columns)
+        features = self.info.features
+        _warn_outside(self.info, {features[name].column: columns[name] for name in columns if name in features})
         known = {name: columns[name] for name in (*OUTCOMES, ACTED_BY) if name in columns}
         return Demos.of_episodes(
             {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION], **known},
             self.lengths,
             instructions,
-            [episode.task or words for episode, words in zip(self.episodes, instructions, strict=True)],
+            [one.task or instructions[start] for one, start in zip(self.episodes, self.starts, strict=False)],
             [episode.outcome for episode in self.episodes],
         )
 
-    def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:
-        """Return actions and states of each episode, and its instruction; fill in pictures that the rows hold."""
+    def _vectors(self) -> dict[str, Feature]:
+        """Return the features that are read as numbers."""
         features = self.info.features
         names = (layout.ACTION, layout.STATE, *(OUTCOMES if set(OUTCOMES) <= features.keys() else ()))
         names += (ACTED_BY,) if ACTED_BY in features and features[ACTED_BY].dtype == "int64" else ()
-        sizes = {name: features[name].size for name in names if name in features}
-        pictures = {view: key for view, key in enumerate(self.keys) if features[key].dtype == "image"}
-        vectors: dict[str, list[NDArray[np.float32]]] = {name: [] for name in sizes}
+        return {name: features[name] for name in names if name in features}
+
+    def _rows(self, tasks: dict[int, str]) -> tuple[dict[str, list[NDArray[np.float32]]], list[str]]:
+        """Return columns of each episode, and the instruction of each frame; fill in pictures that the rows hold."""
+        features = self._vectors()
+        pictures = {key: self.info.features[key] for key in self.keys if self.info.features[key].dtype == "image"}
+        columns = [feature.column for feature in (*features.values(), *pictures.values())]
+        vectors: dict[str, list[NDArray[np.float32]]] = {name: [] for name in features}
         instructions: list[str] = []
         table: Table | None = None
         values: dict[str, NDArray[np.float32]] = {}
         for episode, start in zip(self.episodes, self.starts, strict=False):
-            if table is None or table.path != episode.data:
-                names = ["episode_index", "frame_index", "task_index", *sizes, *pictures.values()]
-                table = Table(episode.data, names)
-                values = {name: table.vectors(name, size) for name, size in sizes.items()}
+            path = self._data_of(episode)
+            if table is None or table.path != path:
+                table = Table(path, columns, optional=[*layout.COUNTERS])
+                values = {name: table.vectors(one.column, one.size) for name, one in features.items()}
             rows = _rows_of(table, episode)
             for name, every in values.items():
                 vectors[name].append(every[rows])
-                check_numbers(table.path, name, every[rows], episode.number)
-            task = int(table.integers("task_index")[rows[0]])
-            if task not in tasks:
-                raise damaged(table.path, f"episode {episode.number} has task_index {task}, which meta/tasks lacks")
-            instructions.append(tasks[task])
-            for view, key in pictures.items():
-                for frame, encoded in enumerate(table.pictures(key, rows)):
-                    what = f"episode {episode.number}, frame {frame}: {key}"
-                    picture = _decode(table.path, what, encoded, features[key].picture_size)
-                    self.images[start + frame, view] = resized(picture, self.size)
+                check_numbers(table.path, features[name].column, every[rows], episode.number)
+            instructions += _instructions(table, rows, episode, tasks)
+            self.times[start : start + episode.length] = self._times_of(table, rows)
+            for key, feature in pictures.items():
+                for frame, encoded in enumerate(table.pictures(feature.column, rows)):
+                    what = f"episode {episode.number}, frame {frame}: {feature.column}"
+                    picture = _decode(table.path, what, encoded, feature.picture_size)
+                    self.images[start + frame, self.keys.index(key)] = resized(picture, self.size)
         return vectors, instructions
+
+    def _data_of(self, episode: Located) -> Path:
+        """Return the file with the rows of an episode: the one that meta/episodes names unless another has them."""
+        if self.info.version != layout.VERSION or episode.number not in self._elsewhere:
+            return episode.data
+        return self._elsewhere[episode.number]
+
+    @cached_property
+    def _elsewhere(self) -> dict[int, Path]:
+        """Files of the episodes of v3.0 without rows where meta/episodes says, which some converters leave stale."""
+        named: dict[Path, set[int]] = {}
+        for episode in self.episodes:
+            named.setdefault(episode.data, set()).add(episode.number)
+        lost = set[int]()
+        for path, numbers in named.items():
+            if not path.is_file():
+                lost |= numbers
+            else:
+                lost |= numbers - _episodes_in(path)
+        others = sorted((self.directory / "data").glob("*/*.parquet")) if lost else []
+        found = {number: path for path in others for number in _episodes_in(path) & lost}
+        if found:
+            what = "%s: the rows of %d episodes are not in the files that meta/episodes names, and were found in others"
+            logger.warning(what, self.directory, len(found))
+        return found
+
+    def _times_of(self, table: Table, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        if "timestamp" in table.names:
+            return table.vectors("timestamp", 1)[rows, 0].astype(np.float64)
+        return np.arange(len(rows)) / self.info.fps
 
     def _fill_from_videos(self, view: int, key: str) -> None:
         """Decode every file once, as far as it is needed."""
-        files: dict[Path, list[tuple[int, int, Located]]] = {}
-        for episode, start in zip(self.episodes, self.starts, strict=False):
-            path, first = episode.videos[key]
-            files.setdefault(path, []).append((first, int(start), episode))
-        for path, spans in files.items():
-            spans.sort(key=lambda span: span[0])
-            at = spans[0][0]
-            frames = _video_frames(path, at, self.info.features[key].picture_size)
-            for first, start, episode in spans:
-                if first < at:
-                    raise damaged(path, f"episode {episode.number} begins within the one before")
-                while at < first + episode.length:
-                    frame = next(frames, None)
-                    if frame is None:
-                        needed = f"{first + episode.length} are needed for episode {episode.number}"
-                        raise damaged(path, f"it ends after {at} frames, and {needed}")
-                    if at >= first:
-                        self.images[start + at - first, view] = resized(frame, self.size)
-                    at += 1
+        files: dict[Path, list[int]] = {}
+        for place, episode in enumerate(self.episodes):
+            files.setdefault(episode.videos[key][0], []).append(place)
+        partly = {episode.videos[key][0] for episode in self.others}
+        longer: list[str] = []
+        for path, places in files.items():
+            rows = np.concatenate([np.arange(self.starts[n], self.starts[n + 1]) for n in places])
+            shown_at = np.concatenate([self._shown_at(key, n) for n in places])
+            numbers, surplus = frames_at(path, shown_at, self.info.fps, lambda at, rows=rows: self._name(int(rows[at])))
+            for at, frame in frames_of(path, numbers, self.info.features[key].picture_size):
+                self.images[rows[at], view] = resized(frame, self.size)
+            if surplus and path not in partly:
+                longer.append(f"{path} ({surplus})")
+        if longer:
+            what = "%s: %d video files have frames after the last row: %s; do rows and pictures belong together?"
+            logger.warning(what, self.directory, len(longer), ", ".join(longer[:3]) + ", ..." * (len(longer) > 3))
+
+    def _shown_at(self, key: str, place: int) -> NDArray[np.float64]:
+        """Return when each frame of an episode is to be shown in the file of a camera, in seconds."""
+        return self.times[self.starts[place] : self.starts[place + 1]] + self.episodes[place].videos[key][1]
+
+    def _name(self, row: int) -> str:
+        place = int(np.searchsorted(self.starts, row, side="right")) - 1
+        return f"episode {self.episodes[place].number}, frame {row - self.starts[place]}"
 
 
-def _video_frames(path: Path, first: int, size: tuple[int, int]) -> Iterator[NDArray[np.uint8]]:
-    """Yield the frames of a file from number ``first`` on, which must have a height and width."""
-    if not path.is_file():
-        raise damaged(path, "it is missing")
-    try:
-        for frame in read_video(path, first, strict=True):
-            if sorted(frame.shape[:2]) != sorted(size):
-                found = f"{frame.shape[0]} x {frame.shape[1]}"
-                raise damaged(path, f"its frames are {found}, and {size[0]} x {size[1]} by info.json")
-            yield frame
-    except OSError as error:
-        raise damaged(path, error) from error
+def _episodes_in(path: Path) -> set[int]:
+    return set(Table(path, ["episode_index"]).integers("episode_index").tolist())
 
 
 def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
-    """Return the numbers of an episode's rows, in the order of its frames."""
-    rows = np.flatnonzero(table.integers("episode_index") == episode.number)
-    frames = table.integers("frame_index")[rows]
-    rows = rows[np.argsort(frames, kind="stable")]
+    """Return the numbers of an episode's rows, in the order of its frames.
+
+    The order is that of ``frame_index``; without it that of ``index`` or ``timestamp``, or else of the rows.
+    """
+    rows = np.arange(table.num_rows)
+    if "episode_index" in table.names:
+        rows = np.flatnonzero(table.integers("episode_index") == episode.number)
     if len(rows) != episode.length:
         what = f"episode {episode.number} has {len(rows)} rows, and {episode.length} by meta/episodes"
         raise damaged(table.path, what)
-    if not np.array_equal(np.sort(frames), np.arange(len(rows))):
-        raise damaged(table.path, f"frame_index of episode {episode.number} is not 0 to {len(rows) - 1}")
+    if "frame_index" in table.names:
+        frames = table.integers("frame_index")[rows]
+        if not np.array_equal(np.sort(frames), np.arange(len(rows))):
+            raise damaged(table.path, f"frame_index of episode {episode.number} is not 0 to {len(rows) - 1}")
+        return rows[np.argsort(frames)]
+    if "index" in table.names:
+        return rows[np.argsort(table.integers("index")[rows], kind="stable")]
+    if "timestamp" in table.names:
+        return rows[np.argsort(table.vectors("timestamp", 1)[rows, 0], kind="stable")]
     return rows
 
 
-def _warn_outside(path: Path, columns: dict[str, NDArray[np.float32]]) -> None:
-    """Warn of columns with values outside the range that the dataset states: it was changed, or is damaged."""
+def _instructions(table: Table, rows: NDArray[np.int64], episode: Located, tasks: Mapping[int, str]) -> list[str]:
+    """Return the instruction of each row of an episode."""
+    if "task_index" not in table.names:
+        if len(tasks) != 1:
+            problem = f"it has no column task_index, and meta/tasks has {len(tasks)} tasks"
+            raise layout_error(table.path, problem, "add the column, or leave one task in meta/tasks")
+        return [*tasks.values()] * len(rows)
+    numbers = table.integers("task_index")[rows].tolist()
+    if unknown := set(numbers) - tasks.keys():
+        what = f"episode {episode.number} has task_index {min(unknown)}, which meta/tasks lacks"
+        raise damaged(table.path, what)
+    return [tasks[number] for number in numbers]
+
+
+def _warn_outside(info: Info, columns: Mapping[str, NDArray[np.float32]]) -> None:
+    """Warn of columns with values outside the range that the dataset states: it was changed, or is damaged.
+
+    Nothing else reads these statistics: what can't be compared is no reason to refuse the dataset.
+    """
+    path = info.path.with_name("stats.json")
     if not path.is_file():
         return
-    stats = read_fields(path, FileDamagedError, HINT)
     for name, values in columns.items():
-        if name not in stats or not values.size:
+        try:
+            stats = read_fields(path, FileDamagedError, HINT)
+            if name not in stats or not values.size:
+                continue
+            low, high = (np.array(stats.fields(name).numbers(bound, values.shape[1])) for bound in ("min", "max"))
+        except FileDamagedError as error:
+            logger.warning("the range of %s is not compared with the dataset's statistics: %s", name, error.message)
             continue
-        low, high = (np.array(stats.fields(name).numbers(bound, values.shape[1])) for bound in ("min", "max"))
         margin = 1e-3 * (high - low) + 1e-6
         outside = np.argwhere((values < low - margin) | (values > high + margin))
         if len(outside):
@@ -457,9 +304,7 @@ def _decode(path: Path, what: str, encoded: bytes, size: tuple[int, int]) -> NDA
 
     try:
         picture = Image.open(io.BytesIO(encoded))
-        if sorted(picture.size) != sorted(size):
-            stated = f"{size[0]} x {size[1]} by info.json"
-            raise damaged(path, f"{what} is {picture.size[1]} x {picture.size[0]}, and {stated}")
+        check_size(path, what, (picture.size[1], picture.size[0]), size)
         return np.asarray(picture.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise damaged(path, f"{what} can't be decoded: {error}") from error

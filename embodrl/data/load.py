@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from embodrl.data.demos import Demos
@@ -15,6 +15,7 @@ def load_demos(
     max_episodes: int | None = None,
     cameras: Sequence[str] | None = None,
     size: tuple[int, int] | None = None,
+    keys: Mapping[str, str] | None = None,
 ) -> Demos:
     """Load a LeRobot dataset, or what ``collect.format=raw`` wrote.
 
@@ -23,6 +24,7 @@ def load_demos(
         max_episodes: only the first ones.
         cameras: which cameras of a LeRobot dataset, in that order; None takes all, in the order of the dataset.
         size: height and width that pictures of a LeRobot dataset are brought to; None leaves them.
+        keys: ``sft.keys``: features of a LeRobot dataset by the names that embodrl gives them.
 
     Raises:
         EmbodrlError: there are none, a file is missing or damaged, or a camera is not there.
@@ -31,7 +33,7 @@ def load_demos(
     if is_lerobot(directory):
         from embodrl.data.lerobot_reader import load_lerobot
 
-        return load_lerobot(directory, max_episodes, cameras, size)
+        return load_lerobot(directory, max_episodes, cameras, size, keys)
     return load_raw(directory, max_episodes)
 
 
@@ -40,10 +42,10 @@ def is_lerobot(directory: Path) -> bool:
     return (directory / INFO).parent.is_dir()
 
 
-def camera_names(directory: Path) -> list[str] | None:
-    """Return the names of a LeRobot dataset's cameras, in its order; None for another format, which has no names."""
+def camera_names(directory: Path, keys: Mapping[str, str] | None = None) -> list[str] | None:
+    """Return the features of a LeRobot dataset's cameras, in its order; None for a format without names."""
     if not is_lerobot(directory):
         return None
-    from embodrl.data.lerobot_reader import read_info
+    from embodrl.data.lerobot_info import read_info
 
-    return read_info(directory).cameras
+    return read_info(directory, keys).cameras

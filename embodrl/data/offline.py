@@ -69,7 +69,7 @@ class OfflineData:
         """Return what was seen; ``instructions``, if given, are said in place of the dataset's."""
         index = frames.numpy()
         demos = self.demos
-        words = list(instructions or (demos.instructions[number] for number in demos.episode[index]))
+        words = list(instructions or demos.said(index))
         return Observation(demos.images[index], demos.state[index], words, np.zeros(len(index), np.int32))
 
     def actions(self, frames: Tensor, horizon: int) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,10 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from embodrl.data.demos import HINT, damaged
+from embodrl.data.demos import HINT, damaged, layout_error
 from embodrl.data.lerobot import require
-from embodrl.errors import FileDamagedError
-from embodrl.fields import Fields
+from embodrl.errors import EmbodrlError, FileDamagedError
+from embodrl.fields import Fields, with_whole_numbers
 
 MEMORY_FRACTION = 0.7
 """Of the free memory, which data may fill."""
@@ -29,12 +29,19 @@ class Table:
         path: of the file.
         columns: to read; None reads those that ``exclude`` does not match.
         exclude: prefix of columns that are left out.
+        optional: further columns, which are read if they are there.
 
     Raises:
-        FileDamagedError: the file is missing, damaged, lacks a column, or does not fit in memory.
+        EmbodrlError: the file is missing, damaged, lacks a column, or does not fit in memory.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str] | None = None, exclude: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str] | None = None,
+        exclude: str | None = None,
+        optional: Sequence[str] = (),
+    ) -> None:
         pyarrow, parquet = require("pyarrow", "pyarrow.parquet")
         self.path = path
         if not path.is_file():
@@ -46,7 +53,9 @@ class Table:
                 if exclude is not None:
                     names = [name for name in names if not name.startswith(exclude)]
                 if missing := [name for name in names if name not in present]:
-                    raise damaged(path, f"it has no column {', '.join(missing)}")
+                    problem = f"it has no column {', '.join(missing)}; it has {', '.join(present)}"
+                    raise layout_error(path, problem, "sft.keys names columns that are called otherwise")
+                names += [name for name in optional if name in present and name not in names]
                 groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
                 self._check_size(sum(group.total_byte_size for group in groups))
                 self._table: Any = file.read(columns=names)
@@ -58,25 +67,39 @@ class Table:
     def _check_size(self, num_bytes: int) -> None:
         free = psutil.virtual_memory().available
         if not 0 <= num_bytes <= MEMORY_FRACTION * free:
-            raise damaged(self.path, f"it states {num_bytes / 2**30:.1f} GiB of rows; {free / 2**30:.1f} GiB are free")
+            raise EmbodrlError(
+                f"{self.path} states {num_bytes / 2**30:.1f} GiB of rows; {free / 2**30:.1f} GiB are free",
+                "free memory, or use a smaller dataset",
+                code="dataset-too-large",
+            )
 
     def rows(self) -> list[Fields]:
         """Return the rows as objects whose fields are checked when they are read."""
         content: list[dict[str, object]] = self._table.to_pylist()
-        return [Fields(row, f"{self.path}, row {n}", FileDamagedError, HINT) for n, row in enumerate(content)]
+        rows = [Fields(row, f"{self.path}, row {n}", FileDamagedError, HINT) for n, row in enumerate(content)]
+        return [with_whole_numbers(row) for row in rows]
 
     def integers(self, name: str) -> NDArray[np.int64]:
-        """Return a column of integers as ``int64[N]``."""
-        column = self._table[name]
-        if column.null_count or not str(column.type).startswith(("int", "uint")):
-            raise damaged(self.path, f"{name} is {column.type} with {column.null_count} nulls, not integers")
-        return np.asarray(column.to_numpy(), np.int64)
+        """Return a column of integers, or of whole floats, as ``int64[N]``."""
+        column = self._table[name].combine_chunks()
+        if hasattr(column.type, "value_type"):  # lists of one number
+            column = column.flatten()
+        numeric = str(column.type).startswith(("int", "uint", "float", "double"))
+        if not numeric or column.null_count or len(column) != self.num_rows:
+            raise self._unlike(f"{name} is {column.type} with {column.null_count} nulls, not integers")
+        values = np.asarray(column.to_numpy())
+        if (values % 1 != 0).any():  # NaN, too
+            raise self._unlike(f"{name} holds {values[values % 1 != 0][0]:g}, not integers")
+        return values.astype(np.int64)
+
+    def _unlike(self, problem: str) -> EmbodrlError:
+        return layout_error(self.path, problem, "write the column as the lerobot package does")
 
     def texts(self, name: str) -> list[str]:
         """Return a column of strings."""
         values: list[object] = self._table[name].to_pylist()
         if wrong := [value for value in values if not isinstance(value, str)]:
-            raise damaged(self.path, f"{name} holds {wrong[0]!r:.60}, not a string")
+            raise self._unlike(f"{name} holds {wrong[0]!r:.60}, not a string")
         return [str(value) for value in values]
 
     def vectors(self, name: str, size: int) -> NDArray[np.float32]:
@@ -91,13 +114,13 @@ class Table:
         while hasattr(values.type, "value_type"):
             lengths = np.unique(values.value_lengths().to_numpy(zero_copy_only=False)) if len(values) else [1]
             if values.null_count or len(lengths) != 1:
-                raise damaged(self.path, f"the lists of {name} differ in length, or are null")
+                raise self._unlike(f"the lists of {name} differ in length, or are null")
             shape.append(int(lengths[0]))
             values = values.flatten()
         if not str(values.type).startswith(("int", "uint", "float", "double", "halffloat", "bool")):
-            raise damaged(self.path, f"{name} is {values.type}, not numbers")
+            raise self._unlike(f"{name} is {values.type}, not numbers")
         if int(np.prod(shape[1:])) != size:
-            raise damaged(self.path, f"{name} has {int(np.prod(shape[1:]))} numbers per row, and {size} by info.json")
+            raise self._unlike(f"{name} has {int(np.prod(shape[1:]))} numbers per row, and {size} by info.json")
         with np.errstate(over="ignore"):  # what overflows is infinite, which is reported with its frame
             return np.asarray(values.to_numpy(zero_copy_only=False), np.float32).reshape(-1, size)
 
@@ -108,6 +131,6 @@ class Table:
         for row, value in zip(rows, values, strict=True):
             encoded: object = value.get("bytes") if isinstance(value, dict) else None
             if not isinstance(encoded, bytes) or not encoded:
-                raise damaged(self.path, f"row {row}: {name} holds no picture; it must be embedded in the file")
+                raise self._unlike(f"row {row}: {name} holds no picture; it must be embedded in the file")
             result.append(encoded)
         return result

@@ -6,6 +6,7 @@ which colour has the full resolution; at 64 x 64 pixels the usual 4:2:0 costs mo
 
 from __future__ import annotations
 
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ KEY_FRAME_INTERVAL = 10
 CODEC = "h264"
 NOT_ASKED = ("-nostdin",)
 """Of a reading ffmpeg: else it prints that q stops it, now and then within the lines that the size is read from."""
+
+NOT_SHOWN = 4
+"""Flag of a packet: its frame is decoded for others, and cut off by the file's edit list."""
 
 
 def pixel_format(crf: int) -> str:
@@ -130,6 +134,31 @@ def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDA
         raise OSError(f"{path} can't be decoded: {error}") from error
     finally:
         stream.close()
+
+
+def frame_times(path: Path) -> NDArray[np.float64]:
+    """Return when each frame that ``read_video`` yields is to be shown, in seconds, ``float64[F]``; decodes nothing.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    (imageio_ffmpeg,) = require("imageio_ffmpeg")
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), *NOT_ASKED, "-v", "error", "-copyts", "-i", str(path)]
+    command += ["-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    unit = re.search(r"^#tb 0: (\d+)/(\d+)$", done.stdout, re.MULTILINE)
+    if done.returncode or unit is None:
+        raise OSError(f"{path} can't be decoded: {done.stderr[-500:].strip()}")
+    ticks: list[int] = []
+    for line in done.stdout.splitlines():
+        # stream, time of decoding, time of presentation, duration, bytes, checksum, and flags where there are some
+        parts = [part.strip() for part in line.split(",")]
+        flags = next((int(part[2:], 16) for part in parts[6:] if part.startswith("F=")), 1)
+        if line.startswith("0,") and not flags & NOT_SHOWN:
+            if not parts[2].lstrip("-").isdigit():
+                raise OSError(f"{path} can't be decoded: it has frames without a time")
+            ticks.append(int(parts[2]))
+    return np.sort(np.array(ticks, np.float64)) * int(unit[1]) / int(unit[2])
 
 
 def frame_rate(path: Path) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from embodrl.data.statistics import UNNAMED, RobotStatistics, dimension_stats, r
 from embodrl.errors import EmbodrlError, StatisticsMissingError
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.gripper import Convention, to_model
+from embodrl.models.common.norm_stats import is_constant
 from embodrl.specs import ENVS
+from embodrl.types import Observation
 from embodrl.workers.policy import build_policy
 
 
@@ -74,6 +76,8 @@ def policy_with_statistics(
             tell(f"q01 and q99 of action dimensions {narrow} are their minimum and maximum: they hardly ever move")
     else:
         statistics = read_statistics(Path(choice).expanduser())
+    if constant := constant_dimensions(statistics.state):
+        tell(f"state dimensions {constant} are constant: they are normalised by 1")
     statistics.write(path)
     tell(f"statistics of {'the demonstrations' if choice == 'data' else choice}, as in {path}")
     config = with_model(config, stats_path=str(path))
@@ -94,7 +98,27 @@ def demo_statistics(
     action, narrow = dimension_stats(to_model(demos.actions.astype(np.float64), gripper))
     state = dimension_stats(demos.state)[0] if include_state and demos.state.shape[1] else None
     name = read_facts(data_directory(str(data_dir))).robot_type or UNNAMED
-    return RobotStatistics(name, action, state, gripper, len(demos.actions), len(demos.instructions)), narrow
+    return RobotStatistics(name, action, state, gripper, len(demos.actions), demos.num_episodes), narrow
+
+
+def constant_dimensions(stats: Mapping[str, object] | None) -> list[int]:
+    """Return the dimensions of which the statistics have no more deviation than rounding."""
+    if stats is None or not {"mean", "std"} <= stats.keys():
+        return []
+    mean, std = (np.array(stats[name], np.float64) for name in ("mean", "std"))
+    return np.flatnonzero(is_constant(std, mean, mean)).tolist()
+
+
+def check_instructions(policy: VLAPolicy, demos: Demos) -> None:
+    """Encode every instruction once, with the observation that it was first given for.
+
+    Raises:
+        EmbodrlError: one does not fit into the policy's prompt.
+    """
+    frames = np.unique(demos.instruction, return_index=True)[1]
+    for frame in frames.astype(np.int64):
+        rows = np.array([frame])
+        policy.preprocess(Observation(demos.images[rows], demos.state[rows], demos.said(rows), np.zeros(1, np.int32)))
 
 
 def check_range(policy: VLAPolicy, demos: Demos, settings: SftConfig) -> None:

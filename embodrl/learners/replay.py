@@ -158,6 +158,5 @@ def _every_offset(last: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int
 
 
 def _inputs(demos: Demos, rows: NDArray[np.int64], policy: VLAPolicy) -> dict[str, Tensor]:
-    words = [demos.instructions[number] for number in demos.episode[rows]]
-    observation = Observation(demos.images[rows], demos.state[rows], words, np.zeros(len(rows), np.int32))
+    observation = Observation(demos.images[rows], demos.state[rows], demos.said(rows), np.zeros(len(rows), np.int32))
     return {name: tensor.cpu() for name, tensor in policy.preprocess(observation).items()}

@@ -9,11 +9,11 @@ from pathlib import Path
 from embodrl.config import LoadedConfig
 from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
-from embodrl.data.imitation import FrameBatches, load_checked_demos
+from embodrl.data.imitation import FrameBatches, load_checked_demos, observed
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import ImitationLearner
-from embodrl.learners.imitation_policy import check_range, policy_with_statistics, with_vision
+from embodrl.learners.imitation_policy import check_instructions, check_range, policy_with_statistics, with_vision
 from embodrl.reporting.progress import Progress
 from embodrl.specs import ENGINES
 from embodrl.storage.checkpoint import CheckpointManager, preflight
@@ -57,7 +57,7 @@ def sft(loaded: LoadedConfig) -> int:
         raise UsageError(
             f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )
-    read_facts(data_directory(config.sft.data_dir))  # raises, before anything is written
+    read_facts(data_directory(config.sft.data_dir), config.sft.keys)  # raises, before anything is written
     for name in (POLICY_DIR, METRICS_FILE):
         if (directory / name).exists():
             raise OutputError(
@@ -120,7 +120,7 @@ def work(session: RunSession) -> int:
             frozen = session.loaded.origins["model.freeze_vision"]
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
         demos = load_checked_demos(config)
-        progress.message(f"{len(demos.instructions)} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        progress.message(f"{demos.num_episodes} episodes, {len(demos.actions)} frames from {settings.data_dir}")
         trainer = _bring_up(session, demos, progress, closing)
         code = run_and_export(trainer, progress)
         if not trainer.is_finished:
@@ -140,6 +140,7 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     resumed = session.checkpoint is not None
     weights_from, policy = policy_with_statistics(session.weights_from, demos, statistics, progress.message, resumed)
     check_range(policy, demos, settings)
+    check_instructions(policy, observed(demos, config))
     engine = start_imitation(session, weights_from, policy, closing)
     batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)

@@ -97,7 +97,7 @@ class LearnedReward:
             EmbodrlError: the model was trained for another environment.
         """
         assert demos.outcomes is not None
-        words = [demos.instructions[number] for number in demos.episode]
+        words = demos.said(slice(None))
         judged = self.model.judge(self.model.inputs(demos.images, demos.state, words)).numpy()
         index = np.arange(len(judged))
         if self.model.kind == "success":

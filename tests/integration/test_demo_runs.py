@@ -80,7 +80,7 @@ def test_a_killed_collection_continues_from_its_last_commit(
     assert outcome.code == 0, outcome.stderr
     assert "continuing an interrupted collection: 50 episodes" in outcome.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["demos"]
-    assert len(load_demos(demos).instructions) == 54
+    assert load_demos(demos).num_episodes == 54
 
 
 def test_a_signal_ends_fine_tuning_with_the_policy_so_far(

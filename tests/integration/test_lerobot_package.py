@@ -81,4 +81,4 @@ def test_we_read_what_lerobot_writes(tmp_path: Path) -> None:
     np.testing.assert_array_equal(demos.images[:, 0], made["pictures"])
     np.testing.assert_array_equal(demos.state, made["states"])
     np.testing.assert_array_equal(demos.actions, made["actions"])
-    assert demos.instructions == ["task 0", "task 1"]
+    assert demos.instruction_table == ["task 0", "task 1"]

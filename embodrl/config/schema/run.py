@@ -209,6 +209,11 @@ class SftConfig(Section):
         default=None,
         description="cameras of a LeRobot dataset, in the order of env.cameras; null takes those of the same names",
     )
+    keys: Annotated[dict[str, str], ReadBy("sft")] = Field(
+        default={},
+        description="features of a LeRobot dataset under other names than embodrl's action, state and images.NAME, e.g."
+        " {action: actions, state: state, images.top: image}",
+    )
     stats: Annotated[str, ReadBy("sft")] = Field(
         default="auto",
         description="statistics that actions and state are normalised with: checkpoint (its own), data (computed from"

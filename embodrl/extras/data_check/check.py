@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos
+from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
 from embodrl.data.load import is_lerobot, load_demos
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.extras.data_check.checks import Checked, DataFinding, inspect, shown
+from embodrl.learners.imitation_policy import check_instructions
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
@@ -95,7 +96,12 @@ class DataReport:
 
 
 def check_data(
-    directory: Path, config: Config | None, policy_dir: Path | None, episodes: int, overrides: list[str]
+    directory: Path,
+    config: Config | None,
+    policy_dir: Path | None,
+    episodes: int,
+    overrides: list[str],
+    keys: Mapping[str, str] | None = None,
 ) -> DataReport:
     """Look over demonstrations.
 
@@ -105,13 +111,14 @@ def check_data(
         policy_dir: of a policy or run to compare with; None for none.
         episodes: that are replayed, at most.
         overrides: for the policy's configuration.
+        keys: ``sft.keys``.
 
     Raises:
         EmbodrlError: there are no demonstrations, or simulator or policy are not available.
     """
-    facts = read_facts(directory)
+    facts = read_facts(directory, keys)
     try:
-        demos = load_demos(directory, size=(SIDE, SIDE) if is_lerobot(directory) else None)
+        demos = load_demos(directory, size=(SIDE, SIDE) if is_lerobot(directory) else None, keys=keys)
     except FileDamagedError as error:
         return DataReport(directory, facts, 0, 0, [DataFinding("error", "data-damaged", error.message, error.hint)])
     findings = inspect(demos, facts)
@@ -124,7 +131,7 @@ def check_data(
         errors, more = _compare(policy_dir, directory, overrides)
         findings += more
     findings.sort(key=lambda finding: finding.level != "error")
-    return DataReport(directory, facts, len(demos.instructions), len(demos.actions), findings, replayed, errors)
+    return DataReport(directory, facts, demos.num_episodes, len(demos.actions), findings, replayed, errors)
 
 
 def _replay(
@@ -260,6 +267,10 @@ def _compare(policy_dir: Path, directory: Path, overrides: list[str]) -> tuple[P
     except EmbodrlError as error:
         return None, [DataFinding("error", error.code, error.message, error.hint)]
     policy = source.make_policy(config)
+    try:
+        check_instructions(policy, observed(demos, config))
+    except EmbodrlError as error:
+        return None, [DataFinding("error", error.code, error.message, error.hint)]
     errors = policy_errors(policy, demos, config.env.include_state)
     return errors, list(_policy_findings(errors, policy, demos, config))
 
@@ -278,8 +289,7 @@ def policy_errors(policy: VLAPolicy, demos: Demos, include_state: bool) -> Polic
     said: list[NDArray[np.float32]] = []
     with torch.no_grad():
         for part in np.array_split(frames, -(-len(frames) // BATCH)):
-            words = [demos.instructions[n] for n in demos.episode[part]]
-            seen = Observation(demos.images[part], state[part], words, np.zeros(len(part), np.int32))
+            seen = Observation(demos.images[part], state[part], demos.said(part), np.zeros(len(part), np.int32))
             said.append(policy.predict_action_batch(seen, "eval", SamplingParams(), compute_values=False).actions)
     chunks = np.concatenate(said)
     wanted, inside = demos.action_chunks(frames, chunks.shape[1])

@@ -283,7 +283,8 @@ def _episodes(data: Checked) -> Iterator[DataFinding]:
         yield DataFinding("warning", "episode-long", message, "was the recording left running?")
     if fps is not None and not 2 <= fps <= 200:
         yield DataFinding("warning", "frame-rate", f"{fps:g} frames per second", "check the rate of the recording")
-    if empty := [number for number, words in enumerate(data.demos.instructions) if not words.strip()]:
+    blank = [place for place, words in enumerate(data.demos.instruction_table) if not words.strip()]
+    if len(empty := np.unique(data.demos.episode[np.isin(data.demos.instruction, blank)])):
         message = f"episodes {shown(empty)} have no instruction"
         yield DataFinding("warning", "instruction-empty", message, "write what is done into meta/tasks")
 

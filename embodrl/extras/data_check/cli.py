@@ -74,7 +74,10 @@ def check(
             for_policy = [text for text in given if text in of_policy or text not in of_env]
             given = of_env
         config = None if env is None else load_config([f"env={env}", *given], verb="collect").config
-        report = check_data(directory, config, policy, episodes, for_policy)
+        names = [text for text in overrides or [] if text.startswith("sft.keys")]
+        of_data = ["env=dataset", f"sft.data_dir={directory}", *names]
+        keys = load_config(of_data, verb="sft").config.sft.keys if names else {}
+        report = check_data(directory, config, policy, episodes, for_policy, keys)
         show(report, suggest_replay=env is None)
         if json is not None:
             write_json_file(json, report.to_dict())

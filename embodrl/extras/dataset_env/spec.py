@@ -30,7 +30,7 @@ def fill(given: object) -> tuple[str, dict[str, object]]:
     sft: dict[str, Any] = tree.get("sft") or {}
     chosen = sft.get("cameras")
     try:
-        facts = read_facts(data_directory(str(sft.get("data_dir") or SftConfig().data_dir)))
+        facts = read_facts(data_directory(str(sft.get("data_dir") or SftConfig().data_dir)), _keys(sft))
     except EmbodrlError:
         return DATA_DIR, {}
     cameras = facts.env_cameras([str(name) for name in chosen] if isinstance(chosen, list) else None)
@@ -43,12 +43,19 @@ def fill(given: object) -> tuple[str, dict[str, object]]:
     return DATA_DIR, values
 
 
+def _keys(sft: dict[str, Any]) -> dict[str, str]:
+    """Return ``sft.keys`` as it is given; what is no mapping of names is reported with the configuration."""
+    given = sft.get("keys")
+    names = cast(dict[object, object], given) if isinstance(given, dict) else {}
+    return {str(ours): str(theirs) for ours, theirs in names.items()}
+
+
 @RULES.rule("env.env_type", "sft.data_dir", "model.action_dim")
 def actions_are_those_of_the_data(context: Context) -> Iterator[Finding]:
     """The policy has as many action dimensions as the demonstrations."""
     config = context.config
     try:
-        found = read_facts(data_directory(config.sft.data_dir)).action_dim
+        found = read_facts(data_directory(config.sft.data_dir), config.sft.keys).action_dim
     except EmbodrlError:  # reported by the verb
         return
     if found != config.model.action_dim:

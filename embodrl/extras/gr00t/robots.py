@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of
-from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, read_range, read_values
+from embodrl.models.common.norm_stats import COMPUTE, StatsSets, choose_key, is_constant, read_range, read_values
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class KeyStats:
         if self.mode == "identity":
             return x
         low, span = self._range(x)
-        empty = np.isclose(span + low, low) if self.mode == "bounded" else span == 0.0
+        empty = np.isclose(span + low, low) if self.mode == "bounded" else is_constant(span, low, low + span)
         scaled = 2.0 * (x - low) / np.where(empty, 1.0, span) - 1.0
         return np.where(empty, x if self.mode in ("mean_std", "q99") else 0.0, scaled)
 

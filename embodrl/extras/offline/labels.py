@@ -42,7 +42,7 @@ def check_labelled_format(directory: Path) -> None:
 
 def frame_numbers(demos: Demos) -> dict[str, Column]:
     """Return the columns ``episode_index`` and ``frame_index``, ``int64[N]``, by which labels belong to frames."""
-    lengths = np.bincount(demos.episode, minlength=len(demos.instructions))
+    lengths = np.bincount(demos.episode, minlength=demos.num_episodes)
     within = np.concatenate([np.arange(n) for n in lengths])
     return {"episode_index": demos.episode.astype(np.int64), "frame_index": within.astype(np.int64)}
 

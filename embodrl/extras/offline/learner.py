@@ -115,5 +115,5 @@ def advantage_instructions(data: OfflineData, frames: Tensor, dropout: float, ge
     dropped = (torch.rand(len(frames), generator=generator) < dropout).tolist()
     assert data.positive is not None, "the data are labelled"
     signs: list[Condition] = ["positive" if flag else "negative" for flag in data.positive[index]]
-    texts = (data.demos.instructions[number] for number in data.demos.episode[index])
+    texts = data.demos.said(index)
     return [conditioned(text, None if drop else sign) for text, sign, drop in zip(texts, signs, dropped, strict=True)]

@@ -70,7 +70,7 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
             code="offline-no-chunks",
         )
     spec = observation_spec(config, demos)
-    seen = small_inputs(demos, sorted(set(demos.instructions)), spec)
+    seen = small_inputs(demos, sorted(demos.instruction_table), spec)
     return OfflineData(executed, chunk, seen, led), spec
 
 
@@ -79,7 +79,7 @@ def observation_spec(config: Config, demos: Demos) -> ObservationSpec:
     cameras = demos.images.shape[1] if config.env.include_images else 0
     state = demos.state.shape[1] if config.env.include_state else 0
     side = min(LARGEST_IMAGE, demos.images.shape[2]) if cameras else LARGEST_IMAGE
-    return ObservationSpec(cameras, state, len(set(demos.instructions)), side)
+    return ObservationSpec(cameras, state, len(demos.instruction_table), side)
 
 
 def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpec) -> dict[str, Tensor]:
@@ -90,8 +90,8 @@ def small_inputs(demos: Demos, instructions: Sequence[str], spec: ObservationSpe
         instructions: in the order of their numbers.
         spec: what the network looks at.
     """
-    numbers = np.array([instructions.index(text) for text in demos.instructions], np.int64)
-    return network_inputs(spec, demos.images, demos.state, torch.from_numpy(numbers[demos.episode]))
+    numbers = np.array([instructions.index(text) for text in demos.instruction_table], np.int64)
+    return network_inputs(spec, demos.images, demos.state, torch.from_numpy(numbers[demos.instruction]))
 
 
 def chunk_outcomes(demos: Demos, outcomes: Outcomes, chunk: int, algorithm: AlgorithmConfig) -> ChunkOutcomes:

@@ -12,7 +12,7 @@ from embodrl.errors import CheckpointError, StatisticsMissingError
 from embodrl.extras.openvla_oft.components import ACTION_HEAD, PROPRIO, VISION, component_file
 from embodrl.extras.openvla_oft.spec import OpenVlaOftConfig
 from embodrl.fields import Fields
-from embodrl.models.common.norm_stats import ActionStats, StatsSets, read_mask, read_range
+from embodrl.models.common.norm_stats import ActionStats, StatsSets, is_constant, read_mask, read_range
 
 MAX_IMAGES = 4
 TINY_PROPRIO_DIM = 32
@@ -33,9 +33,14 @@ class ProprioStats:
     mask: NDArray[np.bool_]
 
     def normalize(self, state: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return ``2 (s - q01) / (q99 - q01 + 1e-8) - 1`` where ``mask``, else ``s``, in [-1, 1]; ``[...,S]``."""
+        """Return ``2 (s - q01) / (q99 - q01 + 1e-8) - 1`` where ``mask``, else ``s``, in [-1, 1]; ``[...,S]``.
+
+        The range of a constant dimension is 1.
+        """
         values = np.asarray(state, dtype=np.float64)
-        scaled = 2.0 * (values - self.q01) / (self.q99 - self.q01 + 1e-8) - 1.0
+        span = self.q99 - self.q01
+        span = np.where(is_constant(span, self.q01, self.q99), 1.0, span + 1e-8)
+        scaled = 2.0 * (values - self.q01) / span - 1.0
         return np.clip(np.where(self.mask, scaled, values), -1.0, 1.0)
 
 

@@ -233,7 +233,7 @@ def _write(
     after = torch.cat([torch.cat([part, part.new_zeros(n)])[n:] for part in episodes])
     left = torch.from_numpy(demos.last - np.arange(len(demos.last)) + 1).clamp(max=n)
     done = np.arange(len(demos.last)) == demos.last
-    words = [demos.instructions[number] for number in demos.episode]
+    words = demos.said(slice(None))
     of_returns: dict[str, Column] = {
         **numbers,
         "return": returns.numpy(),

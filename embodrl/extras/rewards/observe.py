@@ -52,7 +52,7 @@ def successes(demos: Demos, source: object) -> NDArray[np.bool_]:
         EmbodrlError: that is not known of all.
     """
     known = [success for success in demos.success if success is not None]
-    if len(known) != len(demos.instructions):
+    if len(known) != demos.num_episodes:
         raise EmbodrlError(
             f"{source} does not tell which episodes succeeded",
             "use a dataset of `embodrl collect`",
@@ -77,7 +77,7 @@ def make_model(kind: str, demos: Demos, fitting: Fitting) -> ObservationModel:
             "collect with pictures or env.include_state=true",
             code="label-no-inputs",
         )
-    instructions = sorted(set(demos.instructions))
+    instructions = sorted(demos.instruction_table)
     side = min(LARGEST_IMAGE, demos.images.shape[2]) if cameras else LARGEST_IMAGE
     model = ObservationModel(kind, ObservationSpec(cameras, state, len(instructions), side), instructions)
     generator = new_generator("cpu", fitting.seed)
@@ -93,7 +93,7 @@ def frame_inputs(model: ObservationModel, demos: Demos) -> dict[str, Tensor]:
     Raises:
         EmbodrlError: it was trained for another environment.
     """
-    return model.inputs(demos.images, demos.state, [demos.instructions[number] for number in demos.episode])
+    return model.inputs(demos.images, demos.state, demos.said(slice(None)))
 
 
 def held_out_episodes(labels: Sequence[bool], fitting: Fitting) -> NDArray[np.bool_]:

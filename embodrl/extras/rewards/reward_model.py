@@ -316,5 +316,5 @@ def _check_output(output: Path) -> None:
 def judged_successes(model: ObservationModel, demos: Demos) -> Flags:
     """Return which episodes ``bool[E]`` a classifier takes for successes."""
     last = last_frames(demos)
-    seen = model.inputs(demos.images[last], demos.state[last], demos.instructions)
+    seen = model.inputs(demos.images[last], demos.state[last], demos.said(last))
     return (model.judge(seen) >= model.threshold).numpy()

@@ -138,9 +138,8 @@ def prefix_states(policy: VLAPolicy, demos: Demos, settings: TokenTraining) -> t
     taken = room = 0
     while taken < len(order) and (not parts or room + parts[-1][0].nbytes <= settings.memory_gb * GB):
         rows = order[taken : taken + ROWS_AT_ONCE]
-        words = [demos.instructions[number] for number in demos.episode[rows]]
         with keep_prefix() as kept:
-            seen = Observation(demos.images[rows], demos.state[rows], words, np.zeros(len(rows), np.int32))
+            seen = Observation(demos.images[rows], demos.state[rows], demos.said(rows), np.zeros(len(rows), np.int32))
             policy.predict_action_batch(seen, "eval", GREEDY, compute_values=True)
         hidden, mask = kept[-1]
         there = torch.ones(hidden.shape[:2], dtype=torch.bool) if mask is None else (mask != 0).cpu()

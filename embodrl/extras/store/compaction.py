@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import REWARDS, DemoEpisode
-from embodrl.data.lerobot_reader import Info, load_lerobot, read_info
+from embodrl.data.lerobot_info import Info, read_info
+from embodrl.data.lerobot_reader import load_lerobot
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.parquet import Table
 from embodrl.errors import StoreError
@@ -147,7 +148,7 @@ def _episodes(directory: Path, info: Info, ids: list[str]) -> Iterator[tuple[str
             raise StoreError(f"episode {one} tells neither its seed nor its success", code="store-damaged")
         columns_of = {name: values[frames] for name, values in columns.items()}
         seen = (demos.images[frames], demos.state[frames], demos.actions[frames])
-        about = (demos.instructions[number], demos.tasks[number])
+        about = (demos.said(frames[:1])[0], demos.tasks[number])
         yield one, DemoEpisode(*seen, *about, seed, success, None, columns_of, one)
 
 

@@ -289,7 +289,7 @@ class ShardReader:
 
     def _trim(self) -> None:
         parts = [part.demos for part in self._parts]
-        while parts and sum(len(demos.instructions) for demos in parts[1:]) >= self._window:
+        while parts and sum(demos.num_episodes for demos in parts[1:]) >= self._window:
             self._parts.pop(0)
             parts.pop(0)
         self.demos = Demos.concat(parts) if parts else None

@@ -10,6 +10,8 @@ LEAST_USED = 0.9
 """Embeddings are padded to a round number at most: Llama's has 32064 rows for 32000 ids, PaliGemma's as many as ids."""
 SMALLEST_PUBLISHED = 30_000
 """Rows of an embedding; smaller ones are embodrl's tiny sizes, a good part of which are action tokens."""
+SHOWN = 100
+"""Characters of an instruction in a message."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,8 @@ def check_prompt(instruction: str, num_tokens: int, most: int, hint: str) -> Non
         EmbodrlError: see above.
     """
     if num_tokens > most:
-        message = f"the prompt for '{instruction}' has {num_tokens} tokens; at most {most} fit"
+        shown = instruction if len(instruction) <= SHOWN else f"{instruction[:SHOWN]}..."
+        message = f"the prompt for '{shown}' has {num_tokens} tokens; at most {most} fit"
         raise EmbodrlError(message, hint, code="prompt-too-long")
 
 

@@ -23,6 +23,7 @@ from embodrl.names import nearest
 
 COMPUTE = "compute them: `embodrl sft sft.stats=data`, or `embodrl data stats` and model.stats_path"
 ROUNDING = 1e-6
+"""Relative; of numbers that went through float32."""
 MAX_STATISTIC = 1e6
 """Environment units are metres, radians, at most encoder ticks; beyond this a file is damaged."""
 
@@ -65,6 +66,14 @@ def read_mask(fields: Fields, length: int) -> NDArray[np.bool_]:
     return np.asarray(values, dtype=np.bool_)
 
 
+def is_constant(spread: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return of which dimensions the spread is nothing but rounding, relative to values from ``low`` to ``high``.
+
+    Such a dimension is normalised by 1: by its spread, a thousandth of movement later would be thousands.
+    """
+    return spread <= ROUNDING * np.maximum(np.abs(low), np.abs(high))
+
+
 @dataclass(frozen=True)
 class ActionStats:
     """Quantiles of each action dimension.
@@ -95,15 +104,19 @@ class ActionStats:
 
     def outside(self, actions: NDArray[np.floating]) -> NDArray[np.bool_]:
         """Return which values ``normalize`` clips, or whose dimension has no range and another value; ``[...,A]``."""
-        constant = self.mask & (self.q99 == self.q01)
+        constant = self.mask & self._constant
         differs = np.abs(np.asarray(actions, np.float64) - self.q01) > ROUNDING * (1.0 + np.abs(self.q01))
         return np.where(constant, differs, np.abs(self._scaled(actions)) > 1.0 + ROUNDING)
 
     def _scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
         values = np.asarray(actions, dtype=np.float64)
-        span = self.q99 - self.q01
-        scaled = 2.0 * (values - self.q01) / np.where(span == 0.0, 1.0, span) - 1.0
-        return np.where(self.mask, np.where(span == 0.0, 0.0, scaled), values)
+        span = np.where(self._constant, 1.0, self.q99 - self.q01)
+        scaled = 2.0 * (values - self.q01) / span - 1.0
+        return np.where(self.mask, np.where(self._constant, 0.0, scaled), values)
+
+    @property
+    def _constant(self) -> NDArray[np.bool_]:
+        return is_constant(self.q99 - self.q01, self.q01, self.q99)
 
 
 def identity_stats(action_dim: int) -> dict[str, dict[str, object]]:
@@ -125,12 +138,16 @@ class MeanStd:
     eps: float = 1e-6
 
     def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return ``(values - mean) / (std + eps)``; shape ``[...,A]``."""
-        return (np.asarray(values, dtype=np.float64) - self.mean) / (self.std + self.eps)
+        """Return ``(values - mean) / (std + eps)``, in a constant dimension ``values - mean``; shape ``[...,A]``."""
+        return (np.asarray(values, dtype=np.float64) - self.mean) / self._scale
 
     def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``values * (std + eps) + mean``; shape ``[...,A]``."""
-        return values * (self.std + self.eps) + self.mean
+        """Return the inverse, ``values * (std + eps) + mean``; shape ``[...,A]``."""
+        return values * self._scale + self.mean
+
+    @property
+    def _scale(self) -> NDArray[np.float64]:
+        return np.where(is_constant(self.std, self.mean, self.mean), 1.0, self.std + self.eps)
 
 
 @dataclass(frozen=True)
@@ -147,13 +164,17 @@ class Quantiles:
     eps: float = 1e-6
 
     def normalize(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return ``2 (values - q01) / (q99 - q01 + eps) - 1``; shape ``[...,A]``."""
-        span = self.q99 - self.q01 + self.eps
-        return (np.asarray(values, dtype=np.float64) - self.q01) / span * 2.0 - 1.0
+        """Return ``2 (values - q01) / (q99 - q01 + eps) - 1``, with 1 for the range of a constant; ``[...,A]``."""
+        return (np.asarray(values, dtype=np.float64) - self.q01) / self._span * 2.0 - 1.0
 
     def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return ``(values + 1) (q99 - q01 + eps) / 2 + q01``; shape ``[...,A]``."""
-        return (values + 1.0) / 2.0 * (self.q99 - self.q01 + self.eps) + self.q01
+        """Return the inverse, ``(values + 1) (q99 - q01 + eps) / 2 + q01``; shape ``[...,A]``."""
+        return (values + 1.0) / 2.0 * self._span + self.q01
+
+    @property
+    def _span(self) -> NDArray[np.float64]:
+        span = self.q99 - self.q01
+        return np.where(is_constant(span, self.q01, self.q99), 1.0, span + self.eps)
 
 
 def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = "action statistics") -> str:

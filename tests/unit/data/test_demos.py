@@ -5,8 +5,10 @@ import pytest
 from expect import raises_code
 from safetensors.numpy import load_file, save_file
 
-from embodrl.data.demos import DemoEpisode
+from embodrl.config.schema import SftConfig
+from embodrl.data.demos import DemoEpisode, Demos
 from embodrl.data.facts import read_facts
+from embodrl.data.imitation import DemoDraws, FrameBatches
 from embodrl.data.load import load_demos
 from embodrl.data.raw import RawWriter
 from embodrl.errors import FileDamagedError, FileFormatError
@@ -41,7 +43,11 @@ def test_what_is_written_comes_back(tmp_path):
     assert demos.state.shape == (8, 3) and demos.state.dtype == np.float32
     np.testing.assert_array_equal(demos.episode, [0, 0, 0, 1, 2, 2, 2, 2])
     np.testing.assert_array_equal(demos.last, [2, 2, 2, 3, 7, 7, 7, 7])
-    assert demos.instructions == ["do 0", "do 1", "do 2"] and demos.tasks == ["task-0", "task-1", "task-0"]
+    assert demos.said(demos.last[[0, 3, 4]]) == ["do 0", "do 1", "do 2"] and demos.tasks == [
+        "task-0",
+        "task-1",
+        "task-0",
+    ]
     index = json.loads((tmp_path / "index.json").read_text())
     assert index["meta"] == {"made": "by a test"}
     assert [entry["seed"] for entry in index["episodes"]] == [10, 11, 12]
@@ -68,6 +74,21 @@ def test_chunks_end_with_their_episode(tmp_path):
     np.testing.assert_array_equal(actions[0], [[2, 3], [4, 5], [4, 5]])  # the last action is repeated
     np.testing.assert_array_equal(actions[1], [[100, 101]] * 3)
     np.testing.assert_array_equal(actions[2], [[200, 201], [202, 203], [204, 205]])
+
+
+def test_instructions_change_within_an_episode():
+    columns = {"images": np.zeros((5, 1, 2, 2, 3)), "state": np.zeros((5, 0)), "actions": np.zeros((5, 1))}
+    said = ["open", "open", "close", "close", "push"]
+    demos = Demos.of_episodes(columns, [3, 2], said, ["a", "b"])
+    assert demos.said(slice(None)) == said and demos.num_episodes == 2
+    assert demos.select([1]).said(slice(None)) == ["close", "push"]
+    assert Demos.concat([demos.select([1]), demos]).said(slice(None)) == [*said[3:], *said]
+    batches = FrameBatches(demos, SftConfig(batch_size=5), 1, 0)
+    batches.demos.actions[:, 0] = np.arange(5)
+    for seen, actions, _ in (batches.next(), DemoDraws(demos, 9, 1, 0).next()):
+        assert list(seen.instruction) == [said[int(number)] for number in actions[:, 0, 0]]
+    same = Demos.of_episodes(columns, [3, 2], ["open", "close"], ["a", "b"])
+    assert same.checksum != demos.checksum
 
 
 def test_missing_foreign_and_full_directories_are_refused(tmp_path):
@@ -237,7 +258,7 @@ def test_a_killed_collection_continues_from_its_last_commit(tmp_path):
     writer.add(episode(5, 2))
     writer.close({})
     demos = load_demos(tmp_path / "data")
-    assert demos.instructions == ["do 0", "do 1", "do 2", "do 5"] and len(demos.actions) == 10
+    assert demos.instruction_table == ["do 0", "do 1", "do 2", "do 5"] and len(demos.actions) == 10
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 

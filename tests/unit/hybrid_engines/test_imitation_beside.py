@@ -97,6 +97,6 @@ def test_draws_go_on_where_a_checkpoint_was_made() -> None:
         with raises_code("imitation-other-data"):
             DemoDraws(changed, 6, 2, 3).load_state(first.state())
     with raises_code("imitation-other-data"):
-        DemoDraws(replace(demos(), instructions=["pull", "lift"]), 6, 2, 3).load_state(first.state())
+        DemoDraws(replace(demos(), instruction_table=["pull", "lift"]), 6, 2, 3).load_state(first.state())
     with raises_code("imitation-other-data"):
         second.load_state({})

@@ -35,7 +35,7 @@ def demos(num_frames: int) -> Demos:
     episode = (np.arange(num_frames) >= half).astype(np.int64)
     last = np.where(episode == 0, half - 1, num_frames - 1)
     actions = np.arange(num_frames, dtype=np.float32)[:, None]
-    return Demos(images, 10 * actions, actions, episode, last, ["first", "second"], ["a", "b"])
+    return Demos(images, 10 * actions, actions, episode, last, ["first", "second"], episode, ["a", "b"])
 
 
 def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine():
@@ -196,7 +196,7 @@ def test_fine_tuning_that_fails_at_its_start_leaves_no_directory(tmp_path):
 def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_path, monkeypatch):
     policy = ToyPolicy()
     monkeypatch.setattr(ToyPolicy, "decodings", ("greedy",))
-    for name in ("read_facts", "check_range"):
+    for name in ("read_facts", "check_range", "check_instructions"):
         monkeypatch.setattr(verb, name, lambda *_: None)
     monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(8))
     monkeypatch.setattr(verb, "policy_with_statistics", lambda config, *_: (config, policy))

@@ -159,7 +159,7 @@ def test_data_of_another_rate_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
 
     config = config_of("toy", tmp_path)
     for fps, refused in ((20.0, False), (19.9, False), (30.0, True)):
-        monkeypatch.setattr(imitation, "read_facts", lambda path, fps=fps: DatasetFacts({}, 7, 0, fps, "toy"))
+        monkeypatch.setattr(imitation, "read_facts", lambda path, keys, fps=fps: DatasetFacts({}, 7, 0, fps, "toy"))
         if refused:
             with raises_code("sft-other-robot"):
                 check_robot(config)

@@ -61,13 +61,13 @@ def test_demonstrations_come_as_the_environment_shows_them(tmp_path: Path):
     state = np.concatenate([first[f"obs/{name}"] for name in ("ee_pos", "ee_ori", "gripper_states")], axis=1)
     np.testing.assert_allclose(demos.state[:6], state, rtol=1e-6)
     assert demos.tasks == [TASK, TASK]
-    assert demos.instructions == ["turn on the stove"] * 2
+    assert demos.instruction_table == ["turn on the stove"]
 
 
 def test_a_task_of_no_suite_has_the_words_of_its_file(tmp_path: Path):
     write(tmp_path / "mine_demo.hdf5", (3,))
     convert(tmp_path / "mine_demo.hdf5", raw(tmp_path / "out"), ("agentview",), True, quiet)
-    assert load_demos(tmp_path / "out").instructions == ["other words"]
+    assert load_demos(tmp_path / "out").instruction_table == ["other words"]
 
 
 def test_frames_in_which_nothing_is_commanded_are_dropped():

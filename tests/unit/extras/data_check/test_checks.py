@@ -105,7 +105,8 @@ def same_cameras(demos: Demos):
 
 
 def no_words(demos: Demos):
-    demos.instructions[2] = " "
+    demos.instruction_table.append(" ")
+    demos.instruction[demos.episode == 2] = 1
 
 
 def idle(demos: Demos):

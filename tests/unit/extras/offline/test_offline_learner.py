@@ -257,7 +257,7 @@ def test_other_data_are_refused_when_a_run_is_resumed() -> None:
         data_of(2, seed=1).load_state(data.state())
     demos = data.demos
     brighter = replace(demos, images=demos.images | np.uint8(1))
-    renamed = replace(demos, instructions=["pull the cube", *demos.instructions[1:]])
+    renamed = replace(demos, instruction_table=["pull the cube"])
     for other in (brighter, renamed, replace(demos, state=demos.state[:, :0])):
         with raises_code("offline-other-data", CheckpointError):
             replace(data, demos=other).load_state(data.state())

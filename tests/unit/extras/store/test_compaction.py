@@ -100,7 +100,7 @@ def test_every_column_and_pixel_is_kept(spool, tmp_path):
         assert np.array_equal(values.ravel(), np.concatenate([one.columns()[name] for one in expected]).ravel()), name
     assert demos.acted_by is not None and demos.acted_by.tolist() == [n % 3 for n in NUMBERS[:-1] for _ in range(n + 1)]
     assert list(demos.success) == [number != 1 for number in NUMBERS[:-1]] and list(demos.seeds) == NUMBERS[:-1]
-    assert demos.instructions == ["push" if number % 2 else "pull" for number in NUMBERS[:-1]]
+    assert demos.said(np.unique(demos.last)) == ["push" if number % 2 else "pull" for number in NUMBERS[:-1]]
     features = [json.loads((tmp_path / at / "meta/info.json").read_text()) for at in ("merged", "copies/a-000000")]
     assert features[0]["features"] == features[1]["features"]
     compaction.compact(store, 100, told.append)

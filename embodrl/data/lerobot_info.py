@@ -1,0 +1,269 @@
+"""What meta/info.json of a LeRobot dataset, v3.0 or v2.x, of any origin, says: features, cameras, split, templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from embodrl.data import lerobot as layout
+from embodrl.data.demos import HINT, layout_error
+from embodrl.errors import EmbodrlError, FileDamagedError
+from embodrl.fields import Fields, read_fields, with_whole_numbers
+from embodrl.names import nearest
+
+MAX_INDEX = 10**7
+"""Of episodes, tasks, files and chunks."""
+MAX_PIXELS = 2**14
+MAX_DIMENSIONS = 10**6
+TRAIN = "train"
+PICTURES = ("video", "image")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature of the dataset.
+
+    Attributes:
+        dtype: "video" and "image" are pictures.
+        shape: sizes of its axes.
+        column: the dataset's own name of it.
+        axes: names of the axes, empty where they are not stated.
+        is_depth: pictures are distances, not colours.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    column: str
+    axes: tuple[str, ...] = ()
+    is_depth: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of values in a frame."""
+        return int(np.prod(self.shape))
+
+    @property
+    def picture_size(self) -> tuple[int, int]:
+        """Height and width, by the names of the axes; without names by position, and some give the channels first."""
+        if "height" in self.axes and "width" in self.axes:
+            return self.shape[self.axes.index("height")], self.shape[self.axes.index("width")]
+        first = self.shape[0] == 3 and self.shape[-1] != 3
+        return (self.shape[1], self.shape[2]) if first else (self.shape[0], self.shape[1])
+
+
+@dataclass(frozen=True)
+class Info:
+    """meta/info.json.
+
+    Attributes:
+        path: of the file.
+        version: of the format.
+        fps: frames per second.
+        features: by our names, which ``sft.keys`` may give them.
+        data_path, video_path: templates; the latter None without videos.
+        chunks_size: episodes per directory, in v2.
+        totals: stated numbers of episodes and frames, None where they are not stated.
+        robot_type: as its writer has named it; None where it is not stated.
+        train: first episode_index of the split ``train`` and the one after its last; None where it is not stated.
+        left_out: why a camera is not used, by feature.
+    """
+
+    path: Path
+    version: str
+    fps: float
+    features: dict[str, Feature]
+    data_path: str
+    video_path: str | None
+    chunks_size: int
+    totals: tuple[int | None, int | None]
+    robot_type: str | None = None
+    train: tuple[int, int] | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def cameras(self) -> list[str]:
+        """The features that are pictures and can be used, in the order of the dataset."""
+        names = [name for name, feature in self.features.items() if feature.dtype in PICTURES]
+        return [name for name in names if name not in self.left_out]
+
+    @property
+    def notes(self) -> list[str]:
+        """What is declared and not used."""
+        return [f"camera {name.removeprefix(layout.IMAGES)} is left out: {why}" for name, why in self.left_out.items()]
+
+
+def read_info(directory: Path, keys: Mapping[str, str] | None = None) -> Info:
+    """Return meta/info.json.
+
+    Args:
+        directory: of the dataset.
+        keys: ``sft.keys``: the dataset's features by the names that embodrl gives them.
+
+    Raises:
+        EmbodrlError: it is damaged, of an unsupported version, or ``keys`` names features that it has not.
+    """
+    path = directory / layout.INFO
+    info = with_whole_numbers(read_fields(path, FileDamagedError, HINT))
+    version = info.text("codebase_version")
+    if version not in layout.READABLE:
+        raise EmbodrlError(
+            f"{path} is of version {version}; supported are {', '.join(layout.READABLE)}",
+            "convert it with the tools of the lerobot package",
+            code="dataset-version",
+        )
+    v3 = version == layout.VERSION
+    names = ("chunk_index", "file_index") if v3 else ("episode_chunk", "episode_index")
+    video_path = info.text("video_path", None)
+    if video_path is not None:
+        layout.check_template(video_path, (*names, "video_key"), path)
+    fields = info.fields("features")
+    features = _renamed(path, {name: _feature(name, fields.fields(name)) for name in fields}, keys or {})
+    read = Info(
+        path,
+        version,
+        info.number("fps", low=1e-3, high=1e5),
+        features,
+        layout.check_template(info.text("data_path"), names, path),
+        video_path,
+        1 if v3 else info.integer("chunks_size", 1000, low=1),
+        (info.integer("total_episodes", None), info.integer("total_frames", None)),
+        None if info.content.get("robot_type") in (None, "", "unknown") else info.text("robot_type"),
+        _train_split(info),
+    )
+    return replace(read, left_out=_left_out(directory, read))
+
+
+def _feature(name: str, fields: Fields) -> Feature:
+    dtype = fields.text("dtype")
+    shape = fields.numbers("shape")
+    picture = dtype in PICTURES
+    low, high = (1, MAX_PIXELS) if picture else (0, MAX_DIMENSIONS)
+    if not all(low <= size <= high and size.is_integer() for size in shape) or (picture and len(shape) != 3):
+        fields.refuse(f"'shape' is {shape} with dtype {dtype}; sizes are {low} to {high}, pictures have 3")
+    stated = fields.content.get("names")
+    axes = tuple(str(axis) for axis in cast(list[object], stated)) if isinstance(stated, list) else ()
+    axes = axes if picture and len(axes) == len(shape) else ()
+    return Feature(dtype, tuple(int(size) for size in shape) or (1,), name, axes, _is_depth(fields))
+
+
+def _is_depth(fields: Fields) -> bool:
+    """Return whether a feature is flagged as depth, in one of the places where versions of the format have the flag."""
+    sections = [fields, *(fields.fields(name, {}) for name in ("info", "video_info"))]
+    return any(section.flag(f"{kind}is_depth_map", False) for section in sections for kind in ("", "video."))
+
+
+def _train_split(info: Fields) -> tuple[int, int] | None:
+    splits = info.fields("splits", {})
+    if TRAIN not in splits:
+        return None
+    stated = splits.text(TRAIN)
+    found = re.fullmatch(r"(\d{1,9})?:(\d{1,9})?", stated.strip())
+    if found is None:
+        raise layout_error(
+            Path(info.source), f"splits.{TRAIN} is {stated!r:.60}, not FIRST:END", "write the episodes as, e.g., 0:50"
+        )
+    return int(found[1] or 0), MAX_INDEX if found[2] is None else int(found[2])
+
+
+def _own_name(name: str) -> str | None:
+    """Return the feature that a name in ``sft.keys`` stands for; None if it stands for none."""
+    if name in ("action", "state"):
+        return layout.ACTION if name == "action" else layout.STATE
+    return f"observation.{name}" if name.startswith("images.") and len(name) > len("images.") else None
+
+
+def _renamed(path: Path, features: dict[str, Feature], keys: Mapping[str, str]) -> dict[str, Feature]:
+    """Return features by our names, in the order of the dataset."""
+    own: dict[str, str] = {}
+    for name, theirs in keys.items():
+        ours = _own_name(name)
+        if ours is None or theirs not in features or theirs in own:
+            raise _wrong_key(path, features, keys, name)
+        own[theirs] = ours
+    kept = {name: feature for name, feature in features.items() if name in own or name not in own.values()}
+    return {own.get(name, name): feature for name, feature in kept.items()}
+
+
+def _wrong_key(path: Path, features: Mapping[str, Feature], keys: Mapping[str, str], name: str) -> EmbodrlError:
+    theirs = keys[name]
+    if _own_name(name) is None:
+        message = f"sft.keys has the name '{name}'"
+        return EmbodrlError(message, "the names are action, state and images.NAME", code="sft-keys")
+    if theirs in features:
+        return EmbodrlError(f"sft.keys has '{theirs}' twice", "name each feature once", code="sft-keys")
+    near = nearest(theirs, list(features))
+    message = f"sft.keys.{name} is '{theirs}', and {path} has no such feature; it has {_list(features)}"
+    return EmbodrlError(message, f"the nearest is {near}" if near else "name one of these", code="sft-keys")
+
+
+def _list(features: Mapping[str, Feature]) -> str:
+    return ", ".join(name for name in features if name not in layout.COUNTERS) or "none"
+
+
+def missing_action(directory: Path, info: Info) -> EmbodrlError:
+    """Return the error of a dataset whose actions have another name, or that has none."""
+    columns = [name for name, feature in info.features.items() if feature.dtype not in PICTURES]
+    by_last = {name.rpartition(".")[2]: name for name in reversed(columns)}
+    near = {ours: nearest(ours, list(by_last)) for ours in ("action", "state")}
+    full = {ours: by_last[last] for ours, last in near.items() if last}
+    if "action" in full:
+        hint = f"the nearest is {full['action']}: "
+    else:
+        hint = "name the feature that holds the robot's actions: "
+        full = {"action": "FEATURE"}
+    if layout.STATE in info.features:
+        full.pop("state", None)
+    hint += f"sft.keys={{{', '.join(f'{ours}: {theirs}' for ours, theirs in full.items())}}}"
+    message = f"{directory} has no feature '{layout.ACTION}'; it has {_list(info.features)}"
+    return EmbodrlError(message, hint, code="dataset-no-actions")
+
+
+def _left_out(directory: Path, info: Info) -> dict[str, str]:
+    """Return why cameras can't be used.
+
+    Those without a single file are listed only if another camera has files: else the videos were not copied.
+    """
+    depth = [name for name, feature in info.features.items() if feature.is_depth]
+    reasons = dict.fromkeys(depth, "it holds depth (is_depth_map), not colours")
+    videos = [name for name, feature in info.features.items() if feature.dtype == "video"]
+    own = (directory / layout.OWN_META).is_file()  # embodrl writes files for all cameras: a missing one was lost
+    if info.video_path is not None and layout.is_relative(info.video_path) and not own:
+        empty = [name for name in videos if not _has_files(directory, info.video_path, info.features[name].column)]
+        if len(empty) < len(videos):
+            reasons |= dict.fromkeys(empty, "info.json declares it, and it has no file")
+    return reasons
+
+
+def _has_files(directory: Path, template: str, video_key: str) -> bool:
+    """Return whether any file of a camera is there."""
+    pattern = layout.any_index(template.replace("{video_key}", layout.escaped(video_key)))
+    return next(directory.glob(pattern), None) is not None
+
+
+def choose_cameras(directory: Path, info: Info, cameras: Sequence[str] | None) -> list[str]:
+    """Return the features of ``cameras``; None takes all that can be used.
+
+    Raises:
+        EmbodrlError: one is missing, or can't be used.
+    """
+    present = info.cameras
+    if cameras is None:
+        return present
+    by_name = {key: key for key in present} | {key.removeprefix(layout.IMAGES): key for key in present}
+    unusable = dict(info.left_out) | {key.removeprefix(layout.IMAGES): why for key, why in info.left_out.items()}
+    for name in cameras:
+        if name not in by_name:
+            names = [key.removeprefix(layout.IMAGES) for key in present]
+            near = nearest(name, names)
+            why = f": {unusable[name]}" if name in unusable else ""
+            raise EmbodrlError(
+                f"{directory} has no camera '{name}'{why}; it has {', '.join(names) or 'none'}",
+                f"set sft.cameras=[{near}]" if near and len(cameras) == 1 else "set sft.cameras to some of these",
+                code="sft-camera-missing",
+            )
+    return [by_name[name] for name in cameras]

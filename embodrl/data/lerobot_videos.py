@@ -1,0 +1,114 @@
+"""Pictures of a LeRobot dataset out of its video files: those of the moments that the rows state.
+
+Shapes: n rows, H x W image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.data.demos import damaged
+from embodrl.data.video_file import frame_times, read_video
+from embodrl.errors import EmbodrlError
+
+TOLERANCE = 0.1
+"""Of the time between two rows: a picture that is further from the time of its row is another moment's."""
+LEAST_TOLERANCE_S = 1e-4
+"""The tolerance of the lerobot package."""
+
+
+def frames_at(
+    path: Path, times_s: NDArray[np.float64], fps: float, name: Callable[[int], str]
+) -> tuple[NDArray[np.int64], int]:
+    """Return the number of the frame that a file shows at each time, and how many frames follow the last of them.
+
+    Args:
+        path: of the file.
+        times_s: ``float64[n]``, seconds in the file.
+        fps: rows per second.
+        name: says which row a place in ``times_s`` is.
+
+    Raises:
+        FileDamagedError: the file is missing, can't be read, or ends too early.
+        EmbodrlError: it has no frame at one of the times, or two rows have the same.
+    """
+    if not path.is_file():
+        raise damaged(path, "it is missing")
+    try:
+        shown = frame_times(path)
+    except OSError as error:
+        raise damaged(path, error) from error
+    if len(shown) == len(times_s):  # a frame a row, whenever the clock of the rows was started
+        times_s = times_s - times_s.min() + shown[0]
+    tolerance = max(LEAST_TOLERANCE_S, TOLERANCE / fps)
+    last = int(np.argmax(times_s))
+    if not len(shown) or times_s[last] > shown[-1] + 0.5 / fps:
+        needed = f"{times_s[last]:.3f} s is needed for {name(last)}"
+        raise damaged(path, f"it ends after {len(shown)} frames, at {shown.max(initial=0):.3f} s, and {needed}")
+    after = np.clip(np.searchsorted(shown, times_s), 1, max(1, len(shown) - 1))
+    numbers = np.where(times_s - shown[after - 1] <= np.abs(shown[after % len(shown)] - times_s), after - 1, after)
+    off = np.abs(shown[numbers] - times_s)
+    hint = "correct timestamp, from_timestamp and fps, or the video; pictures would be of other moments than actions"
+    if off.max() > tolerance:
+        at = int(np.argmax(off > tolerance))
+        raise EmbodrlError(
+            f"{path} has no frame at {times_s[at]:.4f} s, the time of {name(at)}; the nearest is at"
+            f" {shown[numbers[at]]:.4f} s, and {tolerance:.4f} s are allowed",
+            hint,
+            code="dataset-frame-times",
+        )
+    order = np.argsort(numbers, kind="stable")
+    if len(same := np.flatnonzero(np.diff(numbers[order]) == 0)):
+        first, second = (int(order[same[0] + n]) for n in (0, 1))
+        raise EmbodrlError(
+            f"{path} has one frame for {name(first)} and {name(second)}, at {shown[numbers[first]]:.4f} s",
+            hint,
+            code="dataset-frame-times",
+        )
+    return numbers, int((shown > times_s[last] + 0.95 / fps).sum())
+
+
+def frames_of(path: Path, numbers: NDArray[np.int64], size: tuple[int, int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield the places in ``numbers int64[n]`` and their frames ``uint8[H,W,3]``, in the order of the file.
+
+    Raises:
+        FileDamagedError: a frame can't be decoded.
+        EmbodrlError: the frames are not of this height and width, as they are displayed.
+    """
+    order = np.argsort(numbers)
+    first = at = int(numbers[order[0]])
+    try:
+        frames = read_video(path, first, strict=True)
+        for place in order:
+            frame = next(frames, None)
+            while frame is not None and at < numbers[place]:
+                frame = next(frames, None)
+                at += 1
+            if frame is None:
+                raise damaged(path, f"it ends after {at} frames, and {int(numbers.max()) + 1} are needed")
+            check_size(path, "a frame", (frame.shape[0], frame.shape[1]), size)
+            yield int(place), frame
+            at += 1
+    except OSError as error:
+        raise damaged(path, error) from error
+
+
+def check_size(path: Path, what: str, found: tuple[int, int], stated: tuple[int, int]) -> None:
+    """Refuse a picture of another height and width than info.json states.
+
+    Raises:
+        EmbodrlError: see above.
+    """
+    if found != stated:
+        hint = "correct shape and names in meta/info.json"
+        if found == stated[::-1]:
+            hint += ": height and width are swapped there, or the video is displayed rotated"
+        raise EmbodrlError(
+            f"{path}: {what} is {found[0]} x {found[1]} (height x width), and {stated[0]} x {stated[1]} by info.json",
+            hint,
+            code="dataset-picture-size",
+        )

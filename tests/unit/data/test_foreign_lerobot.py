@@ -1,0 +1,301 @@
+"""LeRobot datasets of other software: what they say about themselves is used, honoured, or refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from expect import raises_code
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("imageio_ffmpeg")
+
+from lerobot_files import FPS, KEY, LENGTH, build, columns_of, pictures, put_table
+
+from embodrl.data.facts import read_facts
+from embodrl.data.imitation import load_configured_demos
+from embodrl.data.load import load_demos
+from embodrl.learners.imitation_policy import check_instructions
+from embodrl.pipelines.load import load_config
+from embodrl.workers.policy import build_policy
+
+REAL = Path(__file__).resolve().parents[4] / "shared/real_fixtures/gr1_picknplace"
+WANTED = np.concatenate([pictures(0), pictures(1)])
+
+
+def seen(root: Path, **options: object) -> np.ndarray:
+    return load_demos(root, **options).images[:, 0]  # pyright: ignore[reportArgumentType]
+
+
+# -- frames by their times ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_frames_are_those_of_the_rows_times_whatever_the_rate_of_the_file(tmp_path: Path, version: str) -> None:
+    build(tmp_path, version=version, shoot=lambda e: (np.repeat(pictures(e), 3, axis=0), 30))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+    np.testing.assert_array_equal(seen(tmp_path, max_episodes=1), pictures(0))
+
+
+def test_without_timestamps_the_times_are_those_of_frame_index(tmp_path: Path) -> None:
+    build(tmp_path, columns=lambda c: c.pop("timestamp"), shoot=lambda e: (np.repeat(pictures(e), 2, axis=0), 20))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+
+
+def test_a_frame_a_row_fits_whenever_the_clock_was_started(tmp_path: Path) -> None:
+    build(tmp_path, columns=lambda c: c.update(timestamp=c["timestamp"] + np.float32(1 / FPS)))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_a_row_without_a_frame_at_its_time_is_refused(tmp_path: Path, version: str) -> None:
+    build(tmp_path, version=version, shoot=lambda e: (np.repeat(pictures(e), 3, axis=0), 29))
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path)
+    assert "episode 0, frame" in refused.value.message
+
+
+def test_two_rows_with_one_frame_are_refused(tmp_path: Path) -> None:
+    build(tmp_path, version="v3.0", episodes=lambda c: c.update({f"videos/{KEY}top/from_timestamp": [0.0, 0.0]}))
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path)
+    assert "episode 0, frame 0 and episode 1, frame 0" in refused.value.message
+
+
+def test_frames_after_the_last_row_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(tmp_path, shoot=lambda e: (np.concatenate([pictures(e), pictures(e)[:4]]), 10))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+    assert "2 video files have frames after the last row" in caplog.text and "episode_000000.mp4 (4)" in caplog.text
+
+
+# -- metadata that change the meaning -------------------------------------------------------------------------------
+
+
+def depth_flag(place: str, key: str) -> dict[str, dict[str, bool]]:
+    return {place: {key: True}}
+
+
+@pytest.mark.parametrize(("place", "key"), [("info", "is_depth_map"), ("video_info", "video.is_depth_map")])
+def test_depth_is_no_colour(tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, key: str) -> None:
+    build(
+        tmp_path, cameras=("top", "depth"), info=lambda i: i["features"][f"{KEY}depth"].update(depth_flag(place, key))
+    )
+    assert list(read_facts(tmp_path).cameras) == ["top"]
+    assert load_demos(tmp_path).images.shape[1] == 1
+    assert "camera depth is left out: it holds depth" in caplog.text
+    with raises_code("sft-camera-missing") as refused:
+        load_demos(tmp_path, cameras=("depth",))
+    assert "is_depth_map" in refused.value.message
+
+
+def test_height_and_width_are_found_by_their_names(tmp_path: Path) -> None:
+    named = {"shape": [48, 32, 3], "names": ["width", "height", "channels"]}
+    build(tmp_path, info=lambda i: i["features"][f"{KEY}top"].update(named))
+    assert read_facts(tmp_path).cameras == {"top": (32, 48)}
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+
+
+def test_pictures_that_contradict_their_names_are_refused(tmp_path: Path) -> None:
+    build(tmp_path, info=lambda i: i["features"][f"{KEY}top"].update(shape=[48, 32, 3]))
+    with raises_code("dataset-picture-size") as refused:
+        load_demos(tmp_path)
+    assert "32 x 48 (height x width), and 48 x 32" in refused.value.message and "swapped" in refused.value.hint
+
+
+def test_rotation_in_a_video_is_honoured_or_refused(tmp_path: Path) -> None:
+    marked = [pictures(e) for e in range(2)]
+    for each in marked:
+        each[:, :4] = 255
+    build(tmp_path / "turned", shoot=lambda e: (marked[e], 10), rotation=180)
+    np.testing.assert_array_equal(seen(tmp_path / "turned"), np.concatenate(marked)[:, ::-1, ::-1])
+    build(tmp_path / "lying", rotation=90)
+    with raises_code("dataset-picture-size") as refused:
+        load_demos(tmp_path / "lying")
+    assert "rotated" in refused.value.hint
+
+
+def test_only_the_train_split_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(tmp_path / "part", info=lambda i: i.update(splits={"train": "1:2", "test": "0:1"}))
+    np.testing.assert_array_equal(seen(tmp_path / "part"), pictures(1))
+    assert "1 of 2 episodes are left out: they are not in splits.train" in caplog.text
+    build(tmp_path / "far", info=lambda i: i.update(splits={"train": "0:100"}))
+    assert load_demos(tmp_path / "far").num_episodes == 2
+    for name, stated in (("words", "most"), ("none", "2:5")):
+        build(tmp_path / name, info=lambda i, stated=stated: i.update(splits={"train": stated}))
+        with raises_code("dataset-layout"):
+            load_demos(tmp_path / name)
+
+
+def test_instructions_may_change_within_an_episode(tmp_path: Path) -> None:
+    tasks = ("open the drawer", "put the cup in")
+    build(tmp_path, tasks=tasks, columns=lambda c: c.update(task_index=[0] * 6 + [1] * 6))
+    assert load_demos(tmp_path).said(slice(None)) == ([tasks[0]] * 6 + [tasks[1]] * 6) * 2
+
+
+# -- what is not needed ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("without", [("frame_index",), ("frame_index", "index"), ("frame_index", "index", "timestamp")])
+def test_frame_index_is_derived(tmp_path: Path, without: tuple[str, ...]) -> None:
+    def drop(columns: dict[str, object]) -> None:
+        for name in without:
+            del columns[name]
+        if without == ("frame_index",):  # rows in another order
+            columns.update({name: values[::-1] for name, values in columns.items()})  # pyright: ignore
+
+    expected = load_demos(build(tmp_path / "whole"))
+    found = load_demos(build(tmp_path / "data", columns=drop))
+    np.testing.assert_array_equal(found.actions, expected.actions)
+    np.testing.assert_array_equal(found.images, expected.images)
+
+
+def test_a_set_with_one_task_needs_no_task_index(tmp_path: Path) -> None:
+    build(tmp_path / "one", columns=lambda c: c.pop("task_index"))
+    assert load_demos(tmp_path / "one").instruction_table == ["pick up the cup"]
+    build(tmp_path / "two", tasks=("a", "b"), columns=lambda c: c.pop("task_index"))
+    with raises_code("dataset-layout"):
+        load_demos(tmp_path / "two")
+
+
+def declare(info: dict) -> None:
+    info["features"][f"{KEY}wrist"] = info["features"][f"{KEY}top"]
+
+
+def test_a_camera_without_files_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build(tmp_path, info=declare)
+    assert list(read_facts(tmp_path).cameras) == ["top"]
+    assert load_demos(tmp_path).images.shape[1] == 1
+    assert "camera wrist is left out: info.json declares it, and it has no file" in caplog.text
+    with raises_code("sft-camera-missing"):
+        load_demos(tmp_path, cameras=("top", "wrist"))
+
+
+def test_a_camera_that_lacks_one_file_is_damaged(tmp_path: Path) -> None:
+    build(tmp_path, cameras=("top", "wrist"))
+    (tmp_path / f"videos/chunk-000/{KEY}wrist/episode_000001.mp4").unlink()
+    with raises_code("file-damaged"):
+        load_demos(tmp_path)
+
+
+@pytest.mark.parametrize("stats", ["[]", "{", '{"action": {}}', '{"action": {"min": [NaN], "max": null}}'])
+def test_statistics_that_nobody_reads_refuse_nothing(tmp_path: Path, stats: str) -> None:
+    build(tmp_path)
+    (tmp_path / "meta/stats.json").write_text(stats)
+    assert load_demos(tmp_path).num_episodes == 2
+
+
+def rename(columns: dict) -> None:
+    columns["actions"] = columns.pop("action")
+    columns["state"] = columns.pop("observation.state")
+
+
+def rename_features(info: dict) -> None:
+    names = {"action": "actions", "observation.state": "state", f"{KEY}top": "image"}
+    info["features"] = {names.get(name, name): value for name, value in info["features"].items()}
+
+
+def move_videos(root: Path) -> Path:
+    (root / f"videos/chunk-000/{KEY}top").rename(root / "videos/chunk-000/image")
+    return root
+
+
+KEYS = {"action": "actions", "state": "state", "images.top": "image"}
+
+
+def test_features_are_mapped_by_keys(tmp_path: Path) -> None:
+    expected = load_demos(build(tmp_path / "ours"))
+    other = move_videos(build(tmp_path / "theirs", columns=rename, info=rename_features))
+    facts = read_facts(other, KEYS)
+    assert (list(facts.cameras), facts.action_dim, facts.state_dim) == (["top"], 7, 8)
+    found = load_demos(other, cameras=("top",), keys=KEYS)
+    for name in ("images", "actions", "state"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    assert load_demos(other, keys={"action": "actions", "state": "state"}).images.shape[1] == 1
+    with raises_code("dataset-no-actions") as refused:
+        load_demos(other)
+    assert "it has actions, state, image" in refused.value.message
+    assert "sft.keys={action: actions, state: state}" in refused.value.hint
+
+
+def test_keys_of_the_command_line_name_cameras(tmp_path: Path) -> None:
+    other = move_videos(build(tmp_path / "theirs", columns=rename, info=rename_features))
+    given = "sft.keys={action: actions, state: state, images.top: image}"
+    config = load_config(["env=dataset", f"sft.data_dir={other}", given], verb="sft").config
+    assert config.sft.keys == KEYS and [camera.name for camera in config.env.cameras] == ["top"]
+    assert load_configured_demos(config).state.shape == (24, 8)
+
+
+TWICE = {"images.a": "image", "images.b": "image"}
+
+
+@pytest.mark.parametrize("keys", [{"actions": "actions"}, {"action": "acton"}, TWICE])
+def test_keys_that_name_nothing_are_refused(tmp_path: Path, keys: dict[str, str]) -> None:
+    build(tmp_path, columns=rename, info=rename_features)
+    with raises_code("sft-keys"):
+        load_demos(tmp_path, keys=keys)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_rows_are_found_in_other_files_than_the_stated_one(tmp_path: Path, version: str) -> None:
+    build(tmp_path, version=version)
+    if version == "v3.0":
+        import pyarrow.parquet as pq
+
+        table = pq.read_table(tmp_path / "data/chunk-000/file-000.parquet")
+        pq.write_table(table.slice(0, LENGTH), tmp_path / "data/chunk-000/file-000.parquet")
+        pq.write_table(table.slice(LENGTH), tmp_path / "data/chunk-000/file-001.parquet")
+    else:
+        (tmp_path / "data/chunk-005").mkdir()
+        (tmp_path / "data/chunk-000/episode_000001.parquet").rename(tmp_path / "data/chunk-005/episode_000001.parquet")
+    demos = load_demos(tmp_path)
+    assert demos.num_episodes == 2
+    np.testing.assert_array_equal(demos.images[:, 0], WANTED)
+
+
+def test_whole_floats_are_integers(tmp_path: Path) -> None:
+    def floats(columns: dict) -> None:
+        columns.update({n: [float(v) for v in values] for n, values in columns.items() if "timestamp" not in n})
+
+    def of_rows(columns: dict) -> None:
+        columns.update({n: np.asarray(columns[n], np.float64) for n in ("frame_index", "episode_index", "task_index")})
+
+    build(tmp_path / "data", version="v3.0", episodes=floats, columns=of_rows)
+    np.testing.assert_array_equal(seen(tmp_path / "data"), WANTED)
+    build(tmp_path / "half", version="v3.0", episodes=lambda c: c.update(length=[12.5, 11.5]))
+    with raises_code("file-damaged"):
+        load_demos(tmp_path / "half")
+
+
+def test_nothing_says_re_collect_of_the_data_of_others(tmp_path: Path) -> None:
+    build(tmp_path)
+    rows = {name: values[:-1] for name, values in columns_of(1).items()}
+    put_table(tmp_path / "data/chunk-000/episode_000001.parquet", rows)
+    with raises_code("file-damaged") as refused:
+        load_demos(tmp_path)
+    assert "collect" not in refused.value.hint
+
+
+def test_the_demo_set_of_gr00t_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    if not REAL.is_dir():
+        pytest.skip(f"no {REAL}")
+    root = shutil.copytree(REAL, tmp_path / "gr1", copy_function=shutil.copyfile)
+    lines = (root / "meta/episodes.jsonl").read_text().splitlines()[:2]
+    (root / "meta/episodes.jsonl").write_text("\n".join(lines) + "\n")
+    info = json.loads((root / "meta/info.json").read_text()) | {"total_episodes": 2, "total_frames": 416 + 470}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    demos = load_demos(root, size=(32, 32))
+    assert demos.images.shape == (886, 1, 32, 32, 3) and demos.state.shape == demos.actions.shape == (886, 44)
+    assert "camera egoview is left out" in caplog.text
+    assert all(demos.images[::50].std(axis=(1, 2, 3, 4)) > 5)
+
+
+def test_instructions_that_do_not_fit_are_refused_before_training(tmp_path: Path) -> None:
+    words = " ".join(["move the cup to the left of the plate and then"] * 12)
+    tasks = ("pick up the cup", words)
+    build(tmp_path / "data", tasks=tasks, columns=lambda c: c.update(task_index=[0] * 11 + [1]))
+    arguments = ["env=dataset", "model=smolvla", "model.warm_start=null", f"sft.data_dir={tmp_path / 'data'}"]
+    config = load_config(arguments, verb="sft").config
+    with raises_code("prompt-too-long") as refused:
+        check_instructions(build_policy(config), load_configured_demos(config))
+    assert len(refused.value.message) < 300

@@ -1,0 +1,54 @@
+"""A dimension that never moved in training is normalised by 1, by statistics of any kind; others are as they were."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodrl.extras.gr00t.robots import KeyStats
+from embodrl.extras.openvla_oft.config import ProprioStats
+from embodrl.learners.imitation_policy import constant_dimensions
+from embodrl.models.common.norm_stats import ActionStats, MeanStd, Quantiles
+
+REAL = Path(__file__).resolve().parents[4] / "shared/real_fixtures/openpi/pi05_simpler_bridge.norm_stats.json"
+LOW, HIGH, ALL = np.array([0.0, 0.3, -1.0]), np.array([0.0, 0.3 + 1e-8, 1.0]), np.ones(3, np.bool_)
+KINDS = {
+    "mean_std": MeanStd((LOW + HIGH) / 2, HIGH - LOW, 1e-8).normalize,
+    "quantiles": Quantiles(LOW, HIGH, 1e-8).normalize,
+    "actions": ActionStats("x", LOW, HIGH, ALL).normalize,
+    "proprio": ProprioStats(LOW, HIGH, ALL).normalize,
+    "gr00t": KeyStats("x", "mean_std", LOW, HIGH).scale,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_never_moved_is_normalised_by_one(kind: str) -> None:
+    rest = LOW.copy()
+    moved = KINDS[kind](rest + 1e-3) - KINDS[kind](rest)
+    assert np.abs(moved).max() <= 2.1e-3
+
+
+@pytest.mark.parametrize("scaling", [MeanStd(LOW, HIGH - LOW), Quantiles(LOW, HIGH)])
+def test_actions_that_others_never_moved_are_expressed(scaling: MeanStd | Quantiles) -> None:
+    values = np.array([0.5, 0.4, 0.1])
+    np.testing.assert_allclose(scaling.unnormalize(scaling.normalize(values)), values)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e5])
+def test_what_moves_is_normalised_as_before_at_any_scale(scale: float) -> None:
+    mean, std, x = np.array([0.2, -3.0]) * scale, np.array([0.5, 1e-4]) * scale, np.array([0.4, 1.0]) * scale
+    assert (MeanStd(mean, std).normalize(x) == (x - mean) / (std + 1e-6)).all()
+    ends = (mean - std, mean + std)
+    assert (Quantiles(*ends).normalize(x) == (x - ends[0]) / (ends[1] - ends[0] + 1e-6) * 2.0 - 1.0).all()
+
+
+def test_the_padding_of_a_public_state_is_constant() -> None:
+    if not REAL.is_file():
+        pytest.skip(f"no {REAL}")
+    stats = json.loads(REAL.read_text())["norm_stats"]["state"]
+    assert 6 in constant_dimensions(stats) and 0 not in constant_dimensions(stats)
+    scaled = Quantiles(np.array(stats["q01"]), np.array(stats["q99"]))
+    moved = np.array(stats["q01"])
+    moved[6] += 1e-3
+    assert abs(scaled.normalize(moved)[6] - scaled.normalize(np.array(stats["q01"]))[6]) < 0.01
