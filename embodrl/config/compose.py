@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from embodrl.config.argument_file import PREFIX, read_arguments
 from embodrl.config.check import schema_keys, schema_of, unknown_key, with_every_section
 from embodrl.config.nodes import (
     MAX_DEPTH,
@@ -41,7 +42,7 @@ from embodrl.config.presets import (
     presets,
 )
 from embodrl.config.schema.readers import Verb, reads
-from embodrl.config.trust import is_of_run, is_trusted
+from embodrl.config.trust import code_settings, has_approval, is_of_run, is_trusted, untrusted_code
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
 
@@ -51,16 +52,21 @@ OPTIONAL = ("experiment", "pipeline", "serve")
 
 @dataclass
 class Argument:
-    """One parsed command-line argument: ``key=value``, or ``~key`` to go back to the schema's default."""
+    """One parsed command-line argument: ``key=value``, or ``~key`` to go back to the schema's default.
+
+    Attributes:
+        file: of arguments that it is in; "" for one on the command line itself.
+    """
 
     key: str
     value: object
     text: str
     delete: bool = False
+    file: str = ""
 
     @property
     def origin(self) -> Origin:
-        return Origin("argument", self.text)
+        return Origin("file", self.file) if self.file else Origin("argument", self.text)
 
 
 @dataclass
@@ -162,6 +168,59 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             value = None if parsed.is_delete() else parsed.value()
             arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
     return arguments, problems
+
+
+def arguments_of_file(texts: list[str], file: str) -> tuple[list[Argument], list[ConfigProblem]]:
+    """As ``parse_arguments``, of texts that a file holds."""
+    arguments, problems = parse_arguments(texts)
+    return [replace(argument, file=file) for argument in arguments], [replace(each, origin=file) for each in problems]
+
+
+def values_of(arguments: list[Argument]) -> Node:
+    """Return the tree of the values that arguments give, without presets."""
+    tree = Node({}, Origin("argument"))
+    apply_arguments(tree, [argument for argument in arguments if not is_choice(argument) and argument.key != DIRS])
+    return tree
+
+
+def code_of(arguments: list[Argument]) -> dict[str, object]:
+    """Return the settings of arguments that would run code, by dotted key; those of their own presets may."""
+    directories = [argument.value for argument in arguments if argument.key == DIRS]
+    return code_settings(values_of(arguments)) | ({DIRS: directories} if directories else {})
+
+
+def foreign_code(arguments: list[Argument], file: str) -> list[ConfigProblem]:
+    """Return a problem per argument of an untrusted file that would run code."""
+    presets = [_foreign_presets(file) for argument in arguments if argument.key == DIRS]
+    return untrusted_code(values_of(arguments), (file,)) + presets
+
+
+def _foreign_presets(file: str) -> ConfigProblem:
+    message = "the file of a run names directories of presets, which may name code; embodrl writes none there"
+    hint = "look at the presets; then give --presets DIR on the command line, and take dirs out of the file"
+    return ConfigProblem(DIRS, message, file, hint=hint, code="settings-run-code")
+
+
+def _all_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProblem], tuple[str, ...]]:
+    """Parse arguments, those of ``@FILE`` among them; and name the files whose settings must not run code."""
+    arguments: list[Argument] = []
+    problems: list[ConfigProblem] = []
+    untrusted: list[str] = []
+    own: list[str] = []
+    for text in texts:
+        if not text.startswith(PREFIX):
+            own.append(text)
+            continue
+        path = Path(text.removeprefix(PREFIX))
+        found, content = read_arguments(path)
+        parsed, wrong = arguments_of_file(found, str(path))
+        arguments += parsed
+        problems += wrong
+        if not has_approval(code_of(parsed), content):
+            untrusted.append(str(path))
+            problems += [_foreign_presets(str(path)) for argument in parsed if argument.key == DIRS]
+    parsed, wrong = parse_arguments(own)
+    return [*arguments, *parsed], problems + wrong, tuple(untrusted)
 
 
 def assignment(key: str, value: object) -> str:
@@ -405,10 +464,13 @@ def take_directories(wanted: dict[str, tuple[Any, str]], problems: list[ConfigPr
 
 
 def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) -> Composition:
-    """Compose presets, then the file or mapping, then the arguments; the later wins."""
-    arguments, problems = parse_arguments(overrides)
+    """Compose presets, then the file or mapping, then the arguments, those of files (``@FILE``) first; the later wins.
+
+    Raises:
+        ConfigError: a file of arguments can't be read.
+    """
+    arguments, problems, untrusted = _all_arguments(overrides)
     user = Node({}, Origin("file", "mapping"))
-    untrusted: tuple[str, ...] = ()
     base = Path()
     of_run = False
     if isinstance(config_file, Path):
@@ -417,7 +479,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
             config_file = config_file / "config.yaml"
         user, wrong = read_yaml(config_file, str(config_file))
         trusted = not user.children or is_trusted(config_file, user, of_run=of_run)
-        untrusted = () if trusted else (str(config_file),)
+        untrusted += () if trusted else (str(config_file),)
         base = config_file.absolute().parent
         problems += wrong
     elif config_file is not None:
@@ -427,9 +489,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     problems += wrong
     directories = take_directories(wanted, problems)
     if directories and isinstance(config_file, Path) and (of_run or is_of_run(config_file)):
-        message = "the file of a run names directories of presets, which may name code; embodrl writes none there"
-        hint = "look at the presets; then give --presets DIR on the command line, and take dirs out of the file"
-        problems.append(ConfigProblem(DIRS, message, str(config_file), hint=hint, code="settings-run-code"))
+        problems.append(_foreign_presets(str(config_file)))
         directories = []
     own = own_directories(directories, base)
     for argument in [a for a in arguments if a.key == DIRS]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 MARKER = "embodrl-environment.json"
-"""Written last, so that an environment without it is a half-made one."""
+"""Written before anything else, so that what has none was not made here; ``requirements`` are added at the end."""
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "envs" / "requirements"
 
 
@@ -48,7 +48,7 @@ def fingerprint(name: str) -> str:
 
 
 def read_marker(prefix: Path) -> dict[str, object] | None:
-    """Return what `embodrl env install` wrote at its end; None if it did not get that far."""
+    """Return what `embodrl env install` says of its environment; None if it has not made it."""
     try:
         content: object = json.loads((prefix / MARKER).read_text())
     except (OSError, ValueError):
@@ -60,9 +60,13 @@ def installed_python(name: str) -> Path | None:
     """Return the interpreter of a simulator's environment, or None where there is no whole one."""
     prefix = default_prefix(name)
     python = python_of(prefix)
-    marker = read_marker(prefix)
-    whole = marker is not None and marker.get("name") == name and os.access(python, os.X_OK)
-    return python if whole else None
+    return python if is_whole(name, prefix) else None
+
+
+def is_whole(name: str, prefix: Path) -> bool:
+    """Return whether `embodrl env install` has made a simulator's environment, and has come to its end."""
+    marker = read_marker(prefix) or {}
+    return marker.get("name") == name and "requirements" in marker and os.access(python_of(prefix), os.X_OK)
 
 
 def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:

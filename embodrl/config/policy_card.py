@@ -117,6 +117,26 @@ def trained_delay(model: ModelConfig) -> int:
     return recorded if type(recorded) is int and recorded > 0 else 0
 
 
+def trained_state_dim(config: Config) -> int | None:
+    """Return how many numbers of state a policy was trained on, as its card says; None if that is not known."""
+    directory = policy_directory(config.model)
+    card = None if directory is None else read_card(directory)
+    recorded = None if card is None else card.get("state_dim")
+    return recorded if type(recorded) is int and recorded >= 0 else None
+
+
+def reads_state(config: Config) -> bool | None:
+    """Return whether a policy reads the robot's state, as its family and the settings say; None if they do not."""
+    family = MODELS.entry(config.model.model_type) if config.model.model_type in MODELS else None
+    uses = None if family is None else family.uses_state
+    if isinstance(uses, str):
+        value: object = config
+        for name in uses.split("."):
+            value = getattr(value, name, None)
+        uses = value if isinstance(value, bool) else None
+    return uses if config.env.include_state else False
+
+
 def card_differences(card: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, message) of what a configuration asks a policy for that it was not trained for."""
     env = config.env

@@ -121,11 +121,15 @@ def is_trusted(path: Path, tree: Node, text: str | None = None, of_run: bool = F
         own = found.st_uid in (os.getuid(), 0) and not found.st_mode & stat.S_IWOTH
     except OSError:
         own = False
-    line = _APPROVAL.search(text or "")
-    if not (of_run or line or SEAL in (text or "") or is_of_run(path)):
+    if not (of_run or _APPROVAL.search(text or "") or SEAL in (text or "") or is_of_run(path)):
         return own
-    key = _read_key(_key_file())
-    return line is not None and key is not None and hmac.compare_digest(line[1], _digest(key, settings))
+    return has_approval(settings, text or "")
+
+
+def has_approval(settings: Mapping[str, object], text: str) -> bool:
+    """Return whether a text has this user's ``approval`` of its settings that run code, or has no such settings."""
+    line = _APPROVAL.search(text)
+    return not settings or is_approved(settings, "" if line is None else line[1])
 
 
 def is_of_run(path: Path) -> bool:
@@ -138,19 +142,34 @@ def approval(settings: Mapping[str, object]) -> str:
 
     It is empty where there are none, or where the user's secret can't be kept, which is logged.
     """
-    if not settings:
-        return ""
+    digest = approve(settings) if settings else ""
+    return f"# approval of the settings that run code: {digest}\n" if digest else ""
+
+
+def approve(content: Mapping[str, object]) -> str:
+    """Return the digest with which a file says that this user has written a JSON-able content.
+
+    It is empty where the user's secret can't be kept, which is logged.
+    """
     path = _key_file()
     key = _read_key(path) or _make_key(path)
     if key is None:
-        text = "%s can't be written: to resume this run, which has settings that run code, give --trust"
+        text = "%s can't be written: to resume this, if it has settings that run code, give --trust"
         logger.warning(text, path)
         return ""
-    return f"# approval of the settings that run code: {_digest(key, settings)}\n"
+    return _digest(key, content)
 
 
-def _digest(key: bytes, settings: Mapping[str, object]) -> str:
-    return hmac.new(key, json.dumps(settings, sort_keys=True, default=list).encode(), hashlib.sha256).hexdigest()
+def is_approved(content: Mapping[str, object], digest: str) -> bool:
+    """Return whether this user has written a content, as ``approve`` told then; or trusts every file."""
+    if os.environ.get(TRUST_VARIABLE) == "1":
+        return True
+    key = _read_key(_key_file())
+    return key is not None and digest.isascii() and hmac.compare_digest(digest, _digest(key, content))
+
+
+def _digest(key: bytes, content: Mapping[str, object]) -> str:
+    return hmac.new(key, json.dumps(content, sort_keys=True, default=list).encode(), hashlib.sha256).hexdigest()
 
 
 def _key_file() -> Path:

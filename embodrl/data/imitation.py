@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,8 @@ from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hub import DATASET_FILES, fetch, parse_dataset
 from embodrl.specs import ENVS
 from embodrl.types import Observation
+
+logger = logging.getLogger(__name__)
 
 
 def shift_images(images: NDArray[np.uint8], largest: int, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -225,6 +228,30 @@ class FrameBatches:
             )
         self._rng.bit_generator.state = rng
         self._order = order.numpy().copy()
+
+
+class DatasetBatches(FrameBatches):
+    """Frames of demonstrations that stay the same: those of other ones do not continue its order."""
+
+    def state(self) -> tuple[dict[str, Any], Tensor]:
+        rng, order = super().state()
+        return {"rng": rng, "demonstrations": self.demos.checksum}, order
+
+    def load_state(self, rng: dict[str, Any], order: Tensor) -> None:
+        if "demonstrations" not in rng:
+            logger.warning(
+                "the checkpoint is of an earlier version, and does not tell its demonstrations: not compared"
+            )
+            super().load_state(rng, order)
+            return
+        if rng["demonstrations"] != self.demos.checksum:
+            raise CheckpointError(
+                f"the demonstrations in {self.settings.data_dir} are not those that the run began with",
+                "resume with sft.data_dir and what is read of it as they were, and its files unchanged; to go on with"
+                " others, start a new run with model.warm_start=RUN/policy",
+                code="sft-other-demonstrations",
+            )
+        super().load_state(rng["rng"], order)
 
 
 IMITATED = "imitated"

@@ -144,6 +144,7 @@ class ImitationLearner(Learner):
         settings = self.config.sft
         self.engine.check()
         observation, actions, inside = self.batches.next()
+        self.policy.seen_state_dim = observation.state.shape[1]
         # Inputs are prepared here, not by the engine: noise and times of flow policies come from one stream.
         inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
         batch = Batch({name: tensor.cpu() for name, tensor in inputs.items()})

@@ -112,6 +112,7 @@ class VLAPolicy(nn.Module, ABC):
         draws_by_row: ``predict_action_batch`` takes a RowGenerators as well.
         decodings: what ``predict_action_batch`` can choose actions by; the first is that of main figures.
         condition: what those who act say of the advantage with every instruction (``model.condition``).
+        seen_state_dim: S of the states that it has acted or learnt from; None if there were none in this process.
     """
 
     num_action_chunks: int
@@ -119,6 +120,7 @@ class VLAPolicy(nn.Module, ABC):
     draws_by_row: ClassVar[bool] = False
     decodings: ClassVar[tuple[Decoding, ...]] = ("greedy", "sampled")
     condition: Condition | None = None
+    seen_state_dim: int | None = None
 
     @property
     def action_horizon(self) -> int:

@@ -19,6 +19,7 @@ from embodrl.config.isolated import (
     default_prefix,
     fingerprint,
     installable,
+    is_whole,
     python_of,
     read_marker,
     requirements,
@@ -40,7 +41,8 @@ class Installed:
     Attributes:
         name: of the simulator.
         prefix: where it is or would be.
-        state: ``ready``, ``outdated`` (other packages are pinned by now), ``incomplete`` or ``absent``.
+        state: ``ready``, ``outdated`` (other packages are pinned by now), ``incomplete``, ``absent``, or ``foreign``
+            (something else is there).
     """
 
     name: str
@@ -63,10 +65,13 @@ def check_name(name: str) -> None:
 def state_of(name: str, prefix: Path) -> str:
     """Return what there is; see ``Installed.state``."""
     marker = read_marker(prefix)
-    if marker is None:
-        return "incomplete" if prefix.is_dir() and any(prefix.iterdir()) else "absent"
-    whole = os.access(python_of(prefix), os.X_OK) and marker.get("name") == name
-    return ("ready" if marker.get("requirements") == fingerprint(name) else "outdated") if whole else "incomplete"
+    if marker is None and (not prefix.exists() or (prefix.is_dir() and not any(prefix.iterdir()))):
+        return "absent"
+    if marker is None or marker.get("name") != name:
+        return "foreign"
+    if not is_whole(name, prefix):
+        return "incomplete"
+    return "ready" if marker["requirements"] == fingerprint(name) else "outdated"
 
 
 def list_environments() -> list[Installed]:
@@ -92,8 +97,9 @@ def check_all_pins() -> list[MachineFinding]:
 def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], None]) -> Path:
     """Make a simulator's environment, or find that it is there already; return its interpreter.
 
-    Packages come from where pip is configured to look. A file in it is written last; an environment without that file
-    is a half-made one, which nothing uses and the next call rebuilds.
+    Packages come from where pip is configured to look. A file in it is written first, and completed last: one that is
+    not complete is a half-made environment, which nothing uses and the next call rebuilds. A directory without that
+    file was not made here, and is left as it is, whatever it resembles.
 
     Args:
         name: of the simulator.
@@ -102,7 +108,7 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
         tell: called with lines of progress.
 
     Raises:
-        UsageError: no such simulator, or the directory holds something else.
+        UsageError: no such simulator, or the directory holds something that was not made here.
         EmbodrlError: pip failed; carries the end of what it said.
     """
     check_name(name)
@@ -113,11 +119,11 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
         if state == "ready" and not force:
             tell(f"{name} is there already: {prefix}")
             return python_of(prefix)
-        if state == "incomplete" and not (prefix / "pyvenv.cfg").is_file():
-            raise UsageError(f"{prefix} holds something else", "choose another --prefix, or empty the directory")
-        if prefix.is_dir():
-            (prefix / MARKER).unlink(missing_ok=True)
-            shutil.rmtree(prefix)
+        if state == "foreign":
+            raise _foreign(name, prefix)
+        prefix.mkdir(exist_ok=True)
+        _write_marker(name, prefix)
+        _empty(prefix)
         start = time.monotonic()
         tell(f"making {prefix} with Python {sys.version_info.major}.{sys.version_info.minor}")
         _run([sys.executable, "-m", "venv", str(prefix)], prefix, tell)
@@ -127,7 +133,7 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
         _run([*pip, "-r", str(requirements(name))], prefix, tell)
         tell("importing them")
         _run([str(python), "-c", f"import {', '.join(ENVS.entry(name).imports)}"], prefix, tell)
-        _write_marker(name, prefix)
+        _write_marker(name, prefix, requirements=fingerprint(name), made_with=sys.version)
         tell(f"{name} is ready after {time.monotonic() - start:.0f} s")
     return python_of(prefix)
 
@@ -140,16 +146,34 @@ def remove(name: str, prefix: Path | None, tell: Callable[[str], None]) -> None:
     """
     check_name(name)
     prefix = (prefix or default_prefix(name)).expanduser().absolute()
-    state = state_of(name, prefix)
-    if state == "absent":
+    if state_of(name, prefix) == "absent":
         tell(f"{name} is not installed in {prefix}")
         return
-    if not (prefix / "pyvenv.cfg").is_file():
-        raise UsageError(f"{prefix} is not an environment that embodrl made", "remove it by hand if you mean it")
     with _locked(prefix, tell):
-        (prefix / MARKER).unlink(missing_ok=True)  # first, so that what is left is not taken for whole
-        shutil.rmtree(prefix)
+        if state_of(name, prefix) == "foreign":
+            raise _foreign(name, prefix)
+        _write_marker(name, prefix)  # first, so that what is left is not taken for whole
+        _empty(prefix)
+        (prefix / MARKER).unlink()
+        prefix.resolve().rmdir()
     tell(f"removed {prefix}")
+
+
+def _foreign(name: str, prefix: Path) -> UsageError:
+    message = f"{prefix} holds something that `embodrl env install {name}` has not made: it has no {MARKER} of {name}"
+    hint = "choose another --prefix (or $EMBODRL_{}_ENV), or remove it by hand if you mean it"
+    return UsageError(message, hint.format(name.upper()), code="env-directory-foreign")
+
+
+def _empty(prefix: Path) -> None:
+    """Remove all but the marker, which says until the end whose directory this is."""
+    for path in prefix.iterdir():
+        if path.name == MARKER:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _count(name: str) -> int:
@@ -194,7 +218,7 @@ def _run(command: list[str], prefix: Path, tell: Callable[[str], None]) -> None:
         )
 
 
-def _write_marker(name: str, prefix: Path) -> None:
-    content = {"name": name, "requirements": fingerprint(name), "made_with": sys.version}
+def _write_marker(name: str, prefix: Path, **facts: str) -> None:
+    content = {"name": name, **facts}
     with atomic_file(prefix / MARKER) as partial:
         partial.write_text(json.dumps(content))

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodrl.config import LoadedConfig
 from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
-from embodrl.data.imitation import FrameBatches, load_checked_demos, observed
+from embodrl.data.imitation import DatasetBatches, load_checked_demos, observed
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import ImitationLearner
@@ -142,7 +142,7 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     check_range(policy, demos, settings)
     check_instructions(policy, observed(demos, config))
     engine = start_imitation(session, weights_from, policy, closing)
-    batches = FrameBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
+    batches = DatasetBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)
     learner = ImitationLearner(config, policy, engine, batches, pauses, make_hooks(session, policy, progress))
     schedule = Schedule.of_imitation(config)

@@ -16,7 +16,15 @@ from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.storage.checkpoint import CheckpointManager, preflight
-from embodrl.trainer.files import LEAST_FREE_BYTES, LOG_FILE, PUBLISHED_DIR, has_results, run_directory
+from embodrl.trainer.files import (
+    BEST_POLICY_DIR,
+    LEAST_FREE_BYTES,
+    LOG_FILE,
+    POLICY_DIR,
+    PUBLISHED_DIR,
+    has_results,
+    run_directory,
+)
 from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer
 from embodrl.trainer.parts import build, check_machine, make_trainer
@@ -49,6 +57,9 @@ def train(loaded: LoadedConfig) -> TrainResult:
                 f"`embodrl resume {run_dir}` continues it; or choose another runner.output_dir",
                 code="run-exists",
             )
+        if found := [name for name in (POLICY_DIR, BEST_POLICY_DIR) if (run_dir / name).exists()]:
+            message = f"{run_dir / found[0]} exists, and is not of a run that has begun here: it would be replaced"
+            raise OutputError(message, "choose another runner.output_dir, or move it away", code="run-exists")
         preflight(run_dir, LEAST_FREE_BYTES)
         return run_tries(loaded, run_dir, lock, work)
 

@@ -191,6 +191,7 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
             inner.rmdir()
             if rounds_when_merged(policy) and (base := base_of(config)) is not None:
                 save_adapters(policy, staging / ADAPTERS_DIR, base)
+            facts |= {} if policy.seen_state_dim is None else {"state_dim": policy.seen_state_dim}
             card = policy_card(config, **facts, embodrl=__version__, date=time.strftime("%Y-%m-%dT%H:%M:%S%z"))
             write_json_file(staging / CARD_FILE, card)
             apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]

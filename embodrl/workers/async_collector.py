@@ -9,7 +9,6 @@ Shapes: T policy steps (chunks), B environments.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -19,6 +18,8 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from embodrl.config.explain import flow
+from embodrl.config.identity import ABSENT, changes, describe, record_of, settings_read
 from embodrl.config.schema import Config
 from embodrl.data.trajectory import TrajectoryBatch, batch_from_tensors, batch_to_tensors
 from embodrl.envs.pool.pool import EnvPool
@@ -355,7 +356,7 @@ class AsyncCollector:
                 "next_shard": self._next_shard,
                 "rejected": self.gate.rejected,
                 "env_steps_dropped": self._env_steps_dropped,
-                "settings": shard_settings(self.config, len(self.runners)),
+                **record_of(shard_settings(self.config, len(self.runners))),
             }
         return RolloutState(state, tensors)
 
@@ -376,15 +377,13 @@ class AsyncCollector:
                 " process runs, with the same rollout.pipeline_stages",
                 code="checkpoint-other-settings",
             )
-        other = [name for name in now if before.get(name) != now[name] and name != PLAYERS]
-        if other:
-            differing = ", ".join(
-                f"{name} {json.dumps(before.get(name))} and not {json.dumps(now[name])}" for name in other
-            )
-            hint = " ".join(f"{name}={json.dumps(before.get(name))}" for name in other)
+        before, now = ({key: value for key, value in each.items() if key != PLAYERS} for each in (before, now))
+        record = {"version": state.get("version"), "settings": before}
+        if other := changes(record, now):
+            hint = " ".join(f"{name}={flow(old)}" for name, (old, _) in other.items() if old is not ABSENT)
             raise CheckpointError(
-                f"the checkpoint holds rollouts made with {differing}",
-                f"resume with {hint}",
+                f"the checkpoint holds rollouts made with other settings: {describe(other)}",
+                f"resume with {hint}" if hint else "resume with the settings that the run began with",
                 code="checkpoint-other-settings",
             )
         with self._changed:
@@ -405,32 +404,19 @@ class AsyncCollector:
             self._env_steps_dropped = state["env_steps_dropped"]
 
 
+_EPISODES = (
+    *("env.", "reward.", "protocol", "rollout.pipeline_stages", "rollout.workflow"),
+    *("model.model_type", "model.num_action_chunks", "model.action_dim"),
+    *("algorithm.group_size", "algorithm.rollout_epoch", "algorithm.loss_type", "algorithm.bootstrap_type"),
+    *("algorithm.reward_type", "algorithm.sampling.", "algorithm.srpo."),
+)
+"""Settings that the episodes of shards depend on; the others are those of what is learned from them."""
+
+
 def shard_settings(config: Config, num_runners: int) -> dict[str, object]:
     """Return what shards depend on, by key, as it comes back from JSON: a shard of other settings can't be used."""
-    env = config.env
-    algorithm = config.algorithm
-    settings = {
-        "env.tasks": list(env.tasks),
-        "env.max_episode_steps": env.max_episode_steps,
-        "env.reward_mode": env.reward_mode,
-        "env.success_bonus": env.success_bonus,
-        "env.train.total_num_envs": env.train.total_num_envs,
-        "env.train.max_steps_per_rollout_epoch": env.train.max_steps_per_rollout_epoch,
-        "env.train.auto_reset": env.train.auto_reset,
-        "env.train.ignore_terminations": env.train.ignore_terminations,
-        PLAYERS: num_runners,
-        "rollout.pipeline_stages": config.rollout.pipeline_stages,
-        "rollout.workflow": config.rollout.workflow,
-        "algorithm.group_size": algorithm.group_size,
-        "algorithm.rollout_epoch": algorithm.rollout_epoch,
-        "algorithm.loss_type": algorithm.loss_type,
-        "algorithm.bootstrap_type": algorithm.bootstrap_type,
-        "algorithm.sampling.temperature": algorithm.sampling.temperature,
-        "algorithm.sampling.top_k": algorithm.sampling.top_k,
-        "algorithm.srpo.enabled": algorithm.srpo.enabled,
-        "reward.fn": config.reward.fn,
-    }
-    return json.loads(json.dumps(settings))
+    shaped = ("algorithm.gamma",) if config.env.reward_mode == "potential" else ()
+    return {**settings_read(config, "train", only=(*_EPISODES, *shaped)), PLAYERS: num_runners}
 
 
 def _join(batches: list[TrajectoryBatch], dropped_env_steps: int, num_groups: int) -> TrajectoryBatch:

@@ -5,14 +5,16 @@ Shapes: B environments, C actions in a chunk, A action dimensions.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from embodrl.config.identity import changes, describe, record_of, settings_read
 from embodrl.config.schema import CollectConfig, Config
 from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import ACTED_BY, EXECUTED, LOG_PROB, POLICY_VERSION, REWARD, TERMINATED, DemoEpisode, Outcomes
@@ -26,11 +28,17 @@ from embodrl.types import TOKEN_MASK, Observation, PolicyOutput
 from embodrl.workers.play import Play, PlayedChunk, Recorder, take_turns
 from embodrl.workers.policy import RecordedPolicy
 
+logger = logging.getLogger(__name__)
+
 MAX_ATTEMPTS_PER_EPISODE = 10
 COMMIT_EPISODES = 50
 """After so many episodes what was collected is committed, so that a kill costs no more."""
 SHOWN = "action"
 """In ``PolicyOutput.forward_inputs``: what a demonstration shows, ``float32[B,A]``, if not what is executed."""
+
+
+_FREE = (r"collect\.(num_episodes|output_dir)", r"env\.train\.total_num_envs")
+"""Settings that an interrupted collection may be continued with other values of."""
 
 
 class Demonstrator(ABC):
@@ -238,6 +246,23 @@ class Attempts(Recorder):
         )
 
 
+def collection_settings(config: Config, policy: RecordedPolicy | None) -> dict[str, object]:
+    """Return what the episodes of a collection depend on, by key; ``policy`` is who acts, null for the experts."""
+    settings = settings_read(config, "collect" if policy is None else "record", _FREE)
+    acting = {"policy": None} if policy is None else {"policy": policy.name, "policy.weights": policy.fingerprint}
+    return {**acting, **settings}
+
+
+def _older_settings(content: Mapping[str, object]) -> dict[str, object]:
+    """Return by key what a collection kept before it had a record of all that it depends on."""
+    found = {f"collect.{name}": value for name, value in content.items() if name not in ("env", "tasks", "policy")}
+    return found | {
+        "env.env_type": content.get("env"),
+        "env.tasks": content.get("tasks"),
+        "policy": content.get("policy"),
+    }
+
+
 class DemoCollector(Recorder):
     """Lets experts, or a policy, attempt the tasks of a pool until enough episodes have succeeded.
 
@@ -265,10 +290,9 @@ class DemoCollector(Recorder):
         policy: RecordedPolicy | None = None,
     ) -> None:
         self.settings = config.collect
-        # A collection continues with the number of episodes changed only.
-        settings = self.settings.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
-        self._settings = {"env": config.env.env_type, "tasks": list(pool.spec.tasks), **settings}
-        self._settings |= {} if policy is None else {"policy": policy.name}
+        self._env_type = config.env.env_type
+        self._policy = None if policy is None else policy.name
+        self._identity = collection_settings(config, policy)
         self.tasks = pool.spec.tasks
         self.writer = writer
         self.should_stop = should_stop
@@ -286,10 +310,15 @@ class DemoCollector(Recorder):
         self._tell: Callable[[int, str], None] = lambda done, note: None
 
     def _continue(self, progress: Fields) -> None:
-        earlier = progress.fields("settings").content
-        if changed := [name for name, value in self._settings.items() if earlier.get(name) != value]:
+        record: Mapping[str, object] = progress.fields("identity", {}).content
+        now = self._identity
+        if not record:
+            logger.warning("an earlier version began the collection, which tells some of its settings only")
+            record = {"settings": _older_settings(progress.fields("settings").content)}
+            now = now | {"env.tasks": list(self.tasks)}
+        if changed := changes(record, now):
             raise EmbodrlError(
-                f"{self.writer.staging} holds an interrupted collection with other settings: {', '.join(changed)}",
+                f"{self.writer.staging} holds an interrupted collection with other settings: {describe(changed)}",
                 f"continue it with its own settings, or remove it: rm -r {self.writer.staging}",
                 code="collect-other-settings",
             )
@@ -309,7 +338,7 @@ class DemoCollector(Recorder):
     def commit(self) -> None:
         """Make the episodes so far survive the end of this process, for another one to continue."""
         counts = {name: getattr(self, name).tolist() for name in ("kept", "tried", "solved", "lost")}
-        self.writer.commit({"settings": self._settings, "attempts": self.attempts, **counts})
+        self.writer.commit({"identity": record_of(self._identity), "attempts": self.attempts, **counts})
 
     @property
     def finished(self) -> bool:
@@ -361,7 +390,7 @@ class DemoCollector(Recorder):
         if self.settings.keep_failures or not failing.any():
             return
         names = ", ".join(np.array(self.tasks)[failing])
-        if "policy" in self._settings:
+        if self._policy is not None:
             raise EmbodrlError(
                 f"the policy fails more than 9 times in 10 on {names}",
                 "set collect.keep_failures=true to record its failures as well",
@@ -389,10 +418,10 @@ class DemoCollector(Recorder):
         Args:
             meta: what else says how the dataset was made.
         """
-        who = "policy" if "policy" in self._settings else "expert"
-        known: dict[str, object] = {"robot_type": self._settings["env"], "collect": self.settings.model_dump()}
+        who = "expert" if self._policy is None else "policy"
+        known: dict[str, object] = {"robot_type": self._env_type, "collect": self.settings.model_dump()}
         known |= {f"{who}_success_rate": self.success_rate(), **meta}
-        known |= {"policy": self._settings["policy"]} if who == "policy" else {}
+        known |= {} if self._policy is None else {"policy": self._policy}
         self.writer.close(known | {"stopped_early": not self.finished})
 
     def success_rate(self) -> dict[str, float | None]:

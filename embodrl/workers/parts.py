@@ -15,7 +15,14 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_me
 from embodrl.models.base import Decoding, VLAPolicy
 from embodrl.workers.collector import Share, share_config
 from embodrl.workers.env import check_environments, check_simulator, make_pool
-from embodrl.workers.policy import RecordedPolicy, build_policy, check_memory, configure_torch, num_threads
+from embodrl.workers.policy import (
+    RecordedPolicy,
+    build_policy,
+    check_memory,
+    configure_torch,
+    num_threads,
+    weights_fingerprint,
+)
 
 
 def prepare_acting(
@@ -57,7 +64,8 @@ def acting_policy(
         EmbodrlError: the device has less memory than the weights take, or the policy can't be built.
     """
     prepare_acting(loaded.config, loaded.deployment, simulates=False)
-    return RecordedPolicy(name, make_acting(loaded.config, make_policy(loaded.config)))
+    policy = make_policy(loaded.config)
+    return RecordedPolicy(name, make_acting(loaded.config, policy), weights_fingerprint(policy))
 
 
 def make_share(

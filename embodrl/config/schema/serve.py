@@ -72,6 +72,11 @@ class ServeConfig(Section):
         description="actions of a chunk that are executed before the policy is asked again, where the server hands out"
         " one at a time (vla_eval); null: all of the chunk",
     )
+    pad_state: bool = Field(
+        default=False,
+        description="answer observations whose state is missing or shorter than in training, as if zeros had been"
+        " sent; otherwise they are refused",
+    )
     rtc_max_guidance_weight: PositiveFloat = Field(
         default=5.0,
         le=100.0,

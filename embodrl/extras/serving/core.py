@@ -68,6 +68,9 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
     Args:
         engine: with the policy; its weights may be updated from any thread, between two batches.
         settings: section ``serve``.
+
+    Attributes:
+        check_observation: called with every observation of ``act``; raises if the policy must not act on it.
     """
 
     def __init__(self, engine: RolloutEngine, settings: ServeConfig) -> None:
@@ -85,6 +88,7 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
         self._rollouts = 0
         self._watch = BatchWatch(settings.stall_timeout_s)
         self.is_stopping = False
+        self.check_observation: Callable[[Observation], None] = lambda observation: None
 
     @property
     def version(self) -> int:
@@ -144,6 +148,7 @@ class ModelCore(BatchPump[_Query, ServedChunk]):
             raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
         if self.stalled:
             raise self._stalled()
+        self.check_observation(observation)
         arrived = time.perf_counter()
         self._note(client, arrived)
         request: Request[_Query, ServedChunk] = Request(_Query(observation, arrived, prefix))

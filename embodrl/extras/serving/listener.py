@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.config.policy_card import reads_state, trained_state_dim
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import EmbodrlError, ServingError, WireError
 from embodrl.extras.serving.core import ModelCore
@@ -52,6 +53,27 @@ class Service:
         self.config = config
         self.token = token
         self.source = WeightSource(core.engine)
+        self._state_dim = trained_state_dim(config)
+        reads = reads_state(config)
+        self._needs_state = self._state_dim != 0 and (reads or (reads is None and self._state_dim is not None))
+        core.check_observation = self.check_state
+
+    def check_state(self, observation: Observation) -> None:
+        """Refuse an observation without the state that the policy was trained on: it would act on zeros instead.
+
+        Raises:
+            WireError: the state is missing, or has another number of values.
+        """
+        found = observation.state.shape[1]
+        if self.settings.pad_state or not self._needs_state or found == (self._state_dim or found) != 0:
+            return
+        wanted = "a state" if self._state_dim is None else f"a state of {self._state_dim} numbers"
+        raise WireError(
+            f"the policy was trained on {wanted}, and the observation has {found or 'none'}",
+            "send it under the key that the server printed at its start; serve.pad_state=true takes zeros for what"
+            " is missing",
+            code="wire-state",
+        )
 
     @property
     def settings(self) -> ServeConfig:

@@ -62,13 +62,14 @@ def resume(directory: Path, settings: list[str], trust: bool) -> int:
 
     Raises:
         UsageError: there are settings, which a sweep keeps as they were.
+        ConfigError: it names code, and this user has not started it and does not trust it.
     """
     from embodrl.extras.sweep.runs import read_sweep
 
     if settings:
         message = "a sweep is continued with the settings that it began with"
         raise UsageError(message, "leave out the settings, or start another sweep", code="sweep-settings")
-    return work(read_sweep(directory))
+    return work(read_sweep(directory, trust))
 
 
 def work(swept: Sweep) -> int:

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.compose import assignment
+from embodrl.config.argument_file import PREFIX, text_of_arguments
+from embodrl.config.compose import arguments_of_file, assignment, code_of, foreign_code, parse_arguments
+from embodrl.config.trust import approve, is_approved
 from embodrl.deployment.topology import read_machine
-from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError, UsageError
 from embodrl.extras.compare.comparison import RunView, comparison_page, read_runs
 from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
 from embodrl.extras.sweep.spec import SWEEP_FILE
@@ -37,6 +39,10 @@ COMPARISON_FILE = "comparison.html"
 SCRIPT_FILE = "sweep.sbatch"
 BACKENDS = ("local", "slurm")
 LOGS = "logs"
+SETTINGS = "settings"
+APPROVAL = "approval"
+"""In sweep.json: the digest of all the rest, keyed with the secret of the user who started the sweep."""
+_EMBODRL = (sys.executable, "-m", "embodrl")
 STOP_S = 30.0
 POLL_S = 1.0
 
@@ -44,6 +50,9 @@ POLL_S = 1.0
 @dataclass(frozen=True)
 class Sweep:
     """What a sweep consists of; kept in sweep.json.
+
+    Its runs get their settings as files with the trust that sweep.json has: on the command line those of somebody else
+    would count as the user's own.
 
     Attributes:
         directory: of all runs.
@@ -53,6 +62,8 @@ class Sweep:
         jobs: runs at a time.
         backend: one of ``BACKENDS``.
         slurm: options of sbatch, e.g. ``--gpus=1``.
+        approved: this user has written it, or trusts it.
+        trust: the runs are started with --trust.
     """
 
     directory: Path
@@ -62,18 +73,34 @@ class Sweep:
     jobs: int
     backend: str
     slurm: tuple[str, ...]
+    approved: bool = False
+    trust: bool = False
 
     def command(self, index: int) -> list[str]:
         """Return the command that starts a run, or continues it if it has a checkpoint or metrics."""
-        run = self.runs[index]
         path = self.path(index)
+        trust = ["--trust"] * self.trust
         if (path / METRICS_FILE).is_file() or any(path.glob("checkpoints/step_*")):
-            return [sys.executable, "-m", "embodrl", "resume", str(path)]
-        return [*self._train(run), assignment("runner.output_dir", path)]
-
-    def _train(self, run: SweptRun) -> list[str]:
+            return [*_EMBODRL, "resume", *trust, str(path)]
         config = [] if self.config_file is None else ["--config", str(self.config_file)]
-        return [sys.executable, "-m", "embodrl", "train", *config, *run.overrides]
+        settings = [f"{PREFIX}{self.settings_file(index)}", assignment("runner.output_dir", path)]
+        return [*_EMBODRL, "train", *trust, *config, *settings]
+
+    def settings_file(self, index: int) -> Path:
+        """Return the file of arguments of a run."""
+        return self.directory / SETTINGS / f"{self.runs[index].name}.yaml"
+
+    def write_settings(self) -> None:
+        """Write the files of arguments of the runs that are still to be done.
+
+        Raises:
+            OutputError: they can't be written.
+        """
+        (self.directory / SETTINGS).mkdir(exist_ok=True)
+        for index in self.unfinished():
+            texts = list(self.runs[index].overrides)
+            approved = code_of(parse_arguments(texts)[0]) if self.approved else {}
+            write_text_file(self.settings_file(index), text_of_arguments(texts, approved))
 
     def path(self, index: int) -> Path:
         """Return the directory of a run."""
@@ -134,9 +161,10 @@ def new_sweep(
     if is_sweep(directory):
         hint = f"`embodrl resume {directory}` continues it; or choose another --output"
         raise OutputError(f"{directory} holds an earlier sweep", hint, code="sweep-exists")
-    sweep = Sweep(directory, tuple(runs), file, tuple(iterations), jobs, backend, tuple(slurm))
+    sweep = Sweep(directory, tuple(runs), file, tuple(iterations), jobs, backend, tuple(slurm), True, trust)
+    _check_script(sweep)
     (directory / LOGS).mkdir(parents=True, exist_ok=True)
-    content = {
+    content: dict[str, object] = {
         "config_file": None if file is None else str(file),
         "jobs": jobs,
         "backend": backend,
@@ -146,7 +174,7 @@ def new_sweep(
             for run, count in zip(runs, iterations, strict=True)
         ],
     }
-    write_json_file(directory / SWEEP_FILE, content)
+    write_json_file(directory / SWEEP_FILE, content | {APPROVAL: approve(content)})
     return sweep
 
 
@@ -180,10 +208,15 @@ def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProb
     return replace(problem, message=f"{problem.message} (in {shown})")
 
 
-def read_sweep(directory: Path) -> Sweep:
+def read_sweep(directory: Path, trust: bool = False) -> Sweep:
     """Read the sweep of a directory.
 
+    Args:
+        directory: of the sweep.
+        trust: what it names may run code though this user has not started it.
+
     Raises:
+        ConfigError: it names code, and this user has not started it.
         OutputError: sweep.json is damaged.
     """
     path = directory.absolute() / SWEEP_FILE
@@ -192,15 +225,58 @@ def read_sweep(directory: Path) -> Sweep:
     entries = found.objects("runs")
     runs = tuple(SweptRun(entry.text("name"), tuple(entry.texts("overrides"))) for entry in entries)
     for run in runs:
-        if Path(run.name).name != run.name:
+        if run.name in ("", "..", LOGS, SETTINGS) or Path(run.name).name != run.name:
             found.refuse(f"{run.name!r} is not the name of a directory")
     iterations = tuple(entry.integer("max_iterations") for entry in entries)
     jobs = found.integer("jobs", low=1)
     backend = found.text("backend")
     if backend not in BACKENDS:
         found.refuse(f"'backend' is {backend!r}, not {' or '.join(BACKENDS)}")
+    content = {name: value for name, value in found.content.items() if name != APPROVAL}
+    approved = trust or is_approved(content, found.text(APPROVAL, ""))
     config_file = None if file is None else Path(file)
-    return Sweep(path.parent, runs, config_file, iterations, jobs, backend, tuple(found.texts("slurm")))
+    slurm = tuple(found.texts("slurm"))
+    sweep = Sweep(path.parent, runs, config_file, iterations, jobs, backend, slurm, approved, trust)
+    _check_script(sweep)
+    if not approved and (problems := _foreign_code(sweep, str(path))):
+        raise ConfigError(problems)
+    return sweep
+
+
+def _foreign_code(sweep: Sweep, source: str) -> list[ConfigProblem]:
+    """Return what a sweep names that runs code."""
+    named = {
+        "config_file": "" if sweep.config_file is None else f"{sweep.config_file}: settings of all runs",
+        "slurm": f"jobs of Slurm with the options {shlex.join(sweep.slurm)!r}" if sweep.backend == "slurm" else "",
+    }
+    hint = "look at the file and what it names; then repeat the command with --trust (or EMBODRL_TRUST=1)"
+    problems = [
+        ConfigProblem(
+            key, f"names {what}; this user has not started this sweep", source, hint=hint, code="settings-run-code"
+        )
+        for key, what in named.items()
+        if what
+    ]
+    for run in sweep.runs:
+        arguments, wrong = arguments_of_file(list(run.overrides), source)
+        problems += wrong + foreign_code(arguments, source)
+    return list(dict.fromkeys(problems))
+
+
+def _check_script(sweep: Sweep) -> None:
+    """Refuse what would be another line of the job script, or not an option of sbatch in it.
+
+    Raises:
+        UsageError: names it.
+    """
+    if sweep.backend != "slurm":
+        return
+    options = [text for text in sweep.slurm if not (text.startswith("-") and text.isprintable())]
+    names = [text for text in (str(sweep.directory),) if not text.isprintable()]
+    for text in (*options, *names):
+        message = f"{text!r} can't stand in a line '#SBATCH ...' of the job script"
+        hint = "give options as --NAME=VALUE on one line, and a directory without control characters"
+        raise UsageError(message, hint, code="sweep-slurm-line")
 
 
 @dataclass(frozen=True)
@@ -251,6 +327,7 @@ def run_sweep(sweep: Sweep) -> int:
     """
     slots = make_slots(sweep.jobs)
     with run_lock(sweep.directory), StopSignal(STOP_S) as stop:
+        sweep.write_settings()
         stop.can_save(f"`embodrl resume {sweep.directory}` continues the sweep")
         with Progress("sweep", sum(sweep.max_iterations), "iterations", is_even=False) as progress:
             failed = _Queue(sweep, slots, stop, progress).work()
@@ -399,6 +476,7 @@ def submit_to_slurm(sweep: Sweep) -> str:
     check_slurm()
     if not sweep.unfinished():
         return ""
+    sweep.write_settings()
     script = sweep.directory / SCRIPT_FILE
     write_text_file(script, slurm_script(sweep))
     done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
@@ -428,7 +506,7 @@ def slurm_script(sweep: Sweep) -> str:
         lines += [
             f"{index})",
             f"  if compgen -G {path}'/checkpoints/step_*' > /dev/null; then",
-            f"    exec {shlex.join([sys.executable, '-m', 'embodrl', 'resume', str(sweep.path(index))])}",
+            f"    exec {shlex.join([*_EMBODRL, 'resume', *['--trust'] * sweep.trust, str(sweep.path(index))])}",
             "  fi",
             f"  exec {shlex.join(sweep.command(index))} ;;",
         ]

@@ -218,6 +218,7 @@ class RolloutEngine(ABC):
             }
 
     def _conditioned(self, observation: Observation) -> Observation:
+        self.policy.seen_state_dim = observation.state.shape[1]
         return condition_observation(observation, self.policy.condition)
 
     def _parts(self, observation: Observation) -> list[Observation]:

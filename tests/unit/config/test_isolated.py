@@ -71,7 +71,7 @@ def test_install_is_idempotent_and_found(tmp_path: Path):
 
 def test_a_half_made_environment_is_not_taken_for_whole(tmp_path: Path):
     install()
-    (tmp_path / "libero" / places.MARKER).unlink()
+    mark(tmp_path / "libero", requirements=None)
     assert isolated.list_environments()[0].state == "incomplete"
     assert places.installed_python("libero") is None
     (tmp_path / "libero" / "leftover").write_text("")
@@ -80,9 +80,11 @@ def test_a_half_made_environment_is_not_taken_for_whole(tmp_path: Path):
     assert not (tmp_path / "libero" / "leftover").exists()
 
 
-def mark(prefix: Path, **changes: str) -> None:
+def mark(prefix: Path, **changes: str | None) -> None:
+    """Change what the marker says; None takes it out."""
     marker = prefix / places.MARKER
-    marker.write_text(json.dumps(json.loads(marker.read_text()) | changes))
+    content = json.loads(marker.read_text()) | changes
+    marker.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
 
 
 def test_other_pins_make_it_outdated_which_is_reported(
@@ -112,6 +114,8 @@ def test_a_directory_of_another_simulator_is_no_installation(tmp_path: Path):
     mark(tmp_path / "libero", name="another")
     assert places.installed_python("libero") is None
     assert isolated.check_all_pins() == []
+    with raises_code("env-directory-foreign", UsageError, tmp_path / "libero"):
+        install(force=True)
 
 
 def test_a_failing_pip_leaves_nothing_that_is_used(monkeypatch: pytest.MonkeyPatch):
@@ -119,16 +123,45 @@ def test_a_failing_pip_leaves_nothing_that_is_used(monkeypatch: pytest.MonkeyPat
     with raises_code("env-install-failed", EmbodrlError, "a_package_that_clashes"):
         install()
     assert places.installed_python("libero") is None
+    assert isolated.list_environments()[0].state == "incomplete"
+    isolated.remove("libero", None, lambda _: None)
 
 
-def test_a_foreign_directory_is_left_alone(tmp_path: Path):
-    (tmp_path / "libero").mkdir()
-    (tmp_path / "libero" / "thesis.tex").write_text("mine")
-    with raises_code("usage", UsageError):
-        install(force=True)
-    with raises_code("usage", UsageError):
+@pytest.mark.parametrize("of_venv", [False, True])
+@pytest.mark.parametrize("by_option", [False, True])
+def test_a_foreign_directory_is_left_alone(of_venv: bool, by_option: bool, tmp_path: Path):
+    """Even one that looks like a virtual environment: only the marker tells who made it."""
+    folder = tmp_path / ("myvenv" if by_option else "libero")  # that of $EMBODRL_LIBERO_ENV
+    prefix = folder if by_option else None
+    (folder / "work").mkdir(parents=True)
+    (folder / "work" / "thesis.tex").write_text("mine")
+    if of_venv:
+        (folder / "pyvenv.cfg").write_text("home = /usr\n")
+    before = sorted(folder.rglob("*"))
+    for force in (False, True):
+        with raises_code("env-directory-foreign", UsageError, folder):
+            install(prefix, force)
+    with raises_code("env-directory-foreign", UsageError, folder):
+        isolated.remove("libero", prefix, lambda _: None)
+    assert sorted(folder.rglob("*")) == before and (folder / "work" / "thesis.tex").read_text() == "mine"
+
+
+def test_the_marker_is_written_first_and_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="full"):
+        broken.setattr(isolated, "_run", refuse)
+        install()
+    assert [path.name for path in (tmp_path / "libero").iterdir()] == [places.MARKER]
+    install()
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="full"):
+        broken.setattr(isolated.shutil, "rmtree", refuse)
         isolated.remove("libero", None, lambda _: None)
-    assert (tmp_path / "libero" / "thesis.tex").read_text() == "mine"
+    assert isolated.list_environments()[0].state == "incomplete"
+    assert places.installed_python("libero") is None
+    isolated.remove("libero", None, lambda _: None)
+    assert not (tmp_path / "libero").exists()
 
 
 def test_unknown_simulators_are_refused():

@@ -21,6 +21,7 @@ from embodrl.envs.experts import EXPERTS
 from embodrl.envs.pool.local import LocalPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import ConfigError, EmbodrlError, EnvError
+from embodrl.fields import Fields
 from embodrl.processes.frames import PeerGoneError
 from embodrl.reporting.progress import Progress
 from embodrl.specs import ENVS
@@ -137,6 +138,71 @@ def test_what_is_committed_when_it_is_stopped_is_continued(tmp_path: Path) -> No
     again.run(Progress("collect", 1, "episodes", "off"))
     again.close({})
     assert len(index(directory)["episodes"]) == 12 and index(directory)["meta"]["stopped_early"] is False
+
+
+def interrupted(directory: Path, policy: RecordedPolicy | None = None, *overrides: str) -> RawWriter:
+    """A collection that was committed and not completed; returns the writer that continues it."""
+    pool, writer = ToyPool(), RawWriter(directory)
+    settings = config(directory, "collect.num_episodes=12", *overrides)
+    collector = DemoCollector(settings, pool, writer, lambda: pool.num_steps == 2 * MAX_STEPS, policy)
+    collector.run(Progress("collect", 1, "episodes", "off"))
+    collector.commit()
+    writer.abort()
+    return RawWriter(directory, resume=True)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "env.max_episode_steps=5",
+        "env.cameras=[{name: base, height: 24, width: 24}]",
+        "env.reward_mode=sparse",
+        "env.success_bonus=7",
+        "env.include_state=true",
+        "collect.noise_std=0.5",
+        "collect.seed=7000000",
+        "env.tasks=[reach-green]",
+    ],
+)
+def test_an_interrupted_collection_is_not_continued_with_other_settings(setting: str, tmp_path: Path) -> None:
+    writer = interrupted(tmp_path / "demos")
+    key = setting.partition("=")[0]
+    with raises_code("collect-other-settings", EmbodrlError, key):
+        DemoCollector(config(tmp_path / "demos", "collect.num_episodes=12", setting), ToyPool(), writer)
+
+
+def test_who_acts_in_an_interrupted_collection_stays_the_same(tmp_path: Path) -> None:
+    settings = config(tmp_path, "collect.num_episodes=12")
+    one, other = (RecordedPolicy("a run", Policy(), text) for text in ("one", "other"))  # pyright: ignore
+    by_experts = interrupted(tmp_path / "experts")
+    by_policy = interrupted(tmp_path / "policy", one, "collect.keep_failures=true")
+    kept = config(tmp_path / "policy", "collect.num_episodes=12", "collect.keep_failures=true")
+    for collecting, writer, policy in ((settings, by_experts, one), (kept, by_policy, None), (kept, by_policy, other)):
+        with raises_code("collect-other-settings", EmbodrlError, "policy"):
+            DemoCollector(collecting, ToyPool(), writer, policy=policy)
+    assert DemoCollector(kept, ToyPool(), by_policy, policy=one).kept.any()
+
+
+def test_where_a_collection_runs_and_how_long_may_change(tmp_path: Path) -> None:
+    writer = interrupted(tmp_path / "demos")
+    changed = ("collect.num_episodes=20", "env.num_processes=2", "runner.logger.console=off", "env.step_timeout_s=9")
+    assert DemoCollector(config(tmp_path / "demos", *changed), ToyPool(), writer).kept.any()
+
+
+def test_a_collection_of_an_earlier_version_is_compared_as_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(tmp_path / "demos", "collect.num_episodes=12")
+    writer = interrupted(tmp_path / "demos")
+    assert writer.progress is not None
+    progress = {name: value for name, value in writer.progress.content.items() if name != "identity"}
+    known = settings.collect.model_dump(mode="json", exclude={"num_episodes", "output_dir"})
+    progress["settings"] = {"env": "toy", "tasks": ["reach-red"], **known}
+    writer.progress = Fields(progress, "commit")
+    assert DemoCollector(settings, ToyPool(), writer).kept.any()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with raises_code("collect-other-settings", EmbodrlError, "collect.noise_std"):
+        DemoCollector(config(tmp_path / "demos", "collect.noise_std=0.5"), ToyPool(), writer)
 
 
 class Policy:

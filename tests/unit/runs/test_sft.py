@@ -18,7 +18,7 @@ from embodrl.config.schema import (
 )
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
-from embodrl.data.imitation import FrameBatches, check_demos, shift_images
+from embodrl.data.imitation import DatasetBatches, FrameBatches, check_demos, shift_images
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.learners.imitation import engine_config, learning_rate
@@ -146,6 +146,25 @@ def test_a_stream_of_other_demonstrations_is_not_continued():
     saved.next()
     with raises_code("sft-other-demonstrations"):
         FrameBatches(demos(4), SftConfig(batch_size=3), 1, seed=0).load_state(*saved.state())
+
+
+def test_a_dataset_that_was_replaced_is_not_continued(caplog):
+    """As large as it was: only its content tells."""
+    settings = SftConfig(batch_size=3)
+    stream = DatasetBatches(demos(12), settings, 1, seed=0)
+    stream.next()
+    saved = stream.state()
+    again = DatasetBatches(demos(12), settings, 1, seed=0)
+    again.load_state(*saved)
+    assert again.next()[1].equal(stream.next()[1])
+    replaced = demos(12)
+    replaced.actions = replaced.actions + 0.01
+    for other in (replaced, demos(40)):
+        with raises_code("sft-other-demonstrations"):
+            DatasetBatches(other, settings, 1, seed=0).load_state(*saved)
+    assert not caplog.records
+    DatasetBatches(demos(12), settings, 1, seed=0).load_state(saved[0]["rng"], saved[1])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_step_is_adamw_on_the_weighted_loss_and_leaves_the_value_head_alone():

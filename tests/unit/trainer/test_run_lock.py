@@ -65,6 +65,18 @@ def test_a_new_run_wants_no_checkpoints_of_an_earlier_one(tmp_path: Path, monkey
         runner.train(load_config(["env=toy", f"runner.output_dir={tmp_path}"]))
 
 
+@pytest.mark.parametrize("name", ["policy", "policy_best"])
+def test_a_new_run_replaces_no_policy_of_somebody_else(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "work", lambda *_: pytest.fail("started"))
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "weights").write_text("mine")
+    with raises_code("run-exists", OutputError, tmp_path / name):
+        runner.train(load_config(["env=toy", f"runner.output_dir={tmp_path}"]))
+    assert (tmp_path / name / "weights").read_text() == "mine"
+
+
 def test_the_last_good_checkpoint_is_named_where_the_last_save_failed(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, 2)
     assert "will start over" in run_files.unsaved_run_message(tmp_path, 5)

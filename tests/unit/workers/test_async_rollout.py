@@ -12,9 +12,11 @@ from batches import same
 from expect import raises_code
 from test_rollout import KnownPolicy, ToyPool, config_of, worker_of
 
+from embodrl.config import load_config
+from embodrl.config.identity import changes, record_of
 from embodrl.errors import CheckpointError, EnvError
 from embodrl.types import Observation, PolicyOutput
-from embodrl.workers.async_collector import AsyncCollector, make_runners
+from embodrl.workers.async_collector import AsyncCollector, make_runners, shard_settings
 from embodrl.workers.collector import RolloutState
 
 CHUNKS = 4
@@ -224,6 +226,24 @@ def test_a_checkpoint_of_other_sizes_is_refused(started: Any) -> None:
     ) as caught:
         other.worker.load_state(saved, 0)
     assert caught.value.hint == "resume with env.train.total_num_envs=4 algorithm.group_size=1"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "env.include_state=true",
+        "env.cameras=[{name: base, height: 24, width: 24}]",
+        "env.reward_mode=sparse",
+        "reward.on_error=raise",
+    ],
+)
+def test_shards_depend_on_all_that_their_episodes_do(setting: str) -> None:
+    base = ["env=toy", "runner.max_staleness=1"]
+    before = shard_settings(load_config(base).config, 1)
+    now = shard_settings(load_config([*base, setting]).config, 1)
+    assert list(changes(record_of(before), now)) == [setting.partition("=")[0]]
+    learning = ["actor.optim.lr=0.1", "algorithm.clip_ratio_high=0.3", "runner.max_iterations=99", "env.eval.seed=3"]
+    assert shard_settings(load_config([*base, *learning]).config, 1) == before
 
 
 def test_an_update_that_asks_twice_gets_the_same_rollouts(started: Any) -> None:

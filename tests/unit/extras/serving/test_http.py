@@ -7,11 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from served import raw, wanted
+from served import MeanPolicy, raw, wanted
 from served_http import array, picture, talk
 
+from embodrl.config import load_config
+from embodrl.config.policy_card import reads_state, trained_state_dim
+from embodrl.extras.serving import listener
 from embodrl.extras.wire.codec import unpack
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.trainer.files import export_policy
 
 
 def test_own_api_acts_in_json_and_msgpack():
@@ -134,3 +138,55 @@ def test_lists_that_are_no_picture_are_refused(lists):
         assert status == 422 and "wire-observation" in found["error"]
 
     talk("http", test)
+
+
+@pytest.mark.parametrize(("trained", "refused"), [(4, [0, 1, 3, 5]), (None, [0]), (0, [])])
+def test_no_action_follows_from_a_state_that_was_not_sent(trained, refused, monkeypatch):
+    """Every protocol asks ``ModelCore.act``."""
+    monkeypatch.setattr(listener, "trained_state_dim", lambda config: trained)
+    monkeypatch.setattr(listener, "reads_state", lambda config: True)
+
+    async def test(server, session, post):
+        seen = {"images": {"base_camera": picture(9)}, "instruction": "push"}
+        for name in ("state", "states"):
+            for count in (0, 1, 3, 4, 5):
+                status, found, _ = await post("/act", {"observation": seen | {name: [0.0] * count}})
+                sent = count if name == "state" else 0
+                assert status == (422 if sent in refused else 200)
+                assert ("wire-state" in json.dumps(found)) == (sent in refused)
+        assert (await post("/act", {"observation": seen}))[0] == (422 if 0 in refused else 200)
+
+    talk("http", test)
+
+
+def test_zeros_for_a_state_have_to_be_wanted(monkeypatch):
+    monkeypatch.setattr(listener, "trained_state_dim", lambda config: 4)
+    monkeypatch.setattr(listener, "reads_state", lambda config: True)
+
+    async def test(server, session, post):
+        seen = {"images": {"base_camera": picture(9)}, "instruction": "push"}
+        assert (await post("/act", {"observation": seen}))[0] == 200
+
+    talk("http", test, pad_state=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reads"),
+    [
+        (["model=mlp"], True),
+        (["model=cnn", "env.include_state=false"], False),
+        (["model=openvla", "env.include_state=true"], False),
+    ],
+)
+def test_whether_a_policy_reads_a_state(settings, reads):
+    assert reads_state(load_config(["env=toy", *settings], verb="serve").config) is reads
+
+
+def test_a_policy_tells_how_many_numbers_of_state_it_was_trained_on(tmp_path):
+    policy = MeanPolicy()
+    policy.save_pretrained = lambda directory: directory.mkdir()
+    policy.seen_state_dim = 4
+    config = load_config(["env=toy"]).config
+    export_policy(policy, tmp_path / "policy", config)
+    model = config.model.model_copy(update={"warm_start": str(tmp_path / "policy")})
+    assert trained_state_dim(config.model_copy(update={"model": model})) == 4

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import stat
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,9 @@ from expect import raises_code
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
-from embodrl.errors import ConfigError, EmbodrlError, OutputError
+from embodrl.config import load_config
+from embodrl.config.argument_file import read_arguments
+from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
 from embodrl.extras.sweep import runs as sweeps
 from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
 from embodrl.extras.sweep.runs import Sweep, make_slots, new_sweep, read_sweep, run_sweep, slurm_script, submit_to_slurm
@@ -202,7 +207,9 @@ def test_slurm_gets_one_array_whose_jobs_start_or_continue_their_runs(
         environment = {"SLURM_ARRAY_TASK_ID": str(index), "PATH": "/usr/bin:/bin"}
         return subprocess.check_output(["bash", script], env=environment, text=True, timeout=60)
 
-    assert job(1) == f"train env=toy runner.seed=1 runner.output_dir='{slurm / 'seed-1'}'\n"
+    settings = slurm / "settings" / "seed-1.yaml"
+    assert job(1) == f"train @{settings} runner.output_dir='{slurm / 'seed-1'}'\n"
+    assert read_arguments(settings)[0] == ["env=toy", "runner.seed=1"]
     (slurm / "seed-1" / "checkpoints" / "step_4").mkdir(parents=True)
     assert job(1) == f"resume {slurm / 'seed-1'}\n"
     (slurm / "seed-0" / "policy").mkdir(parents=True)
@@ -224,3 +231,98 @@ def test_metrics_that_can_not_be_read_do_not_end_the_sweep(tmp_path: Path, monke
     sweep = stand_in(monkeypatch, tmp_path, [unreadable, DONE])
     assert run_sweep(sweep) == 0
     assert sweep.unfinished() == []
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of this user's secret."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("EMBODRL_TRUST", raising=False)
+    return tmp_path / "state"
+
+
+def foreign(directory: Path, *overrides: str, **changes: object) -> Path:
+    """The directory of a sweep as somebody else may send it."""
+    directory.mkdir()
+    run = {"name": "seed-1", "overrides": ["env=toy", "model=mlp", *overrides], "max_iterations": 1}
+    content = {"config_file": None, "jobs": 1, "backend": "local", "slurm": [], "runs": [run]}
+    (directory / "sweep.json").write_text(json.dumps(content | changes))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "key"),
+    [
+        (["env.python=/tmp/program"], {}, "env.python"),
+        (["extensions=[evil_ext]"], {}, "extensions"),
+        (["reward.fn='evil_ext:fn'"], {}, "reward.fn"),
+        (["env={python: /tmp/program}"], {}, "env.python"),
+        (["presets.dirs=[/tmp]"], {}, "presets.dirs"),
+        ([], {"config_file": "/tmp/settings.yaml"}, "config_file"),
+        ([], {"backend": "slurm", "slurm": ["--wrap=program"]}, "slurm"),
+    ],
+)
+def test_resume_runs_no_code_that_a_sweep_of_somebody_else_names(
+    overrides: list[str],
+    changes: dict[str, object],
+    key: str,
+    user: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Sweep] = []
+    monkeypatch.setattr(sweeps, "run_sweep", lambda sweep: done.append(sweep) or 0)
+    monkeypatch.setattr(sweeps, "submit_to_slurm", lambda sweep: done.append(sweep) or "")
+    directory = foreign(tmp_path / "sweep", *overrides, **changes)
+    with raises_code("settings-run-code", ConfigError, key):
+        read_sweep(directory)
+    refused = CliRunner().invoke(app, ["resume", str(directory)])
+    assert refused.exit_code == 2 and "settings-run-code" in refused.stderr and done == []
+    assert CliRunner().invoke(app, ["resume", str(directory), "--trust"]).exit_code == 0
+    assert len(done) == 1 and "--trust" in done[0].command(0)
+
+
+def test_a_run_of_a_sweep_reads_its_settings_with_their_trust(user: Path, tmp_path: Path) -> None:
+    program = f"env.python={sys.executable}"
+    sweep = new_sweep(["env=toy", program, "runner.seed=0,1"], None, tmp_path / "mine")
+    sweep.write_settings()
+    argument = f"@{sweep.settings_file(1)}"
+    loaded = load_config([argument, "runner.name=last"])
+    assert (loaded.config.runner.seed, loaded.config.runner.name) == (1, "last")
+    assert loaded.config.env.python == sys.executable and loaded.origins["runner.seed"].kind == "file"
+    assert not any("env.python" in text or "runner.seed" in text for text in sweep.command(1))
+    assert read_sweep(sweep.directory) == sweep
+    shutil.rmtree(user)  # the secret of another user
+    with raises_code("settings-run-code", ConfigError, "env.python"):
+        load_config([argument])
+    with raises_code("settings-run-code", ConfigError, "env.python"):
+        read_sweep(sweep.directory)
+
+
+def test_settings_of_a_foreign_sweep_reach_its_runs_without_approval(user: Path, tmp_path: Path) -> None:
+    sweep = read_sweep(foreign(tmp_path / "sweep", "runner.seed=3"))
+    sweep.write_settings()
+    assert load_config([f"@{sweep.settings_file(0)}"]).config.runner.seed == 3
+    lying = replace(sweep, runs=(SweptRun("seed-1", ("env=toy", "env.python=/tmp/program", "--trust")),))
+    lying.write_settings()
+    with raises_code("settings-run-code", ConfigError, "env.python"):
+        load_config([f"@{sweep.settings_file(0)}"])
+
+
+@pytest.mark.parametrize("content", ["env=toy\n", "- 3\n", '- "env=toy"\nx', "- [\n"])
+def test_what_is_no_file_of_arguments_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text(content)
+    for path in (tmp_path / "file", tmp_path / "missing", tmp_path):
+        with raises_code("argument-file", ConfigError):
+            load_config([f"@{path}"])
+
+
+@pytest.mark.parametrize("option", ["--gpus=1\ntouch owned", "gpus", ""])
+def test_options_of_slurm_are_no_further_lines_of_the_script(option: str, slurm: Path) -> None:
+    with raises_code("sweep-slurm-line", UsageError):
+        new_sweep(["env=toy", "runner.seed=0,1"], None, slurm, 1, "slurm", [option])
+    with raises_code("sweep-slurm-line", UsageError):
+        new_sweep(["env=toy", "runner.seed=0,1"], None, slurm / "a\ntouch owned", 1, "slurm")
+    assert not slurm.exists()
+    with raises_code("sweep-slurm-line", UsageError):
+        read_sweep(foreign(slurm, backend="slurm", slurm=[option]))
