@@ -37,7 +37,7 @@ SIZES = {
     ),
     "cpu": (
         *("env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10", "env.eval.num_episodes=2"),
-        *("env.max_episode_steps=10"),
+        "env.max_episode_steps=10",
         *("actor.global_batch_size=8", "actor.micro_batch_size=4"),
     ),
 }
@@ -373,7 +373,7 @@ def inference(options: Options, family: str) -> Callable[[Shell], Figures]:
     def check(shell: Shell) -> Figures:
         found = shell.directory / "bench.json"
         size = "public" if options.on_gpu else "tiny"
-        how = ("--family", family, "--size", size, "--device", options.device, "--blocks", 3 if options.on_gpu else 1)
+        how = ("--family", family, "--size", size, "--device", options.device)
         shell.run(*options.embodrl("bench", "inference", *how, "--json", found))
         return json.loads(found.read_text())[size][family]
 

@@ -31,14 +31,14 @@ COMPARISONS = {
 """Built-in family -> ``module:function`` that compares it; of another family its ``ModelSpec.parity``."""
 
 
-class Device(StrEnum):
+class ParityDevice(StrEnum):
     """Where networks run."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
-class ForwardPrecision(StrEnum):
+class ParityPrecision(StrEnum):
     """What networks compute in."""
 
     fp32 = "fp32"
@@ -95,11 +95,13 @@ class ParityOutcome:
 def parity(
     directory: Directory,
     family: Family = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda", autocompletion=one_of(Device))] = "cpu",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="cpu or cuda", autocompletion=one_of(ParityDevice))
+    ] = "cpu",
     precision: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="fp32, or bf16: autocast, as in training", autocompletion=one_of(ForwardPrecision)
+            metavar="NAME", help="fp32, or bf16: autocast, as in training", autocompletion=one_of(ParityPrecision)
         ),
     ] = "fp32",
     json: JsonFile = None,
@@ -120,8 +122,8 @@ def parity(
     """
 
     def action() -> int:
-        where = Device(choose(device, Device, "device"))
-        wanted = ForwardPrecision(choose(precision, ForwardPrecision, "precision"))
+        where = ParityDevice(choose(device, ParityDevice, "device"))
+        wanted = ParityPrecision(choose(precision, ParityPrecision, "precision"))
         chosen = [(folder, family_of(folder, family)) for folder in fixtures(directory)]
         if json is not None:
             from embodrl.storage.json_file import check_json_file
@@ -211,7 +213,14 @@ def show(outcomes: list[ParityOutcome]) -> None:
     """Print a table of the outputs to stdout, and what could not be run to stderr."""
     head = ("fixture", "family", "output", "max error", "tolerance", "verdict")
     table = [
-        (outcome.directory.name, outcome.family, one.name, f"{one.max_error:.1e}", f"{one.tolerance:.0e}", verdict)
+        (
+            outcome.directory.name,
+            outcome.family,
+            one.name,
+            f"{one.max_error:.1e}",
+            f"{one.tolerance:.0e}" if math.isfinite(one.tolerance) else "-",
+            verdict,
+        )
         for outcome in outcomes
         for one in outcome.comparisons
         for verdict in ["ok" if one.ok else "OUT OF TOLERANCE"]
