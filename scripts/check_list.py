@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 RESULTS_FILE = "results.jsonl"
 LOG_FILE = "checks.log"
@@ -128,12 +128,7 @@ class Shell:
         try:
             return process.wait(max(0.0, self.left_s))
         except subprocess.TimeoutExpired:
-            self.stop()
-            if self.clock.left_s <= 0:
-                raise OutOfTime from None
-            raise CheckFailed(
-                f"not done after {self.timeout_s:.0f} s; the log ends with: {self.end_of_log()}"
-            ) from None
+            self.give_up(f"not done after {self.timeout_s:.0f} s")
 
     def run(self, *command: object, environment: Mapping[str, str] | None = None) -> None:
         """Run a command.
@@ -145,6 +140,18 @@ class Shell:
         code = self.wait(self.start(*command, environment=environment))
         if code:
             raise CheckFailed(f"exit code {code}: {self.end_of_log()}")
+
+    def give_up(self, reason: str) -> NoReturn:
+        """End the commands of a check that has no time left.
+
+        Raises:
+            CheckFailed: the check has used its time; with the reason and the end of the log.
+            OutOfTime: the whole list has no time left.
+        """
+        self.stop()
+        if self.clock.left_s <= 0:
+            raise OutOfTime
+        raise CheckFailed(f"{reason}; the log ends with: {self.end_of_log()}")
 
     def end_of_log(self) -> str:
         """Return what the log ends with: from its last error on, else its last lines."""
@@ -215,6 +222,9 @@ class CheckList:
     def run(self, checks: Iterable[Check]) -> list[str]:
         """Run the checks that have no result yet; return the names of those that time did not suffice for."""
         self.output.mkdir(parents=True, exist_ok=True)
+        results = self.output / RESULTS_FILE
+        if results.is_file() and not results.read_bytes().endswith(b"\n"):
+            results.write_bytes(results.read_bytes() + b"\n")  # a machine that was lost has cut the last line off
         done = {row["name"] for row in read_rows(self.output)}
         pending = [check for check in checks if check.name not in done]
         left: list[str] = []

@@ -334,18 +334,20 @@ def wait_until(shell: Shell, condition: Callable[[], Any], otherwise: str) -> No
 
     Raises:
         CheckFailed: it is not met in the check's time.
+        OutOfTime: nor in that of the whole list.
     """
     while not condition():
         if shell.left_s <= 0:
-            raise CheckFailed(otherwise)
+            shell.give_up(otherwise)
         time.sleep(0.05)
 
 
 LORA = (
     *("model.trainable=lora", "actor.param_dtype=bf16", "env.train.total_num_envs=8"),
     *("env.train.max_steps_per_rollout_epoch=8", "env.eval.num_episodes=4", "actor.global_batch_size=32"),
-    "actor.micro_batch_size=8",
+    *("actor.micro_batch_size=8", "runner.save_interval=10"),
 )
+LORA_ITERATIONS = 3
 
 
 def lora_7b(options: Options) -> Callable[[Shell], Figures]:
@@ -353,12 +355,20 @@ def lora_7b(options: Options) -> Callable[[Shell], Figures]:
 
     def check(shell: Shell) -> Figures:
         model = "model=openvla_7b" if options.on_gpu else "model=openvla"
-        settings = options.toy(model, *LORA, iterations=3 if options.on_gpu else 1)
+        settings = options.toy(model, *LORA, iterations=LORA_ITERATIONS + 1)
         planned = shell.directory / "plan.json"
         plan = [str(word) for word in options.embodrl("plan", "train", *settings, "--json")]
         shell.run("bash", "-c", '"${@:2}" >"$1" || [ $? -eq 1 ]', "plan", planned, *plan)
-        rows = train(options, shell, "run", settings)
         memories = json.loads(planned.read_text())["memory"]
+        directory = shell.directory / "run"
+        process = shell.start(*options.embodrl("train", *settings, f"runner.output_dir={directory}"))
+        wait_until(
+            shell, lambda: len(metrics(directory)) >= LORA_ITERATIONS or process.poll() is not None, "no third row"
+        )
+        if process.poll():
+            raise CheckFailed(shell.end_of_log(), {"planned": memories, **shown(metrics(directory))})
+        shell.stop()  # what follows evaluates and writes whole weights
+        rows = judged(directory)
         figures = {"model": model, "planned": memories, **shown(rows)}
         for name in ("time/policy_s", "time/train_s"):
             figures[f"{name} by iteration"] = [round(row[name], 2) for row in rows if row.get(name)]

@@ -52,7 +52,25 @@ pinned() {
     printf '%s\n' "$1${found:+==$found}"
 }
 
+# Copy a wheel to the bundle without its modules, which the checkout has: entry points alone remain.
+keep_metadata() {
+    "$python" - "$1" "$directory" <<'CODE'
+import pathlib, sys, zipfile
+source, target = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+with zipfile.ZipFile(source) as whole, zipfile.ZipFile(target / source.name, "w", zipfile.ZIP_DEFLATED) as part:
+    for name in whole.namelist():
+        if ".dist-info/" not in name.split("/")[0] + "/":
+            continue
+        data = whole.read(name)
+        if name.endswith("/RECORD"):
+            data = b"".join(line for line in data.splitlines(True) if b".dist-info/" in line)
+        part.writestr(name, data)
+CODE
+}
+
 mkdir -p "$directory"
+built=$(mktemp -d)
+trap 'rm -rf "$built"' EXIT
 python=$(find_python)
 wanted=()
 for name in "${packages[@]}"; do wanted+=("$(pinned "$name")"); done
@@ -61,9 +79,10 @@ for name in "${PLATFORMS[@]}"; do platforms+=(--platform "$name"); done
 say "downloading ${#wanted[@]} packages for Python $version"
 "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
     --python-version "$version" "${platforms[@]}" -d "$directory" "${wanted[@]}"
-say "building wheels of antlr4-python3-runtime, which has none, and of embodrl"
+say "building wheels of antlr4-python3-runtime, which has none, and of embodrl, whose modules the checkout has"
 "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$directory" "$(pinned antlr4-python3-runtime)"
-"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$directory" .
+"$python" -m pip wheel -q --disable-pip-version-check --no-deps -w "$built" .
+keep_metadata "$built"/embodrl-*.whl
 
 doubled=$(for file in "$directory"/*.whl; do file=${file##*/}; echo "${file%%-*}"; done | sort -f | uniq -di)
 [[ -z "$doubled" ]] || die "$directory holds two versions of: $doubled" "delete the older wheels, or give an empty directory"
@@ -73,6 +92,6 @@ cat <<TEXT
 
 Copy $directory and this checkout to the machine, and there, in the checkout:
   python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target /tmp/site DIR/*.whl
-  export PYTHONPATH=\$PWD:/tmp/site
+  export PYTHONPATH=/tmp/site:\$PWD
   scripts/gpu_checks.sh OUTPUT_DIR
 TEXT
