@@ -36,7 +36,7 @@ SIZES = {
         *("actor.global_batch_size=64", "actor.micro_batch_size=16"),
     ),
     "cpu": (
-        *("env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=10", "env.eval.num_episodes=2"),
+        *("env.train.total_num_envs=8", "env.train.max_steps_per_rollout_epoch=10", "env.eval.num_episodes=2"),
         "env.max_episode_steps=10",
         *("actor.global_batch_size=8", "actor.micro_batch_size=4"),
     ),

@@ -84,7 +84,7 @@ class ParityOutcome:
                     "name": one.name,
                     "max_error": one.max_error if math.isfinite(one.max_error) else None,
                     "tolerance": one.tolerance if math.isfinite(one.tolerance) else None,
-                    "scale": one.scale,
+                    "scale": one.scale if math.isfinite(one.scale) else None,
                     "ok": one.ok,
                 }
                 for one in self.comparisons
