@@ -512,7 +512,7 @@ def main() -> int:
         return 0
     cores = len(os.sched_getaffinity(0))
     workers = given.workers or max(1, min(8, cores // 2))
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
     if not options.on_gpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory(prefix="gpu_checks_", ignore_cleanup_errors=True) as work:
