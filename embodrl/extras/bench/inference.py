@@ -148,7 +148,7 @@ output layer is smaller here than with a public checkpoint, and its time shorter
 
 
 @dataclass(frozen=True)
-class Choice:
+class InferenceChoice:
     """What to measure.
 
     Attributes:
@@ -162,7 +162,7 @@ class Choice:
     device: Literal["cpu", "cuda"] | None = None
 
 
-def choose(families: Sequence[str], size: str | None, device: str | None) -> Choice:
+def choose(families: Sequence[str], size: str | None, device: str | None) -> InferenceChoice:
     """Return the choice of a command line.
 
     Raises:
@@ -177,7 +177,7 @@ def choose(families: Sequence[str], size: str | None, device: str | None) -> Cho
         raise UsageError(f"--family {unknown[0]} is not measured; known: {', '.join(FULL)}", hint)
     if device == "cuda" and not torch.cuda.is_available():
         raise EmbodrlError("--device is cuda, and torch sees no GPU", "leave it out", code="gpu-missing")
-    return Choice(tuple(families) or tuple(FULL), cast(Any, size), cast(Any, device))
+    return InferenceChoice(tuple(families) or tuple(FULL), cast(Any, size), cast(Any, device))
 
 
 def make_policy(family: str, full: bool, device: torch.device) -> VLAPolicy:
@@ -292,14 +292,14 @@ def _ratio(figures: dict[str, dict[str, float]], baseline: str, device: torch.de
     return round(min(figures[baseline][key] / figures["embodrl"][key] for key in keys), 2)
 
 
-def run(choice: Choice | None = None) -> dict[str, Any]:
+def run(choice: InferenceChoice | None = None) -> dict[str, Any]:
     """Measure and return the figures.
 
     Args:
         choice: what to measure; None takes all families, at the tiny size on one core and, with a GPU, at the public
             size on it.
     """
-    choice = choice or Choice()
+    choice = choice or InferenceChoice()
     result: dict[str, Any] = {}
     if choice.size in (None, "tiny"):
         tiny = _tiny(choice)
@@ -312,7 +312,7 @@ def run(choice: Choice | None = None) -> dict[str, Any]:
     return result | {"hardware": describe_hardware()}
 
 
-def _tiny(choice: Choice) -> dict[str, Any]:
+def _tiny(choice: InferenceChoice) -> dict[str, Any]:
     device = torch.device(choice.device or "cpu")
     if device.type == "cuda":
         return {family: measure(family, False, device) for family in choice.families}
@@ -325,7 +325,7 @@ def _tiny(choice: Choice) -> dict[str, Any]:
         os.sched_setaffinity(0, cores)
 
 
-def _public(choice: Choice) -> dict[str, Any]:
+def _public(choice: InferenceChoice) -> dict[str, Any]:
     device = torch.device(choice.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     figures: dict[str, Any] = {}
     for family in choice.families:
@@ -338,7 +338,7 @@ def _public(choice: Choice) -> dict[str, Any]:
     return figures
 
 
-def main(json_path: Path | None = None, choice: Choice | None = None) -> int:
+def main(json_path: Path | None = None, choice: InferenceChoice | None = None) -> int:
     """Measure, print a table, write the figures to ``json_path``; return 0."""
     result = run(choice)
     hardware = result["hardware"]

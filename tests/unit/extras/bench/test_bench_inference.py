@@ -60,7 +60,7 @@ def test_every_family_has_its_public_size() -> None:
 
 
 def test_a_choice_of_families_sizes_and_devices() -> None:
-    assert inference.choose((), None, None) == inference.Choice()
+    assert inference.choose((), None, None) == inference.InferenceChoice()
     assert inference.choose(("pi05", "smolvla"), "public", "cpu").families == ("pi05", "smolvla")
     for words in ((("pi055",), None, None), ((), "huge", None), ((), None, "tpu")):
         with raises_code("usage", UsageError, "known"):
