@@ -354,8 +354,8 @@ def lora_7b(options: Options) -> Callable[[Shell], Figures]:
     """OpenVLA at its public size with adapters, and what `embodrl plan` says of its memory."""
 
     def check(shell: Shell) -> Figures:
-        model = "model=openvla_7b" if options.on_gpu else "model=openvla"
-        settings = options.toy(model, *LORA, iterations=LORA_ITERATIONS + 1)
+        model = ("model=openvla_7b",) if options.on_gpu else ("model=openvla", "model.num_action_chunks=1")
+        settings = options.toy(*model, *LORA, iterations=LORA_ITERATIONS + 1)
         planned = shell.directory / "plan.json"
         plan = [str(word) for word in options.embodrl("plan", "train", *settings, "--json")]
         shell.run("bash", "-c", '"${@:2}" >"$1" || [ $? -eq 1 ]', "plan", planned, *plan)
@@ -369,7 +369,7 @@ def lora_7b(options: Options) -> Callable[[Shell], Figures]:
             raise CheckFailed(shell.end_of_log(), {"planned": memories, **shown(metrics(directory))})
         shell.stop()  # what follows evaluates and writes whole weights
         rows = judged(directory)
-        figures = {"model": model, "planned": memories, **shown(rows)}
+        figures = {"model": model[0], "planned": memories, **shown(rows)}
         for name in ("time/policy_s", "time/train_s"):
             figures[f"{name} by iteration"] = [round(row[name], 2) for row in rows if row.get(name)]
         return figures
