@@ -53,7 +53,7 @@ test-long: setup ## run the long tests that the target test leaves out
 
 # Where EMBODRL_PYTHON names an interpreter that has the packages, nothing is set up: a machine may have no registry.
 GPU_TESTS := tests/unit/hybrid_engines/test_offload.py tests/integration/test_maniskill_gpu.py
-test-gpu: $(if $(EMBODRL_PYTHON),,setup) ## run the tests that need a CUDA GPU (EMBODRL_PYTHON=python3 for an interpreter of yours)
+test-gpu: $(if $(EMBODRL_PYTHON),,setup) ## run the tests that need a CUDA GPU (EMBODRL_PYTHON=python3 names the interpreter)
 	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$$PYTHONPATH" $(or $(EMBODRL_PYTHON),$(BIN)/python) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)
 
 test-megatron: setup ## install megatron-core and run its tests

@@ -49,10 +49,6 @@ class NotHere(Exception):
     """A check can't run on this machine; the message says why."""
 
 
-class OutOfTime(Exception):
-    """The time limit of the whole list has cut a check short: it is run again."""
-
-
 class Clock:
     """The time that the whole list has.
 
@@ -67,6 +63,10 @@ class Clock:
     @property
     def left_s(self) -> float:
         return self._end - time.monotonic()
+
+    def stop(self) -> None:
+        """End the time now."""
+        self._end = time.monotonic()
 
 
 @dataclass
@@ -123,7 +123,6 @@ class Shell:
 
         Raises:
             CheckFailed: it took longer than the check may.
-            OutOfTime: the whole list has no time left.
         """
         try:
             return process.wait(max(0.0, self.left_s))
@@ -135,7 +134,6 @@ class Shell:
 
         Raises:
             CheckFailed: it failed, or see ``wait``.
-            OutOfTime: see ``wait``.
         """
         code = self.wait(self.start(*command, environment=environment))
         if code:
@@ -145,12 +143,9 @@ class Shell:
         """End the commands of a check that has no time left.
 
         Raises:
-            CheckFailed: the check has used its time; with the reason and the end of the log.
-            OutOfTime: the whole list has no time left.
+            CheckFailed: with the reason and the end of the log.
         """
         self.stop()
-        if self.clock.left_s <= 0:
-            raise OutOfTime
         raise CheckFailed(f"{reason}; the log ends with: {self.end_of_log()}")
 
     def end_of_log(self) -> str:
@@ -184,7 +179,7 @@ class Check:
 
     Attributes:
         name: of its line in the results.
-        run: returns figures; raises CheckFailed, NotHere or OutOfTime.
+        run: returns figures; raises CheckFailed or NotHere.
         timeout_s: seconds that it may take.
         alone: nothing else runs meanwhile: it measures time, or needs the memory of the machine.
     """
@@ -234,7 +229,8 @@ class CheckList:
         return left
 
     def stop(self) -> None:
-        """End the commands of all checks."""
+        """End the commands of all checks, which have no time any more."""
+        self.clock.stop()
         for shell in self._shells:
             shell.stop()
 
@@ -247,9 +243,6 @@ class CheckList:
         start = time.monotonic()
         try:
             row: Figures = {"status": "ok", "figures": check.run(shell), "reason": None}
-        except OutOfTime:
-            self._keep_log(shell)
-            return check.name
         except NotHere as problem:
             row = {"status": "skipped", "figures": {}, "reason": str(problem)}
         except CheckFailed as problem:
@@ -260,6 +253,8 @@ class CheckList:
             shell.stop()
         seconds = round(time.monotonic() - start, 1)
         self._keep_log(shell)
+        if row["status"] == "failed" and self.clock.left_s <= 0:  # cut short: it says nothing
+            return check.name
         self._record({"name": check.name, "ok": row["status"] == "ok", "seconds": seconds, **row})
         return None
 

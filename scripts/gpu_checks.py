@@ -334,7 +334,6 @@ def wait_until(shell: Shell, condition: Callable[[], Any], otherwise: str) -> No
 
     Raises:
         CheckFailed: it is not met in the check's time.
-        OutOfTime: nor in that of the whole list.
     """
     while not condition():
         if shell.left_s <= 0:

@@ -106,6 +106,18 @@ def test_a_check_that_the_whole_limit_cuts_short_is_run_again(tmp_path: Path, mo
     assert rows(tmp_path) == {}
 
 
+def test_a_check_that_a_signal_interrupts_is_run_again(tmp_path: Path) -> None:
+    checks = listed(tmp_path)
+
+    def interrupted(shell: Shell) -> Figures:
+        process = shell.start("sleep", "60")
+        checks.stop()
+        raise CheckFailed(f"exit code {process.wait()}")
+
+    assert checks.run([Check("a", interrupted, 30), Check("b", answers({}), 30)]) == ["a", "b"]
+    assert rows(tmp_path) == {}
+
+
 def test_differences_of_two_runs() -> None:
     rows = [{"iteration": 1, "train/x": 1.0, "time/s": 2.0}, {"iteration": 2, "train/x": 2.0, "y": None}]
     same = [{**rows[0], "time/s": 3.0}, rows[1]]
