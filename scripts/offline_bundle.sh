@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Collects wheels for a machine without package registries that has torch, transformers and the common packages
-# (numpy, tokenizers, safetensors, pyarrow, aiohttp, msgpack, psutil, rich, typer, tensorboard, peft, pytest), but not
+# (numpy, tokenizers, safetensors, pyarrow, aiohttp, msgpack, psutil, rich, typer, tensorboard, imageio, peft, pytest), but not
 # embodrl and the small packages that it needs.
 #
 #   scripts/offline_bundle.sh DIR [--with SET,...] [--python-version 3.12]
