@@ -251,7 +251,8 @@ class ModelSpec(Spec):
         tensor_parallel: the training backend megatron has its layers.
         builtin_warm_start: embodrl ships weights of the tiny size.
         parity: ``module:function`` that compares it with recordings of the reference implementation, for `embodrl
-            parity`, which knows the built-in families itself.
+            parity`, which knows the built-in families itself. It takes the fixture's directory and, with ``--device
+            cuda``, ``device``.
         num_parameters: from the section ``model`` to about how many parameters a model without a checkpoint has.
         missing_config: hint for a directory with weights and no config.json, if public tools write such ones.
         interface: from a configuration with a checkpoint not written by embodrl to what is known of its conventions;

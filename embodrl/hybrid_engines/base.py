@@ -244,3 +244,11 @@ class TrainEngine(ABC):
             the memory before and after; None if nothing was moved.
         """
         return None if self.memory is None else self.memory.offload()
+
+    def take_peak_memory(self) -> int | None:
+        """Return the most bytes that a process which trains had allocated on its GPU since the last call.
+
+        Returns:
+            of several processes the largest number; None on a CPU.
+        """
+        return None

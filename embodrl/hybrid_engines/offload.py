@@ -138,6 +138,15 @@ def allocated_bytes(device: torch.device) -> int:
     return total - free
 
 
+def take_peak_bytes(device: torch.device) -> int | None:
+    """Return the most that PyTorch had allocated on a GPU since the last call; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
 def _allocated(device: torch.device, storages: Iterable[torch.UntypedStorage]) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)

@@ -16,6 +16,7 @@ from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
 from embodrl.data.batch import Batch
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.learners.base import Learner, LearnerState
+from embodrl.learners.memory_phases import peak_memory
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
 from embodrl.storage.checkpoint import Checkpoint
@@ -131,7 +132,7 @@ class ImitationLearner(Learner):
         now = time.monotonic()
         times = {"time_s": now - self._start, "time/total_s": now - began}
         self.is_updating = False
-        return {"iteration": iteration, "step": iteration, **row, **times}
+        return {"iteration": iteration, "step": iteration, **row, **peak_memory(self.engine), **times}
 
     def await_batch(self, iteration: int) -> bool:
         """Wait until there is something to learn from after so many steps; False if the run is to stop."""

@@ -21,6 +21,12 @@ TRAIN_ROLES = frozenset({"reference", "proximal", "train"})
 """Roles of pipeline nodes that compute with the train engine."""
 
 
+def peak_memory(engine: TrainEngine) -> dict[str, float]:
+    """Return ``memory/gpu_peak_mib`` since the last call; nothing on a CPU. See ``TrainEngine.take_peak_memory``."""
+    peak = engine.take_peak_memory()
+    return {} if peak is None else {"memory/gpu_peak_mib": peak / MIB}
+
+
 class MemoryPhases:
     """Frees memory at the borders of phases, as ``actor``, ``rollout`` and ``env.enable_offload`` say, and measures it.
 

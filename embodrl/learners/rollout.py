@@ -21,7 +21,7 @@ from embodrl.errors import CheckpointError, PipelineError
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
-from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases
+from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases, peak_memory
 from embodrl.learners.records import RecordLearner
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
@@ -139,7 +139,7 @@ class RolloutLearner(Learner):
         self.env_steps += int(steps)
         self._publish()
         self.phases.enter("rest")
-        metrics |= self.phases.take_metrics()
+        metrics |= self.phases.take_metrics() | peak_memory(self.engine)
         faults = rollouts.faults
         seconds = time.perf_counter() - start
         self._before = None

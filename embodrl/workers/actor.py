@@ -161,6 +161,11 @@ class ActorWorker(SendingWorker):
         return None if report is None else (str(report.device), report.before, report.after)
 
     @dispatch("one_to_all")
+    def take_peak_memory(self) -> int | None:
+        """See ``TrainEngine.take_peak_memory``."""
+        return self._engine.take_peak_memory()
+
+    @dispatch("one_to_all")
     def update(
         self, batch: TrajectoryBatch, advantages: dict[str, Tensor], algorithm: str, generator: str
     ) -> tuple[dict[str, float], str, Counters]:

@@ -59,6 +59,17 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="of `all`: append the record to this history", show_default=False),
     ] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="of `inference`: a model family; may be repeated", show_default=False),
+    ] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="of `inference`: tiny, or public with random weights", show_default=False),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="of `inference`: cpu or cuda", show_default=False)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Measure this machine against a baseline.
@@ -79,6 +90,7 @@ def bench(
     Examples:
       embodrl bench transport
       embodrl bench render --json render.json
+      embodrl bench inference --family pi05 --family smolvla --size public --device cuda
       embodrl bench all --against benchmarks/results/ratios.jsonl
 
     \b
@@ -91,18 +103,26 @@ def bench(
             from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
+        _check_options(chosen, {"--against": against, "--record": record}, Benchmark.ratios)
+        _check_options(chosen, {"--family": family, "--size": size, "--device": device}, Benchmark.inference)
         module = load_benchmark(chosen)
         if chosen is Benchmark.ratios:
             return module.main(json, against, record)
-        if against is not None or record is not None:
-            raise UsageError(
-                f"--against and --record are of `embodrl bench {Benchmark.ratios}`, not of {chosen}",
-                "leave them out",
-                code="bench-history",
-            )
+        if chosen is Benchmark.inference:
+            return module.main(json, module.choose(family or (), size, device))
         return module.main(json)
 
     execute(action, debug)
+
+
+def _check_options(chosen: Benchmark, given: dict[str, object], owner: Benchmark) -> None:
+    """Raise UsageError if options of one benchmark were given to another."""
+    if chosen is not owner and any(value is not None for value in given.values()):
+        raise UsageError(
+            f"{', '.join(given)} are of `embodrl bench {owner}`, not of {chosen}",
+            "leave them out",
+            code="bench-option",
+        )
 
 
 def load_benchmark(name: Benchmark) -> ModuleType:

@@ -16,9 +16,10 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -27,17 +28,21 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.config.schema import model_settings
+from embodrl.errors import EmbodrlError, UsageError
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.extras.bench.plain import plain_actions
 from embodrl.extras.parity.common import CHAIN_TOLERANCE
+from embodrl.hybrid_engines.offload import take_peak_bytes
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
+from embodrl.names import nearest
 from embodrl.specs import MODELS
 from embodrl.storage.json_file import write_json_file
 from embodrl.types import Observation, SamplingParams
 
 BATCH = 16
 NUM_BLOCKS = 7
+NUM_BLOCKS_PUBLIC = 3
 STATE_DIM = 7
 INSTRUCTION = "push the cube to the goal"
 Actions = NDArray[np.float32]
@@ -140,6 +145,39 @@ FULL: dict[str, dict[str, Any]] = {
 }
 """Dimensions of the public checkpoints but for the vocabulary, which is that of the small tokenizer: the plain way's
 output layer is smaller here than with a public checkpoint, and its time shorter."""
+
+
+@dataclass(frozen=True)
+class InferenceChoice:
+    """What to measure.
+
+    Attributes:
+        families: registered names.
+        size: ``tiny`` or ``public``; None takes the tiny one and, with a GPU, the public one.
+        device: ``cpu`` or ``cuda``; None takes a core for the tiny size, and a GPU for the public one if there is one.
+    """
+
+    families: tuple[str, ...] = tuple(FULL)
+    size: Literal["tiny", "public"] | None = None
+    device: Literal["cpu", "cuda"] | None = None
+
+
+def choose(families: Sequence[str], size: str | None, device: str | None) -> InferenceChoice:
+    """Return the choice of a command line.
+
+    Raises:
+        UsageError: there is no such family, size or device, or no GPU.
+    """
+    for name, value, allowed in (("size", size, ("tiny", "public")), ("device", device, ("cpu", "cuda"))):
+        if value is not None and value not in allowed:
+            raise UsageError(f"--{name} {value} is unknown; known: {', '.join(allowed)}", "choose one of these")
+    if unknown := [name for name in families if name not in FULL]:
+        near = nearest(unknown[0], list(FULL))
+        hint = f"did you mean '{near}'?" if near else "choose one of these"
+        raise UsageError(f"--family {unknown[0]} is not measured; known: {', '.join(FULL)}", hint)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EmbodrlError("--device is cuda, and torch sees no GPU", "leave it out", code="gpu-missing")
+    return InferenceChoice(tuple(families) or tuple(FULL), cast(Any, size), cast(Any, device))
 
 
 def make_policy(family: str, full: bool, device: torch.device) -> VLAPolicy:
@@ -254,38 +292,72 @@ def _ratio(figures: dict[str, dict[str, float]], baseline: str, device: torch.de
     return round(min(figures[baseline][key] / figures["embodrl"][key] for key in keys), 2)
 
 
-def run() -> dict[str, Any]:
-    """Measure and return the figures: the tiny size on one core and, with a GPU, the public size on it."""
-    torch.set_num_threads(1)
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        tiny = {family: measure(family, False, torch.device("cpu")) for family in FULL}
-    finally:
-        os.sched_setaffinity(0, cores)
-    result: dict[str, Any] = {"ratios": {name: figures["ratio"] for name, figures in tiny.items()}, "tiny": tiny}
+def run(choice: InferenceChoice | None = None) -> dict[str, Any]:
+    """Measure and return the figures.
+
+    Args:
+        choice: what to measure; None takes all families, at the tiny size on one core and, with a GPU, at the public
+            size on it.
+    """
+    choice = choice or InferenceChoice()
+    result: dict[str, Any] = {}
+    if choice.size in (None, "tiny"):
+        tiny = _tiny(choice)
+        result |= {"ratios": {name: figures["ratio"] for name, figures in tiny.items()}, "tiny": tiny}
+    if choice.size == "public" or (choice.size is None and torch.cuda.is_available()):
+        public = _public(choice)
+        result |= {"public": public, "ratios_public": {name: figures["ratio"] for name, figures in public.items()}}
     if torch.cuda.is_available():
-        full: dict[str, Any] = {}
-        for family in FULL:
-            full[family] = measure(family, True, torch.device("cuda"))
-            gc.collect()
-            torch.cuda.empty_cache()
-        result |= {"full": full, "ratios_full": {name: figures["ratio"] for name, figures in full.items()}}
         result["gpu"] = torch.cuda.get_device_name()
     return result | {"hardware": describe_hardware()}
 
 
-def main(json_path: Path | None = None) -> int:
+def _tiny(choice: InferenceChoice) -> dict[str, Any]:
+    device = torch.device(choice.device or "cpu")
+    if device.type == "cuda":
+        return {family: measure(family, False, device) for family in choice.families}
+    torch.set_num_threads(1)
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        return {family: measure(family, False, device) for family in choice.families}
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _public(choice: InferenceChoice) -> dict[str, Any]:
+    device = torch.device(choice.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    figures: dict[str, Any] = {}
+    for family in choice.families:
+        take_peak_bytes(device)
+        figures[family] = measure(family, True, device, blocks=NUM_BLOCKS_PUBLIC)
+        peak = take_peak_bytes(device)
+        figures[family]["gpu_peak_mib"] = None if peak is None else round(peak / 2**20)
+        gc.collect()
+        torch.cuda.empty_cache()
+    return figures
+
+
+def main(json_path: Path | None = None, choice: InferenceChoice | None = None) -> int:
     """Measure, print a table, write the figures to ``json_path``; return 0."""
-    result = run()
+    result = run(choice)
     hardware = result["hardware"]
-    titles = {"tiny": f"tiny size, float32, one core of {hardware['cpu']}"}
-    if "full" in result:
-        titles["full"] = f"public size, bfloat16, {result['gpu']}"
+    on_gpu = choice is not None and choice.device == "cuda"
+    titles = {
+        "tiny": f"tiny size, float32, {result['gpu'] if on_gpu else 'one core of ' + str(hardware['cpu'])}",
+        "public": f"public size, bfloat16, {result.get('gpu', hardware['cpu'])}",
+    }
     console = Console()
-    for size, title in titles.items():
+    for size in [name for name in titles if name in result]:
         table = Table(
-            "family", "parameters", "embodrl actions/s", "plain", "ratio", "plain, batched", "ratio", title=title
+            "family",
+            "parameters",
+            "embodrl actions/s",
+            "plain",
+            "ratio",
+            "plain, batched",
+            "ratio",
+            title=titles[size],
         )
         for family, figures in result[size].items():
             rates = {name: f"{figures[name]['actions_s']:.0f}" for name in ("embodrl", "plain", "plain_batched")}

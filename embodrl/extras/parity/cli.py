@@ -7,17 +7,19 @@ import re
 import sys
 import traceback
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, execute
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.names import import_object, nearest
 
 if TYPE_CHECKING:
-    from embodrl.extras.parity.common import Comparison
+    from embodrl.extras.parity.common import Arithmetic, Comparison
 
 INPUTS_FILE = "io.safetensors"
 OWN = ("openvla", "openvla_oft", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
@@ -27,6 +29,21 @@ COMPARISONS = {
     **dict.fromkeys(("pi0", "pi05"), "embodrl.extras.parity.pi:run"),
 }
 """Built-in family -> ``module:function`` that compares it; of another family its ``ModelSpec.parity``."""
+
+
+class ParityDevice(StrEnum):
+    """Where networks run."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class ParityPrecision(StrEnum):
+    """What networks compute in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="a fixture, or a directory of fixtures")]
 Family = Annotated[
@@ -56,7 +73,7 @@ class ParityOutcome:
         return not self.error and all(comparison.ok for comparison in self.comparisons)
 
     def to_dict(self) -> dict[str, object]:
-        """Return it for JSON, which has no infinity: an error beyond measure is null."""
+        """Return it for JSON, which has no infinity: an error beyond measure is null, and so is no tolerance."""
         return {
             "directory": str(self.directory),
             "family": self.family,
@@ -66,7 +83,8 @@ class ParityOutcome:
                 {
                     "name": one.name,
                     "max_error": one.max_error if math.isfinite(one.max_error) else None,
-                    "tolerance": one.tolerance,
+                    "tolerance": one.tolerance if math.isfinite(one.tolerance) else None,
+                    "scale": one.scale if math.isfinite(one.scale) else None,
                     "ok": one.ok,
                 }
                 for one in self.comparisons
@@ -74,32 +92,54 @@ class ParityOutcome:
         }
 
 
-def parity(directory: Directory, family: Family = None, json: JsonFile = None, debug: Debug = False) -> None:
+def parity(
+    directory: Directory,
+    family: Family = None,
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="cpu or cuda", autocompletion=one_of(ParityDevice))
+    ] = "cpu",
+    precision: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="fp32, or bf16: autocast, as in training", autocompletion=one_of(ParityPrecision)
+        ),
+    ] = "fp32",
+    json: JsonFile = None,
+    debug: Debug = False,
+) -> None:
     """Compare a model family with outputs that its reference implementation gave.
 
     A fixture is a folder named after its family with model.safetensors (weights), io.safetensors (inputs and the
     reference's outputs) and, for some families, config.json. Exits 0 if every output is within tolerance, else 1.
+    Tolerances are ten times as wide in float32 on a GPU (without TF32), and relative to the output in bfloat16.
 
     \b
     Examples:
       embodrl parity fixtures/openvla_oft
       embodrl parity fixtures --json errors.json
       embodrl parity my-recording --family pi0
+      embodrl parity fixtures --device cuda --precision bf16
     """
 
     def action() -> int:
+        where = ParityDevice(choose(device, ParityDevice, "device"))
+        wanted = ParityPrecision(choose(precision, ParityPrecision, "precision"))
         chosen = [(folder, family_of(folder, family)) for folder in fixtures(directory)]
         if json is not None:
             from embodrl.storage.json_file import check_json_file
 
             check_json_file(json)
-        outcomes = [run(folder, name, debug) for folder, name in chosen]
+        from embodrl.extras.parity.common import arithmetic
+
+        how = arithmetic(where.value, wanted.value)
+        outcomes = [run(folder, name, how, debug) for folder, name in chosen]
         show(outcomes)
         ok = all(outcome.ok for outcome in outcomes)
         if json is not None:
             from embodrl.storage.json_file import write_json_file
 
-            write_json_file(json, {"ok": ok, "fixtures": [outcome.to_dict() for outcome in outcomes]})
+            found = [outcome.to_dict() for outcome in outcomes]
+            write_json_file(json, {"ok": ok, "device": how.name, "precision": wanted.value, "fixtures": found})
         return EXIT_OK if ok else EXIT_ERROR
 
     execute(action, debug)
@@ -150,12 +190,13 @@ def family_of(directory: Path, family: str | None = None) -> str:
     )
 
 
-def run(directory: Path, family: str, debug: bool = False) -> ParityOutcome:
+def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> ParityOutcome:
     """Run a fixture; one that is damaged or does not fit is an outcome, not an exception."""
     from embodrl.specs import MODELS
 
+    compare = import_object(COMPARISONS.get(family) or MODELS.entry(family).parity)
     try:
-        comparisons = import_object(COMPARISONS.get(family) or MODELS.entry(family).parity)(directory)
+        comparisons = how.run(compare, directory)
     except EmbodrlError as error:
         problem = error.message
     except (LookupError, ValueError, TypeError, RuntimeError) as error:
@@ -172,7 +213,14 @@ def show(outcomes: list[ParityOutcome]) -> None:
     """Print a table of the outputs to stdout, and what could not be run to stderr."""
     head = ("fixture", "family", "output", "max error", "tolerance", "verdict")
     table = [
-        (outcome.directory.name, outcome.family, one.name, f"{one.max_error:.1e}", f"{one.tolerance:.0e}", verdict)
+        (
+            outcome.directory.name,
+            outcome.family,
+            one.name,
+            f"{one.max_error:.1e}",
+            f"{one.tolerance:.0e}" if math.isfinite(one.tolerance) else "-",
+            verdict,
+        )
         for outcome in outcomes
         for one in outcome.comparisons
         for verdict in ["ok" if one.ok else "OUT OF TOLERANCE"]

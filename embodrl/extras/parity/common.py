@@ -6,8 +6,9 @@ the dataset whose statistics were used) stands in the section ``embodrl`` of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,14 +16,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from embodrl.errors import CheckpointError
+from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.extras.flow.flow import Times, Velocity, denoising_times, integrate
+from embodrl.hybrid_engines.training.precision import Precision, autocast
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
+from embodrl.processor import processor
 
 LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 1e-5
 ACTION_TOLERANCE = 1e-6
+CUDA_FACTOR = 10.0
+"""Of the tolerances in float32 on a GPU, which adds up in another order."""
+BF16_RELATIVE = 0.05
+"""Tolerance under bfloat16's autocast, relative to the largest value of the reference's output."""
 INPUTS_FILE = "io.safetensors"
+CPU = torch.device("cpu")
 
 Setting = TypeVar("Setting", int, str, bool)
 
@@ -34,24 +42,82 @@ class Comparison:
     Attributes:
         name: of the output.
         max_error: largest absolute difference; infinite where shapes differ or a value is not finite.
-        tolerance: allowed; 0 for token ids.
+        tolerance: allowed; 0 for token ids, infinite where the precision allows anything.
+        scale: largest absolute value of the reference's.
+        chosen: it is token ids that the network chose, or follows from them; rounding can turn such a choice.
     """
 
     name: str
     max_error: float
     tolerance: float
+    scale: float = 0.0
+    chosen: bool = False
 
     @property
     def ok(self) -> bool:
         return self.max_error <= self.tolerance
 
 
-def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> Comparison:
-    """Compare an output with the reference's."""
+def compare(name: str, found: Tensor, wanted: Tensor, tolerance: float, chosen: bool = False) -> Comparison:
+    """Compare an output with the reference's; see ``Comparison``."""
+    wanted = wanted.double().cpu()
+    scale = float(wanted.abs().max())
     if found.shape != wanted.shape:
-        return Comparison(name, float("inf"), tolerance)
-    error = (found.detach().double().cpu() - wanted.double()).abs().max()
-    return Comparison(name, float(error) if bool(error.isfinite()) else float("inf"), tolerance)
+        return Comparison(name, float("inf"), tolerance, scale, chosen)
+    error = (found.detach().double().cpu() - wanted).abs().max()
+    return Comparison(name, float(error) if bool(error.isfinite()) else float("inf"), tolerance, scale, chosen)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """On what and in what the networks compute, and how close to the reference they have to come.
+
+    Attributes:
+        device: they run on.
+        precision: of the forward pass; ``bf16`` is autocast, as in training.
+    """
+
+    device: torch.device = CPU
+    precision: Precision = "fp32"
+
+    @property
+    def name(self) -> str:
+        """Of the device, as its maker calls it."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else str(processor())
+
+    def run(self, compare_family: Callable[..., list[Comparison]], directory: Path) -> list[Comparison]:
+        """Return the comparisons of a fixture, with the tolerances of this arithmetic.
+
+        Args:
+            compare_family: takes the fixture's directory and, for another device than the CPU, the device.
+            directory: of the fixture.
+
+        Raises:
+            CheckpointError: see the family's function.
+        """
+        where = {} if self.device == CPU else {"device": self.device}
+        with autocast(self.precision, self.device):
+            found = compare_family(directory, **where)
+        return [replace(comparison, tolerance=self._tolerance(comparison)) for comparison in found]
+
+    def _tolerance(self, comparison: Comparison) -> float:
+        if self.precision == "bf16":
+            return math.inf if comparison.chosen else max(comparison.tolerance, BF16_RELATIVE * comparison.scale)
+        return comparison.tolerance * (CUDA_FACTOR if self.device.type == "cuda" else 1.0)
+
+
+def arithmetic(device: str, precision: Precision) -> Arithmetic:
+    """Return the arithmetic of a kind of device; float32 on a GPU is then float32 in this process, not TF32.
+
+    Raises:
+        EmbodrlError: torch sees no GPU.
+    """
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise EmbodrlError("--device is cuda, and torch sees no GPU", "leave it out", code="gpu-missing")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+    return Arithmetic(torch.device(device), precision)
 
 
 @torch.no_grad()
@@ -85,15 +151,15 @@ def compare_flow(
     ]
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file.
+def read_tensors(path: Path, device: torch.device = CPU) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, on a device.
 
     Raises:
         CheckpointError: no such file, or a corrupt one.
     """
     try:
         with safe_open(path, framework="pt") as reader:
-            return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118 - not a mapping
+            return {name: reader.get_tensor(name).to(device) for name in reader.keys()}  # noqa: SIM118 - not a mapping
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} can't be read: {error}", "give the folder of a parity fixture", code="parity-recording"

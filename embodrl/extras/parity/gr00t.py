@@ -13,6 +13,7 @@ from embodrl.extras.gr00t.action_head import FlowActionHead
 from embodrl.extras.gr00t.config import ActionHeadSpec
 from embodrl.extras.gr00t.dit import TransformerSpec
 from embodrl.extras.parity.common import (
+    CPU,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
     Comparison,
@@ -97,16 +98,17 @@ def outputs(head: FlowActionHead, io: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"vl": features, "v": velocity}
 
 
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the head with a fixture folder.
 
     Args:
         directory: with ``model.safetensors`` and ``io.safetensors``: ``bf [B,S,E]``, ``state [B,1,*]``,
             ``emb int64[B]``, ``x [B,H,D]``, ``t int64[B]``, ``vl [B,S,E]`` and ``v [B,H,D]``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fit.
     """
-    io = read_tensors(directory / INPUTS_FILE)
-    found = outputs(load_head(directory), io)
+    io = read_tensors(directory / INPUTS_FILE, device)
+    found = outputs(load_head(directory).to(device), io)
     return [compare(name, found[name], io[name], LOGITS_TOLERANCE) for name in ("vl", "v")]

@@ -17,6 +17,7 @@ from embodrl.extras.gr00t.modeling import Gr00tN17Model
 from embodrl.extras.gr00t.sidecars import identity_sidecars
 from embodrl.extras.parity.common import (
     CHAIN_TOLERANCE,
+    CPU,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
     Comparison,
@@ -31,7 +32,7 @@ WEIGHTS_FILE = "model.safetensors"
 NUM_STEPS = 4
 
 
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the network with a recording.
 
     Args:
@@ -39,11 +40,13 @@ def run(directory: Path) -> list[Comparison]:
             [B,V,3,h,w]`` in [-1, 1], ``input_ids`` and ``attention_mask [B,S]``, padded on the left, ``state [B,1,*]``,
             ``emb int64[B]``, ``x`` and ``noise [B,H,D]``, ``t int64[B]``; of the reference, row by row without padding,
             ``features`` and ``vl [B,S,E]``, the velocity ``v`` at ``x`` and actions ``sampled`` from ``noise``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: it is not such a recording.
     """
-    return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE), image_token_id(directory))
+    io = read_tensors(directory / INPUTS_FILE, device)
+    return compare_outputs(load(directory).to(device), io, image_token_id(directory))
 
 
 def image_token_id(directory: Path) -> int:

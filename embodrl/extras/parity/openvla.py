@@ -11,6 +11,7 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.extras.parity.common import (
     ACTION_TOLERANCE,
+    CPU,
     INPUTS_FILE,
     LOGITS_TOLERANCE,
     Comparison,
@@ -46,18 +47,19 @@ _LOGITS = re.compile(r"logits_(\d+)_(\d+)")
 
 
 @torch.no_grad()
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare hidden states, logits, greedy tokens, decoded actions and key-value decoding.
 
     Args:
         directory: with ``model.safetensors``, ``config.json`` and ``io.safetensors``: ``ids int64[B,L]``,
             ``pv [B,6,H,W]``, ``h [B,S,D]``, ``logits_M_N [B,S,N-M]`` (of the ids from M to N - 1), ``gen int64[B,A]``
             and ``a [B,A]``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
     """
-    model, io = load_fixture(directory)
+    model, io = load_fixture(directory, device=device)
     prefix = model.embed_prefix(io["pv"], io["ids"])
     hidden = model.hidden_states(prefix, None)
     recorded, ids = recorded_logits(io, directory)
@@ -72,15 +74,15 @@ def run(directory: Path) -> list[Comparison]:
         compare("action logits", model.action_logits(hidden), recorded[..., columns], LOGITS_TOLERANCE),
         compare("decoder, hidden states", prefix_hidden, io["h"], LOGITS_TOLERANCE),
         compare("decoder, logits", decoded[:, 0], recorded[:, -1, columns], LOGITS_TOLERANCE),
-        compare("greedy tokens", greedy_over_all_ids(model, prefix, tokens.shape[1]), tokens, 0.0),
+        compare("greedy tokens", greedy_over_all_ids(model, prefix, tokens.shape[1]), tokens, 0.0, True),
         compare("actions", decode_actions(model, tokens, directory), io["a"], ACTION_TOLERANCE),
     ]
 
 
 def load_fixture(
-    directory: Path, causal: bool = True, film: dict[str, Tensor] | None = None
+    directory: Path, causal: bool = True, film: dict[str, Tensor] | None = None, device: torch.device = CPU
 ) -> tuple[OpenVLAModel, dict[str, Tensor]]:
-    """Return the filled network in float32 on the CPU, and the recorded inputs and outputs.
+    """Return the filled network in float32, and the recorded inputs and outputs.
 
     The recorded config.json leaves the vision dimensions to the backbone's name, while the recording has smaller
     towers. Unless the file has them in embodrl's own section, they are read off the weights; only the number of heads
@@ -90,6 +92,7 @@ def load_fixture(
         directory: see ``run``.
         causal: see OpenVLAModel.
         film: a vision backbone with FiLM, instead of that of the weights.
+        device: of both.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -111,7 +114,7 @@ def load_fixture(
     if film is not None:
         ignore = {name: "replaced" for name in stored_shapes(files) if name.startswith("vision_backbone.")}
     load_strict(model, files, report, device="cpu", dtype=torch.float32, ignore=ignore, tensors=film)
-    return model, read_tensors(directory / INPUTS_FILE)
+    return model.to(device), read_tensors(directory / INPUTS_FILE, device)
 
 
 def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, slice]:
@@ -199,4 +202,4 @@ def decode_actions(model: OpenVLAModel, tokens: Tensor, directory: Path) -> Tens
         key = next((key for key in RECORDED_STATS if key in config.norm_stats), None)
     stats = choose_stats(config.norm_stats, key, tokens.shape[-1], "config.json")
     bins = ActionBins(config.action_vocab_size, config.n_action_bins)
-    return torch.from_numpy(stats.unnormalize(bins.decode(tokens.numpy())))
+    return torch.from_numpy(stats.unnormalize(bins.decode(tokens.cpu().numpy())))

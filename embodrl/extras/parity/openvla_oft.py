@@ -23,7 +23,7 @@ from embodrl.extras.openvla_oft.modeling import (
     at_action_places,
     instruction_mean,
 )
-from embodrl.extras.parity.common import ACTION_TOLERANCE, LOGITS_TOLERANCE, Comparison, compare
+from embodrl.extras.parity.common import ACTION_TOLERANCE, CPU, LOGITS_TOLERANCE, Comparison, compare
 from embodrl.extras.parity.openvla import (
     action_columns,
     decode_actions,
@@ -38,7 +38,7 @@ KEEP_STOP_TOKEN = True
 
 
 @torch.no_grad()
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare hidden states, logits and decoded actions of a chunk, or with an L1 head the regressed actions.
 
     Args:
@@ -47,13 +47,14 @@ def run(directory: Path) -> list[Comparison]:
             ``ah [1,C*A,D]`` at the action tokens and ``a [C,A]``. With the reference's files ``action_head--*.pt``,
             ``proprio_projector--*.pt`` and ``vision_backbone--*.pt`` (FiLM): ``ids``, ``pv``, ``state float64[S]``,
             ``ah``, ``normalized [1,C,A]`` and ``a``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
     """
     if component_file(directory, ACTION_HEAD) is not None:
-        return _run_regression(directory)
-    model, io = load_fixture(directory, causal=False)
+        return _run_regression(directory, device)
+    model, io = load_fixture(directory, causal=False, device=device)
     prefix = model.embed_prefix(io["pv"], io["ids"])
     length = prefix.shape[1]
     num_tokens = io["a"].numel()
@@ -70,14 +71,13 @@ def run(directory: Path) -> list[Comparison]:
         compare("logits", logits, recorded, LOGITS_TOLERANCE),
         compare("hidden states at the actions", at_actions, io["ah"], LOGITS_TOLERANCE),
         compare("action logits", model.action_logits(at_actions), wanted, LOGITS_TOLERANCE),
-        compare("actions", decode_actions(model, tokens, directory), io["a"], ACTION_TOLERANCE),
+        compare("actions", decode_actions(model, tokens, directory), io["a"], ACTION_TOLERANCE, True),
     ]
 
 
-def _run_regression(directory: Path) -> list[Comparison]:
+def _run_regression(directory: Path, device: torch.device) -> list[Comparison]:
     """FiLM, the state's token and the L1 head together, from the reference's own files."""
     report = LoadReport(str(directory))
-    cpu = torch.device("cpu")
     paths = {name: component_file(directory, name) for name in (ACTION_HEAD, PROPRIO, VISION)}
     missing = [name for name, path in paths.items() if path is None]
     if missing:
@@ -85,24 +85,24 @@ def _run_regression(directory: Path) -> list[Comparison]:
             f"{directory} lacks {', '.join(missing)}", "record all three components", code="parity-recording"
         )
     head_path, proprio_path, vision_path = (path for path in paths.values() if path is not None)
-    model, io = load_fixture(directory, False, film_tensors(vision_path, report, cpu))
+    model, io = load_fixture(directory, False, film_tensors(vision_path, report, CPU), device)
     sets = model.config.norm_stats
     width = model.config.llama.hidden_size
     stats = choose_stats(sets, None, io["a"].shape[-1], str(directory))
-    state = choose_proprio_stats(sets, stats.key, str(directory)).normalize(io["state"].numpy())
+    state = choose_proprio_stats(sets, stats.key, str(directory)).normalize(io["state"].cpu().numpy())
     with torch.device("meta"):
         head = ActionHead(width, stats.action_dim)
         projector = ProprioProjector(len(state), width)
     for module, path in ((head, head_path), (projector, proprio_path)):
-        load_component(module, path, report, device=cpu, dtype=torch.float32)
+        load_component(module, path, report, device=device, dtype=torch.float32)
     instruction = instruction_mean(model, io["ids"], torch.ones_like(io["ids"]), KEEP_STOP_TOKEN)
-    token = projector(torch.from_numpy(state).float()[None])[:, None]
+    token = projector(torch.from_numpy(state).float()[None].to(device))[:, None]
     prefix = model.embed_prefix(io["pv"], io["ids"], token, instruction)
     num_tokens = io["a"].numel()
     hidden = model.hidden_states(append_action_places(model, prefix, num_tokens, KEEP_STOP_TOKEN), None)
     at_actions = at_action_places(hidden, prefix.shape[1], num_tokens)
     normalized = head(at_actions)
-    actions = torch.from_numpy(stats.unnormalize(normalized[0].double().numpy()))
+    actions = torch.from_numpy(stats.unnormalize(normalized[0].double().cpu().numpy()))
     return [
         compare("hidden states at the actions", at_actions, io["ah"], LOGITS_TOLERANCE),
         compare("normalised actions", normalized, io["normalized"], LOGITS_TOLERANCE),

@@ -17,6 +17,7 @@ from embodrl.errors import CheckpointError
 from embodrl.extras.flow.flow import accumulated_times
 from embodrl.extras.flow.gemma import GemmaSpec
 from embodrl.extras.parity.common import (
+    CPU,
     INPUTS_FILE,
     Comparison,
     compare_flow,
@@ -41,20 +42,21 @@ _VLM = "paligemma_with_expert.paligemma.model.language_model"
 _EXPERT = "paligemma_with_expert.gemma_expert.model"
 
 
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare denoised actions and the elementwise loss with a recording.
 
     Args:
         directory: with ``model.safetensors`` and ``io.safetensors``: for each camera K ``imgs.K [B,3,h,w]`` and
             ``masks.K bool[B]``, ``lang int64[B,L]``, ``lm bool[B,L]``, ``state``, ``noise``, ``act`` and ``a``
             ``[B,H,D]`` (``state [B,D]``), ``t [B]`` and ``loss [B,H,D]``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights don't fit.
     """
-    model = load(directory)
+    model = load(directory).to(device)
     num_steps = read_settings(directory, DEFAULTS)["num_steps"]
-    return compare_outputs(model, read_tensors(directory / INPUTS_FILE), num_steps)
+    return compare_outputs(model, read_tensors(directory / INPUTS_FILE, device), num_steps)
 
 
 def load(directory: Path) -> PiModel:

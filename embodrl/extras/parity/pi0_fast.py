@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodrl.extras.parity.common import INPUTS_FILE, LOGITS_TOLERANCE, Comparison, compare, read_tensors
+from embodrl.extras.parity.common import CPU, INPUTS_FILE, LOGITS_TOLERANCE, Comparison, compare, read_tensors
 from embodrl.extras.pi0_fast.config import FastConfig
 from embodrl.extras.pi0_fast.files import aliases, is_tied
 from embodrl.extras.pi0_fast.modeling import FastModel
@@ -23,7 +23,7 @@ from embodrl.models.common.config_file import CONFIG_FILE
 WEIGHTS_FILE = "model.safetensors"
 
 
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the network with a recording.
 
     Logits, loss and ``gen`` are of lerobot's training, where the prompt does not see BOS, ``decoded`` of its decoding.
@@ -33,11 +33,12 @@ def run(directory: Path) -> list[Comparison]:
             ``[B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, the tokens ``sentence`` and which of them there are,
             ``written``; of the reference their ``logits``, the ``loss``, and what it writes after the first: ``gen``,
             ``decoded``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: it is not such a recording.
     """
-    return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE))
+    return compare_outputs(load(directory).to(device), read_tensors(directory / INPUTS_FILE, device))
 
 
 def load(directory: Path) -> FastModel:
@@ -62,7 +63,7 @@ def compare_outputs(model: FastModel, io: dict[str, Tensor]) -> list[Comparison]
     logits = model.logits(model.hidden_states(x, valid, sentence)[:, x.shape[1] :])
     targets = torch.where(written[:, 1:], sentence[:, 1:], -100)
     loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-    everything = torch.arange(logits.shape[-1])
+    everything = torch.arange(logits.shape[-1], device=logits.device)
     limit = io["gen"].shape[1]
 
     def greedy() -> Tensor:
@@ -76,6 +77,6 @@ def compare_outputs(model: FastModel, io: dict[str, Tensor]) -> list[Comparison]
     return [
         compare("logits", logits[written], io["logits"][written], LOGITS_TOLERANCE),
         compare("loss", loss, io["loss"], LOGITS_TOLERANCE),
-        compare("tokens", tokens, io["gen"], 0.0),
-        compare("decoded", greedy(), io["decoded"], 0.0),
+        compare("tokens", tokens, io["gen"], 0.0, chosen=True),
+        compare("decoded", greedy(), io["decoded"], 0.0, chosen=True),
     ]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embodrl.extras.parity.common import (
+    CPU,
     INPUTS_FILE,
     Comparison,
     compare_flow,
@@ -27,18 +28,19 @@ from embodrl.models.common.config_file import CONFIG_FILE
 WEIGHTS_FILE = "model.safetensors"
 
 
-def run(directory: Path) -> list[Comparison]:
+def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
     """Compare the network with a recording.
 
     Args:
         directory: with ``model.safetensors`` (lerobot's names), ``config.json`` and ``io.safetensors``: ``images``
             ``[B,V,3,h,w]`` in [-1, 1], ``lang``, ``lang_mask``, ``state``, ``noise``, ``actions``, ``time``; of the
             reference ``sampled`` actions and ``losses``.
+        device: where the network runs.
 
     Raises:
         CheckpointError: it is not such a recording.
     """
-    return compare_outputs(load(directory), read_tensors(directory / INPUTS_FILE))
+    return compare_outputs(load(directory).to(device), read_tensors(directory / INPUTS_FILE, device))
 
 
 def load(directory: Path) -> SmolVlaModel:

@@ -19,7 +19,7 @@ from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import NonFiniteError
 from embodrl.hybrid_engines.base import OptimizerStep, TrainEngine
-from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
+from embodrl.hybrid_engines.offload import Offload, optimizer_tensors, take_peak_bytes
 from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.engine_state import HeldState
 from embodrl.hybrid_engines.training.objective import (
@@ -291,6 +291,9 @@ class PolicyTrainEngine(TrainEngine):
     def _kept_of_reference(self) -> Iterable[Tensor]:
         """Return the memory of ``reference_weights``."""
         return self.reference_weights().values()
+
+    def take_peak_memory(self) -> int | None:
+        return take_peak_bytes(self.device)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

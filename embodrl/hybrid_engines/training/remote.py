@@ -210,6 +210,9 @@ class RemoteTrainEngine(TrainEngine):
         found = [report for report in self._call("offload") if report is not None]
         return OffloadReport.total([OffloadReport(torch.device(name), *num_bytes) for name, *num_bytes in found])
 
+    def take_peak_memory(self) -> int | None:
+        return max((peak for peak in self._call("take_peak_memory") if peak is not None), default=None)
+
     def check(self) -> None:
         self.group.check()
 

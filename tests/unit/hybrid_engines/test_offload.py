@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
+from embodrl.hybrid_engines.offload import Offload, optimizer_tensors, take_peak_bytes
 from embodrl.scheduler.messages import CODEC
 from embodrl.storage.files import raw_bytes
 
@@ -51,6 +51,19 @@ def test_training_continues_as_if_nothing_had_been(device):
 
     for with_it, without in zip(train(True), train(False), strict=True):
         assert torch.equal(with_it, without)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_peak_begins_again_with_every_reading(device: str) -> None:
+    place = torch.device(device)
+    take_peak_bytes(place)
+    del_later = torch.zeros(1 << 22, device=place)
+    del del_later
+    first, second = take_peak_bytes(place), take_peak_bytes(place)
+    if device == "cpu":
+        assert first is None and second is None
+    else:
+        assert first is not None and second is not None and first - second >= 4 << 22
 
 
 def test_memory_of_others_stays(tmp_path):

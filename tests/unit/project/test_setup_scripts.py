@@ -144,11 +144,23 @@ def test_make_targets() -> None:
     assert spread in everything and "-m " not in everything.partition(spread)[2]
     assert "EMBODRL_TESTS_COLD=1" in everything, "as users start them"
     assert "-m pytest -n 5 -m long" in dry_run("test-long", "CORES=4")
-    assert "-m pytest -n 0 -m gpu" in dry_run("test-gpu")
+    assert "-m pytest -n 0 -m gpu tests/" in dry_run("test-gpu") and "scripts/setup.sh" in dry_run("test-gpu")
+    bare = dry_run("test-gpu", "EMBODRL_PYTHON=python3")
+    assert "python3 -m pytest -n 0 -m gpu tests/" in bare and "scripts/setup.sh" not in bare
     assert "scripts/setup.sh" in dry_run("test")
     assert "scripts/make_warm_start.sh" in dry_run("warm-start")
     clean = dry_run("clean")
     assert ".venv" in clean and "outputs" not in clean
+
+
+def test_every_file_with_gpu_tests_is_named_in_the_makefile() -> None:
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.gpu" in path.read_text() and path != Path(__file__)
+    }
+    named = [word for word in dry_run("test-gpu").split() if word.startswith("tests/")]
+    assert marked == set(named)
 
 
 def test_scripts_are_executable_and_parse() -> None:

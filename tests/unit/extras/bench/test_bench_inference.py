@@ -5,9 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from expect import raises_code
 from tiny_families import FAMILIES, build, observation
+from typer.testing import CliRunner
 
+from embodrl.cli.main import app
 from embodrl.config.schema import model_settings
+from embodrl.errors import UsageError
 from embodrl.extras.bench import inference
 from embodrl.extras.bench.inference import FULL, check, sides
 
@@ -53,3 +57,19 @@ def test_every_family_has_its_public_size() -> None:
         assert getattr(config, part).image_size == {"smolvla": 512, "gr00t_n1_6": 252, "gr00t_n1_7": 256}.get(
             family, 224
         )
+
+
+def test_a_choice_of_families_sizes_and_devices() -> None:
+    assert inference.choose((), None, None) == inference.InferenceChoice()
+    assert inference.choose(("pi05", "smolvla"), "public", "cpu").families == ("pi05", "smolvla")
+    for words in ((("pi055",), None, None), ((), "huge", None), ((), None, "tpu")):
+        with raises_code("usage", UsageError, "known"):
+            inference.choose(*words)
+
+
+@pytest.mark.parametrize(
+    "options", [["render", "--size", "tiny"], ["transport", "--family", "pi05"], ["inference", "--record", "x"]]
+)
+def test_options_of_another_benchmark_are_refused(options: list[str]) -> None:
+    outcome = CliRunner().invoke(app, ["bench", *options])
+    assert outcome.exit_code == 2 and "bench-option" in outcome.stderr

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from embodrl.cli.main import app
 from embodrl.errors import UsageError
 from embodrl.extras.parity.cli import family_of
-from embodrl.extras.parity.common import Comparison, compare, read_tensors
+from embodrl.extras.parity.common import Arithmetic, Comparison, compare, read_tensors
 from embodrl.specs import MODELS
 
 SHARED = Path(__file__).parents[5] / "shared" / "parity"
@@ -72,7 +72,9 @@ def test_a_fixture_that_is_reproduced(tmp_path: Path) -> None:
     assert "1 of 1 fixtures" in outcome.stdout
     content = json.loads((tmp_path / "out" / "errors.json").read_text())
     assert content["ok"] is True and content["fixtures"][0]["family"] == "doubler"
-    assert content["fixtures"][0]["outputs"][0] == {"name": "y", "max_error": 0.0, "tolerance": 1e-5, "ok": True}
+    first = content["fixtures"][0]["outputs"][0]
+    assert first == {"name": "y", "max_error": 0.0, "tolerance": 1e-5, "scale": 4.0, "ok": True}
+    assert content["precision"] == "fp32" and content["device"]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +173,36 @@ def test_results_that_can_not_be_written_are_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     outcome = parity(make(tmp_path / "doubler"), "--json", tmp_path / "file" / "errors.json")
     assert (outcome.exit_code, outcome.stdout) == (1, "") and "can't be written" in outcome.stderr
+
+
+def test_bfloat16_is_judged_relative_to_the_output_and_not_by_choices(tmp_path: Path) -> None:
+    x = torch.tensor([[100.1, -2.0, 0.5]])
+    make(tmp_path / "doubler", x=x, y=2 * x, ids=torch.tensor([1]))
+    assert parity(tmp_path / "doubler").exit_code == 1, "the ids differ"
+    make(tmp_path / "doubler_good", x=x, y=2 * x)
+    outcome = parity(tmp_path / "doubler_good", "--precision", "bf16", "--json", tmp_path / "errors.json")
+    assert outcome.exit_code == 0, outcome.output
+    content = json.loads((tmp_path / "errors.json").read_text())
+    rounded = content["fixtures"][0]["outputs"][0]
+    assert content["precision"] == "bf16" and 1e-5 < rounded["max_error"] < rounded["tolerance"]
+    assert rounded["tolerance"] == pytest.approx(0.05 * 200.2) and rounded["scale"] == pytest.approx(200.2)
+
+
+def test_a_chosen_token_has_no_tolerance_in_bfloat16() -> None:
+    chosen = compare("tokens", torch.tensor([3]), torch.tensor([700]), 0.0, chosen=True)
+    [exact] = Arithmetic().run(lambda directory: [chosen], Path())
+    [rounded] = Arithmetic(precision="bf16").run(lambda directory: [chosen], Path())
+    assert not exact.ok and rounded.ok
+    [on_gpu] = Arithmetic(torch.device("cuda")).run(lambda directory, device: [chosen], Path())
+    assert not on_gpu.ok
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    outcome = parity(make(tmp_path / "doubler"), "--device", "cuda")
+    assert outcome.exit_code == 1 and "gpu-missing" in outcome.stderr
+    outcome = parity(tmp_path / "doubler", "--device", "tpu")
+    assert outcome.exit_code == 2 and "cpu" in outcome.stderr
 
 
 @recorded
