@@ -24,7 +24,7 @@ def text_of_arguments(texts: Sequence[str], approved: Mapping[str, object]) -> s
 
     Args:
         texts: ``key=value``.
-        approved: those of their settings that run code, if this user wants them; empty if nobody has said so.
+        approved: the settings among them that run code and that this user has approved; empty for none.
     """
     return "".join(f"{_ITEM}{json.dumps(text)}\n" for text in texts) + approval(approved)
 

@@ -2,7 +2,7 @@
 
 What is interrupted keeps a record of it, ``{"version": ..., "settings": {key: value}}``, and continues only with the
 same. The settings themselves are kept, rather than a digest of them, so that the error can say what differs. Settings
-of where and how fast something is done, and of what is told and kept of it, do not count.
+of places, speed, logs and reports do not count.
 """
 
 from __future__ import annotations

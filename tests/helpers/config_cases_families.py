@@ -171,7 +171,7 @@ FAMILIES += [
         ("algorithm.off_policy.intervention_device=keyboard", *PERSON, "env.train.total_num_envs=1"),
     ),
     Wrong(
-        "a device that is no function",
+        "an unknown device",
         "algorithm.off_policy.intervention_device",
         "device-of-interventions-is-there",
         ("algorithm.off_policy.intervention_device=keybord", *PERSON, "env.train.total_num_envs=1"),

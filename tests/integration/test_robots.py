@@ -93,7 +93,7 @@ def test_critics_learn_from_a_person_who_corrects_a_robot(tmp_path):
         *("algorithm=hil_serl", f"algorithm.off_policy.demos={demos}", "algorithm.off_policy.warm_up=10"),
         *("algorithm.off_policy.intervention_device=scripted_device:Device", "runner.max_iterations=1"),
         *("env.train.max_steps_per_rollout_epoch=20", "env.real_time.speed=50"),
-        *(f"env.real_time.control_dir={controls}", "env.real_time.dropped_frames=0"),
+        *(f"env.real_time.control_dir={controls}", "env.reset_timeout_s=3600", "env.step_timeout_s=3600"),
     )
     run = tmp_path / "run"
     outcome = runs.embodrl("train", "env=robot_sim", *LEARNING, *algorithm, f"runner.output_dir={run}")

@@ -74,7 +74,7 @@ def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
     device: Any = import_function(name)(action_dim, control_dir)
     if not callable(getattr(device, "read", None)) or not callable(getattr(device, "close", None)):
         raise UsageError(
-            f"{name} returned {type(device).__name__}, which is no device",
+            f"{name} returned {type(device).__name__} instead of a device",
             "return an object with read(), which gives float32[A] or None, and close()",
             code="device-result",
         )

@@ -44,7 +44,7 @@ def fill(given: object) -> tuple[str, dict[str, object]]:
 
 
 def _keys(sft: dict[str, Any]) -> dict[str, str]:
-    """Return ``sft.keys`` as it is given; what is no mapping of names is reported with the configuration."""
+    """Return ``sft.keys`` as it is given; what does not map names to names is reported with the configuration."""
     given = sft.get("keys")
     names = cast(dict[object, object], given) if isinstance(given, dict) else {}
     return {str(ours): str(theirs) for ours, theirs in names.items()}
