@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: bench-check help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs warm-start clean
+.PHONY: bench-check help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs wheel warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -103,6 +103,10 @@ format: setup ## reformat the code
 docs: setup ## build the documentation site into site/; a broken link or anchor fails
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
+wheel: setup ## build the wheel and compare its files with those that git tracks
+	@rm -rf build/wheel
+	@PYTHON=$(BIN)/python scripts/build_wheel.sh build/wheel
 
 warm-start: setup ## rebuild the checkpoint that ships with the package
 	@scripts/make_warm_start.sh

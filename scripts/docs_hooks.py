@@ -37,8 +37,8 @@ SECTIONS = {
         *("load_config", "train", "evaluate", "collect", "sft", "load_policy", "follow_weights", "serve"),
         *("TrainResult", "EvaluationResult", "EpisodeRecord", "CollectResult", "SftResult"),
     ),
-    "Configuration": ("LoadedConfig", "Config", "ModelConfig"),
-    "Extension": ("register_env", "register_model", "register_advantage", "register_loss", "register_pipeline"),
+    "Configuration": ("LoadedConfig", "Config", "ModelConfig", "EnvConfig"),
+    "Extension": ("register_env", "register_model", "register_advantage", "register_loss", "register_pipeline", "ModelSpec", "SimulatorSpec"),
     "Environments": (
         *("Simulator", "SimStep", "Replayed", "SimulatorVectorEnv", "VectorEnv", "EpisodeRules"),
         *("EnvSpec", "CameraSpec", "Observation", "EnvStep"),

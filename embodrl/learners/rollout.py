@@ -156,6 +156,7 @@ class RolloutLearner(Learner):
         }
 
     def undo(self) -> None:
+        self.parts.rollouts.collector.drain()
         if self._before is not None:
             restore_rng(self._before.rng)
             restore_generator(self._shuffle, self._before.shuffle)

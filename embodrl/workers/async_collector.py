@@ -213,6 +213,9 @@ class AsyncCollector:
             self._env_steps_dropped = 0
             self._changed.notify_all()
 
+    def drain(self) -> None:
+        """Its threads alone make requests, and a signal does not interrupt them."""
+
     def undo(self) -> None:
         """The shards that were given out wait for the next update."""
         with self._changed:

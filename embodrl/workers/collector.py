@@ -137,6 +137,10 @@ class Collector(Protocol):
         """Be as before ``gather``: the update that it was for does not happen."""
         ...
 
+    def drain(self) -> None:
+        """Wait for what an interruption left in progress, so that ``undo`` and ``state`` can ask for other things."""
+        ...
+
     def quiet(self) -> AbstractContextManager[None]:
         """Return a context in which the environments are left to somebody else."""
         ...
@@ -225,6 +229,9 @@ class SyncCollector:
         # The update is done, so that ``undo`` has nothing to go back to.
         self._before = None
         self.engine.update_weights(weights, version)
+
+    def drain(self) -> None:
+        self.pool.drain()
 
     def undo(self) -> None:
         if self._before is not None:

@@ -271,6 +271,13 @@ class Evaluator:
                 self.pool = training
 
     def _run_episodes(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
+        try:
+            return self._play_all(episodes, video_dir)
+        except (SystemExit, KeyboardInterrupt):  # a late stop, anywhere
+            self.pool.drain()
+            raise
+
+    def _play_all(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:
         self.pool.call("rebuild", restart=True)
         # An interrupted evaluation goes back to this mark (``rewind``), the state of new environments.
         self.pool.call("mark", restart=True)

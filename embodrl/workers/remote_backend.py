@@ -539,6 +539,9 @@ class RemoteCollector:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.rollouts.update_weights(weights, version)
 
+    def drain(self) -> None:
+        """The processes answer one call after the other."""
+
     def undo(self) -> None:
         self.rollouts.remember(self.rollouts.call_all("undo"))
 

@@ -15,6 +15,7 @@ from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import CheckpointError, EnvError, EnvRaised
+from embodrl.processes.frames import Kind
 from embodrl.types import EnvStep, Observation
 
 KWARGS = {"num_envs": 3, "image_size": 16, "max_episode_steps": 7, "include_state": True}
@@ -359,3 +360,33 @@ def test_a_pool_moves_single_environments_to_other_rows_and_processes():
         assert_same_observation(after, before, np.array([1, 2]))
         fresh = pool.reset(np.arange(6), np.zeros(6, np.int32), copy=True)
         assert_same_observation(after, fresh, slice(3, 6))
+
+
+def test_requests_that_were_interrupted_are_drained_before_others():
+    kwargs = {name: value for name, value in KWARGS.items() if name != "num_envs"}
+    with EnvPool.create("toy", kwargs, total_num_envs=4, num_processes=2) as pool:
+        seeds, tasks = np.arange(4), np.zeros(4, np.int32)
+        pool.reset(seeds, tasks)
+        wanted = pool.get_state()
+        first, second = pool.managers
+        for interrupted in (
+            lambda: first.call_async("mark"),
+            lambda: second.process.request(Kind.GET_STATE, 5.0),
+            lambda: (first.call_async("rewind"), second.call_async("rewind")),
+        ):
+            pool.call("mark")
+            interrupted()
+            with raises_code("env-order"):
+                pool.get_state()
+            pool.drain()
+            assert pool.get_state() == wanted
+        pool.step_async(np.zeros((4, 2, 7), np.float32))
+        pool.drain()
+        wanted = pool.get_state()
+        first.process.request(Kind.OFFLOAD, 5.0)
+        pool.drain()
+        assert first.is_offloaded and pool.get_state() == wanted
+        first.call_async("mark")
+        os.kill(first.pid, signal.SIGKILL)
+        pool.drain()
+        assert len(pool.get_state(restart=True)) == 2 and pool.faults.restarts == 1

@@ -221,6 +221,10 @@ class SimulatorProcess:
     def state(self, kind: Kind, timeout_s: float) -> bytes:
         """Ask for the state by a request of this kind, and wait for it."""
         self.request(kind, timeout_s)
+        return self.wait_state(kind, timeout_s)
+
+    def wait_state(self, kind: Kind, timeout_s: float) -> bytes:
+        """Return the state that was asked for by a request of this kind."""
         state = self.receive(kind, timeout_s).value
         if not isinstance(state, bytes):
             raise self.invalid(f"a state of type {type(state).__name__}, not bytes", f"during {kind.name}")

@@ -2,7 +2,8 @@
 
 Both sides draw PushCube-v1 with one camera on the same Vulkan device. "Stock" is ``gymnasium.make`` as ManiSkill has
 it: its meshes, its ground, its controller, an observation at every step. The one thing added is the adapter that lets
-it take a Vulkan device by PCI address, as otherwise it cannot draw on a CPU at all. Measured are
+it take a Vulkan device by PCI address, since ray tracing is off in this process, without which ManiSkill 3.0.1 finds
+no renderer on a CPU by itself. Measured are
 
 * the loop: a control step with its reward, then a picture (stock: ``env.step``);
 * the picture alone, after the robot has been moved.

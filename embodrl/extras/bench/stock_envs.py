@@ -21,7 +21,7 @@ WARM_UP = 3
 
 
 def maniskill_env(task: str, size: int, device: str, max_episode_steps: int) -> object:
-    """Return an environment as ManiSkill's CPU wrapper has it; the one thing added lets it draw on a CPU at all."""
+    """Return an environment as ManiSkill's CPU wrapper has it, on a Vulkan device that is named by its PCI address."""
     import gymnasium
     import torch
     from mani_skill.utils.logging_utils import logger

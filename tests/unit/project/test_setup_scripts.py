@@ -169,7 +169,9 @@ def test_scripts_are_executable_and_parse() -> None:
         assert path.name == "lib.sh" or os.access(path, os.X_OK), path
 
 
-@pytest.mark.parametrize(("failing", "status"), [("none", 0), ("setup", 1), ("lint", 1), ("test", 1)])
+@pytest.mark.parametrize(
+    ("failing", "status"), [("none", 0), ("setup", 1), ("lint", 1), ("docs", 1), ("wheel", 1), ("test", 1)]
+)
 def test_ci_reports_every_failure(tmp_path: Path, failing: str, status: int) -> None:
     body = f'[ "$1" = test ] && echo "3 passed in 0.12s" && echo chatter\n[ "$1" != {failing} ]'
     fake(tmp_path / "bin", "make", body)

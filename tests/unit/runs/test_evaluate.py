@@ -171,6 +171,20 @@ def test_a_stop_ends_it_between_two_chunks():
     assert pool.calls[-1] == ("rewind", {})
 
 
+def test_a_late_stop_leaves_no_request_in_progress():
+    pool = ToyPool()
+    drained = []
+    pool.drain = lambda: drained.append(len(pool.calls))
+
+    class Late(Expert):
+        def decide(self, observation, decoding, generators=None):
+            raise SystemExit(143)
+
+    with pytest.raises(SystemExit):
+        Evaluator(CONFIG, pool, Late(pool)).run()
+    assert drained == [len(pool.calls)]
+
+
 def failing_pool(doomed: list[int], times: int) -> ToyPool:
     """Return a pool whose process dies at the first chunk of episodes with these seeds, so many times: all four end."""
     deaths = itertools.count()
