@@ -20,7 +20,7 @@ _REFERENCE = re.compile(r"\$\{(\.*)([^${}]*)\}")
 
 
 @dataclass
-class Recipe:
+class HydraRecipe:
     """A recipe with the files that it includes.
 
     Attributes:
@@ -34,13 +34,13 @@ class Recipe:
     unresolved: list[str] = field(default_factory=list[str])
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: Path) -> HydraRecipe:
     """Read a recipe, the files of its ``defaults`` beside it, and its interpolations.
 
     Raises:
         ConfigError: a file can't be read or is not a YAML mapping.
     """
-    recipe = Recipe()
+    recipe = HydraRecipe()
     root = path.absolute().parent
     recipe.values = dict(_flat(_read(path, root, recipe, 0)))
     given = dict(recipe.values)
@@ -49,7 +49,7 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def _read(path: Path, root: Path, recipe: Recipe, depth: int) -> dict[str, object]:
+def _read(path: Path, root: Path, recipe: HydraRecipe, depth: int) -> dict[str, object]:
     node, problems = read_yaml(path, str(path))
     if problems:
         raise ConfigError(problems)
@@ -62,7 +62,7 @@ def _read(path: Path, root: Path, recipe: Recipe, depth: int) -> dict[str, objec
     return tree
 
 
-def _include(entry: object, tree: dict[str, object], root: Path, recipe: Recipe, depth: int) -> None:
+def _include(entry: object, tree: dict[str, object], root: Path, recipe: HydraRecipe, depth: int) -> None:
     """Merge the file of an entry of ``defaults`` into a tree, at its package."""
     found = _DEFAULT.fullmatch(entry) if isinstance(entry, str) else None
     if found is None:  # _self_, an override of Hydra's own groups
@@ -95,7 +95,7 @@ def _flat(tree: dict[str, object], prefix: str = "") -> Iterator[tuple[str, obje
             yield prefix + key, value
 
 
-def _resolved(key: str, value: object, values: dict[str, object], recipe: Recipe) -> object:
+def _resolved(key: str, value: object, values: dict[str, object], recipe: HydraRecipe) -> object:
     """Return a value with the interpolations that point into the recipe."""
     current, place = value, key
     for _ in range(MAX_REFERENCES):

@@ -20,7 +20,7 @@ from embodrl.config.rlinf import (
     find_key,
     model_preset,
 )
-from embodrl.extras.importers.recipe import Recipe, read_recipe
+from embodrl.extras.importers.recipe import HydraRecipe, read_recipe
 
 Group = Literal["mapped", "default", "meaningless", "unsupported", "unread"]
 GROUPS: dict[Group, str] = {
@@ -33,7 +33,7 @@ GROUPS: dict[Group, str] = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class KeyAnswer:
     """What became of a key.
 
     Attributes:
@@ -70,10 +70,10 @@ class Import:
         answers: one for each key of the recipe.
     """
 
-    recipe: Recipe
+    recipe: HydraRecipe
     presets: dict[str, str] = field(default_factory=dict[str, str])
     settings: Settings = field(default_factory=dict[str, object])
-    answers: list[Answer] = field(default_factory=list[Answer])
+    answers: list[KeyAnswer] = field(default_factory=list[KeyAnswer])
 
     def count(self, group: Group) -> int:
         """Return how many keys are in a group."""
@@ -119,7 +119,7 @@ def _exists(group: str, name: str) -> bool:
     return check_choice(group, name, "") is None
 
 
-def _presets(recipe: Recipe) -> dict[str, str]:
+def _presets(recipe: HydraRecipe) -> dict[str, str]:
     values = recipe.values
     env = str(values.get("env.train.env_type", values.get("env.eval.env_type", "")))
     model = str(values.get("actor.model.model_type") or values.get("actor.model.model_name") or "")
@@ -132,34 +132,34 @@ def _presets(recipe: Recipe) -> dict[str, str]:
     return {group: name for group, name in chosen.items() if name}
 
 
-def _answer(key: str, value: object, recipe: Recipe, tree: Node, settings: Settings) -> Answer:
+def _answer(key: str, value: object, recipe: HydraRecipe, tree: Node, settings: Settings) -> KeyAnswer:
     entry = find_key(key)
     if entry is None:
-        return Answer(key, value, "unsupported", note="not known; RLinf may have added it since")
+        return KeyAnswer(key, value, "unsupported", note="not known; RLinf may have added it since")
     if entry.kind in ("meaningless", "unread"):
-        return Answer(key, value, entry.kind, note=_note(entry))
+        return KeyAnswer(key, value, entry.kind, note=_note(entry))
     if entry.kind == "unsupported":
         group: Group = "default" if value in entry.neutral else "unsupported"
-        return Answer(key, value, group, note="" if group == "default" else _note(entry))
+        return KeyAnswer(key, value, group, note="" if group == "default" else _note(entry))
     if key in recipe.unresolved:
-        return Answer(key, value, "unsupported", note=f"its interpolation leads out of the recipe; set {entry.ours}")
+        return KeyAnswer(key, value, "unsupported", note=f"its interpolation leads out of the recipe; set {entry.ours}")
     try:
         found = _with_cameras(entry.settings(value, recipe.values), tree)
     except UnsupportedValue as reason:
-        return Answer(key, value, "unsupported", note=str(reason))
+        return KeyAnswer(key, value, "unsupported", note=str(reason))
     return _mapped(key, value, found, tree, settings, entry)
 
 
-def _mapped(key: str, value: object, found: Settings, tree: Node, settings: Settings, entry: RlinfKey) -> Answer:
+def _mapped(key: str, value: object, found: Settings, tree: Node, settings: Settings, entry: RlinfKey) -> KeyAnswer:
     """Keep the settings that differ from the presets, or from what another key has asked for."""
     new = {
         ours: given for ours, given in found.items() if ours in settings or _default(ours, tree) != _comparable(given)
     }
     settings |= new
     if new:
-        return Answer(key, value, "mapped", ", ".join(f"{ours}={given}" for ours, given in new.items()))
+        return KeyAnswer(key, value, "mapped", ", ".join(f"{ours}={given}" for ours, given in new.items()))
     chooses = entry.note.startswith("chooses")
-    return Answer(key, value, "mapped" if chooses else "default", note=entry.note if chooses else "")
+    return KeyAnswer(key, value, "mapped" if chooses else "default", note=entry.note if chooses else "")
 
 
 def _note(entry: RlinfKey) -> str:
