@@ -289,7 +289,7 @@ def _target_entropy(value: object, recipe: Recipe) -> Settings:
 def _noise_range(value: object, recipe: Recipe) -> Settings:
     ends = cast("list[object]", value) if isinstance(value, list) else []
     if not ends:
-        raise UnsupportedValue("it is no list of deviations")
+        raise UnsupportedValue("it is not a list of deviations")
     return {"model.flow.noise_std_max": ends[0]}
 
 
@@ -936,7 +936,7 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _key("actor.model.precision", "actor.precision", "and rollout.precision, actor.param_dtype", _precision),
     _key("actor.model.num_action_chunks", "model.num_action_chunks"),
     _key("actor.model.action_dim", "model.action_dim", "", _action_dim),
-    _key("actor.model.add_value_head", "model.add_value_head"),
+    _not_needed("actor.model.add_value_head", "the preset of the algorithm says it", "model.add_value_head"),
     _not_needed("actor.model.value_type", "reward_type says it", "model.value_head.output"),
     _key("actor.model.unnorm_key", "model.unnorm_key"),
     _key("actor.model.center_crop", "model.center_crop"),

@@ -75,7 +75,7 @@ class ModelConfig(Section):
     )
     random_weights: Annotated[bool, ReadBy("eval", "record", "serve")] = Field(
         default=False,
-        description="evaluate or serve a policy that nobody trained: neither model_path nor warm_start names weights",
+        description="evaluate or serve an untrained policy: neither model_path nor warm_start names weights",
     )
     num_action_chunks: PositiveInt = Field(default=5, description="actions predicted at once (C)")
     action_dim: Annotated[PositiveInt, ReadBy(*POLICY.verbs, "collect")] = Field(

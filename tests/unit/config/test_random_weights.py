@@ -1,4 +1,4 @@
-"""A policy that nobody has trained is evaluated or served only on purpose."""
+"""An untrained policy is evaluated or served only on purpose."""
 
 from __future__ import annotations
 
