@@ -259,7 +259,7 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "No setting is ignored in silence",
             "",
-            "eval env=toy model=mlp env.include_state=true",
+            "eval env=toy model=mlp model.random_weights=true env.include_state=true",
             ("integration/test_keys_of_verbs.py::test_no_key_is_ignored_in_silence",),
         ),
     ],

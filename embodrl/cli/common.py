@@ -143,6 +143,14 @@ def split_path(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
     return Path(first), rest
 
 
+def say_if_random(config: Config) -> None:
+    """Print first of all that the policy would be random, where nothing names weights."""
+    from embodrl.config.policy_card import without_weights
+
+    if words := without_weights(config.model):
+        print(words)
+
+
 def show_notes(notes: list[ConfigProblem]) -> None:
     """Write notes about a valid configuration to stderr."""
     for note in notes:

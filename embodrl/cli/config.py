@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load, show_notes
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load, say_if_random, show_notes
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def validate(
         if problems := missing_here(loaded):
             raise ConfigError(problems)
 
+        say_if_random(loaded.config)
         say_what_ran(loaded.config)
         print("The configuration is valid.")
         print(summary(loaded.config))

@@ -15,6 +15,7 @@ from embodrl.cli.common import (
     Trust,
     execute,
     load_measured,
+    say_if_random,
     show_notes,
     split_path,
 )
@@ -63,6 +64,7 @@ def evaluate(
         path, rest = split_path(overrides)
         if path is None:
             loaded = load_measured(rest, config, verb="eval", trust=trust)
+            say_if_random(loaded.config)
             from embodrl.runs import evaluate as verb
 
             return verb.evaluate(loaded, json, output, harness_path=harness_format).exit_code

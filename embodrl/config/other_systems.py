@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from embodrl.config.rlinf import hint_of
+
 _OWN = "register an environment of your own (docs/tutorial.md), or choose one of `embodrl list envs`"
 _GAE = "write algorithm.adv_type=gae, PPO's estimator; algorithm=ppo chooses estimator and loss"
 _PPO_LOSS = "write algorithm.loss_type=actor_critic, PPO's loss with a critic; algorithm=ppo chooses estimator and loss"
@@ -28,6 +30,7 @@ OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = {
     ),
     ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
     ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
+    ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
     ("algorithm", "reinforce++"): ("reinforce_pp", "write algorithm=reinforce_pp"),
     ("algorithm.adv_type", "ppo"): ("gae", _GAE),
     ("algorithm.adv_type", "embodied_gae"): ("gae", _GAE),
@@ -72,6 +75,8 @@ MEANT = {
     "temperature": "algorithm.sampling.temperature",
     "clip": "algorithm.clip_ratio_high",
     "wandb": "runner.logger.wandb_mode",
+    "name": "runner.name",
+    "steps": "runner.max_iterations",
 }
 """Names of other libraries, and short ones, with the key that is meant."""
 _MODEL_PATH = ("model.model_path", "write model.model_path=DIR-or-hub-id with the preset of its family, model=NAME")
@@ -94,6 +99,15 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "trainer.n_gpus_per_node": _GPUS,
     "gpus": _GPUS,
     "trainer.nnodes": ("cluster.num_nodes", "write cluster.num_nodes"),
+    "cluster.num_gpus": _GPUS,
+    "runner.precision": ("actor.precision", "write actor.precision, and rollout.precision for the policy that acts"),
+    "env.num_envs": ("env.train.total_num_envs", "write env.train.total_num_envs, over all processes"),
+    "rollout.model": (
+        "model",
+        "remove it: rollouts act with the policy that trains, which the section model describes",
+    ),
+    "algorithm.replay_buffer": ("algorithm.off_policy", "write algorithm.off_policy.capacity, in observations"),
+    "rollout.sampling_params": ("algorithm.sampling", "write algorithm.sampling.temperature and top_k"),
     "rollout.vllm.tensor_parallel_size": (
         "",
         "remove it: a rollout process holds a whole policy; cluster.component_placement gives rollouts more GPUs",
@@ -112,7 +126,7 @@ def key_advice(key: str, given: Callable[[str], bool]) -> tuple[str, str] | None
     for full, found in OTHER_KEYS.items():
         if full == key or (full.startswith(f"{key}.") and given(full)):
             return found
-    return None
+    return hint_of(key, given)
 
 
 def advice(key: str, name: str) -> tuple[str, str] | None:

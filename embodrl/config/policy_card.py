@@ -22,6 +22,14 @@ SHIPPED_POLICY = Path(__file__).parents[1] / "assets" / "openvla_tiny"
 CAMERA_KEYS = ("name", "height", "width", "fov_rad", "eye", "target")
 
 
+def without_weights(model: ModelConfig) -> str:
+    """Return why a policy of this section would be random; "" if something names weights or a server that has them."""
+    family = MODELS.entry(model.model_type) if model.model_type in MODELS else None
+    if model.model_path is not None or model.warm_start is not None or (family is not None and family.only_acts):
+        return ""
+    return f"random weights: model.model_path and model.warm_start of this {model.model_type} are null"
+
+
 def policy_card(config: Config, **facts: Any) -> dict[str, Any]:
     """Return what is recorded with a policy that was trained with ``config``.
 

@@ -38,7 +38,7 @@ def say(line):
 
 own_process()
 cameras = "env.cameras=[{name:base_camera,height:4,width:4}]"
-settings = ["env=toy", cameras, "serve.port=0", f"serve.token={TOKEN}", *SETTINGS]
+settings = ["env=toy", cameras, "model.random_weights=true", "serve.port=0", f"serve.token={TOKEN}", *SETTINGS]
 verb.build_policy = lambda config: Hangs()
 sys.exit(verb.serve(load_config(settings, verb="serve"), say=say))
 """

@@ -17,7 +17,8 @@ from embodrl.config.schema.readers import Verb
 pytestmark = pytest.mark.long
 
 BASE = [
-    *("env=toy", "model.warm_start=null", "runner.logger.console=off", "env.num_processes=1", "cluster.num_threads=1"),
+    *("env=toy", "model.warm_start=null", "model.random_weights=true", "runner.logger.console=off"),
+    *("env.num_processes=1", "cluster.num_threads=1"),
     *("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=20", "env.eval.total_num_envs=2"),
     *("env.eval.num_episodes=2", "actor.global_batch_size=4", "actor.micro_batch_size=4"),
     *("runner.max_iterations=2", "runner.eval_interval=1", "runner.save_interval=1", "algorithm.update_epoch=1"),

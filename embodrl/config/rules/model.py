@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from embodrl.config.other_systems import advice
-from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN, card_differences, policy_directory, read_card
+from embodrl.config.policy_card import (
+    ADAPTER_CONFIG,
+    BUILTIN,
+    card_differences,
+    policy_directory,
+    read_card,
+    without_weights,
+)
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.hub import parse
 from embodrl.names import nearest
@@ -104,6 +111,20 @@ def warm_start_exists(context: Context) -> Iterator[Finding]:
         yield Finding("model.warm_start", message, hint, "builtin, an existing directory, null", near)
 
 
+@rule("model.random_weights", "model.model_path", "model.warm_start")
+def policy_has_weights(context: Context) -> Iterator[Finding]:
+    """What is evaluated or served was trained by somebody, or is random on purpose."""
+    model = context.config.model
+    if context.verb not in ("eval", "serve") or context.resuming or model.random_weights:
+        return
+    if message := without_weights(model):
+        hint = (
+            "name weights: model.model_path=DIR-or-hub-id or model.warm_start=DIR, or a run as the first argument;"
+            " model.random_weights=true takes random ones"
+        )
+        yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.warm_start",))
+
+
 @rule("model.unnorm_key", "model.model_path", "model.warm_start")
 def statistics_have_weights(context: Context) -> Iterator[Finding]:
     """Statistics of a robot come with a checkpoint: random weights have none by that name."""
@@ -111,7 +132,8 @@ def statistics_have_weights(context: Context) -> Iterator[Finding]:
     random = model.model_path is None and model.warm_start is None and model.stats_path is None
     if not random or model.unnorm_key in (None, *BUILT_IN_STATISTICS) or context.resuming:
         return
-    if context.verb in ("train", "eval", "record", "serve"):  # `sft` computes them, and a plan needs none
+    reported = context.verb in ("eval", "serve") and not model.random_weights  # see policy_has_weights
+    if not reported and context.verb in ("train", "eval", "record", "serve"):  # `sft` computes them
         message = f"the model has random weights, and no statistics '{model.unnorm_key}'"
         hint = "set model.model_path to the checkpoint that they are of, or model.stats_path to a file of them"
         yield Finding("model.model_path", message, hint, "a directory, or OWNER/NAME", others=("model.unnorm_key",))

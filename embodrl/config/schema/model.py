@@ -73,6 +73,10 @@ class ModelConfig(Section):
         description="weights of the tiny size: builtin (shipped with embodrl), a directory, or null for random ones;"
         " not used with model_path",
     )
+    random_weights: Annotated[bool, ReadBy("eval", "record", "serve")] = Field(
+        default=False,
+        description="evaluate or serve an untrained policy: neither model_path nor warm_start names weights",
+    )
     num_action_chunks: PositiveInt = Field(default=5, description="actions predicted at once (C)")
     action_dim: Annotated[PositiveInt, ReadBy(*POLICY.verbs, "collect")] = Field(
         default=7, description="dimensions of an action (A)"

@@ -49,9 +49,8 @@ def lacks(config: Config, machine: CheckedMachine) -> str:
         wants_gpu[f"env.{name}={value}"] = getattr(config.env, name) == value
     if not machine.gpu_bytes:
         missing += [f"{setting} needs a CUDA GPU" for setting, wanted in wants_gpu.items() if wanted]
-    count = MODELS.entry(config.model.model_type).num_parameters
-    if config.model.model_path is None and count is not None:
-        needed = count(config.model) * BYTES[config.actor.param_dtype] * COPIES_IN_TRAINING
+    if config.model.model_path is None and (count := _num_parameters(config)):
+        needed = count * BYTES[config.actor.param_dtype] * COPIES_IN_TRAINING
         on_gpu = bool(machine.gpu_bytes) and config.cluster.device != "cpu"
         room = max(machine.gpu_bytes) if on_gpu else machine.memory_bytes
         if needed > room:
@@ -63,6 +62,22 @@ def lacks(config: Config, machine: CheckedMachine) -> str:
     if config.runner.logger.wandb_mode != "off" and not machine.has_wandb:
         missing.append("W&B needs pip install 'embodrl[wandb]'")
     return "; ".join(missing)
+
+
+def _num_parameters(config: Config) -> int:
+    """Return how many parameters a model without a checkpoint has; 0 for one that is elsewhere."""
+    family = MODELS.entry(config.model.model_type)
+    if family.only_acts:
+        return 0
+    if family.num_parameters is not None:
+        return family.num_parameters(config.model)
+    import torch
+
+    from embodrl.models.registry import build_policy
+
+    shape = config.model.model_copy(update={"warm_start": None, "unnorm_key": None})  # the size of the section
+    policy, _ = build_policy(shape, device="meta", dtype=torch.bfloat16, seed=0)
+    return sum(parameter.numel() for parameter in policy.parameters())
 
 
 def preset_lacks(machine: CheckedMachine) -> dict[str, str]:

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from embodrl.cli.app import add, make_app
-from embodrl.cli.common import EXIT_ERROR, ConfigFile, Debug, JsonOutput, Overrides, Trust, execute, show_notes
+from embodrl.cli.common import (
+    EXIT_ERROR,
+    ConfigFile,
+    Debug,
+    JsonOutput,
+    Overrides,
+    Trust,
+    execute,
+    say_if_random,
+    show_notes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,6 +98,7 @@ def train(
                 added["fit_trains_adapters"] = None if fits is None else fits.adapters
             print(json.dumps({**plan.as_json(loaded.config), **added}, indent=2))
         else:
+            say_if_random(loaded.config)
             show(plan, loaded.config)
             if fit:
                 _show_fit(found, changed(given, found.overrides if found else ()), config)

@@ -135,7 +135,10 @@ def test_the_command_refuses(server: FakeHub, arguments: list[str], code: str) -
 @pytest.mark.parametrize("preset", ["openvla_libero", "openvla_oft_libero", "gr00t_libero"])
 def test_presets_of_published_pairs_ask_for_the_weights(preset: str) -> None:
     arguments = ["env=libero_spatial", f"model={preset}"]
-    with raises_code("statistics-have-weights"):
+    with raises_code("policy-has-weights"):
         load_config(arguments, verb="eval")
-    load_config([*arguments, f"model.stats_path={__file__}"], verb="eval")
+    random = [*arguments, "model.random_weights=true"]
+    with raises_code("statistics-have-weights"):
+        load_config(random, verb="eval")
+    load_config([*random, f"model.stats_path={__file__}"], verb="eval")
     load_config(arguments, verb="sft")

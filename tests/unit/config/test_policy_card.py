@@ -111,7 +111,7 @@ def test_hub_ids_and_random_weights_have_no_directory() -> None:
 def test_an_evaluation_has_no_notes_about_training() -> None:
     overrides = ["env=toy", "model.warm_start=null", "runner.max_iterations=2"]
     assert "default-warm-ups-end" in [note.code for note in load_config(overrides).notes]
-    shared = {"env": "toy", "model": {"warm_start": None}, "runner": {"max_iterations": 2}}
+    shared = {"env": "toy", "model": {"warm_start": None, "random_weights": True}, "runner": {"max_iterations": 2}}
     assert load_config([], shared, verb="eval").notes == []
 
 

@@ -14,7 +14,7 @@ from embodrl.config.rules.base import value_of
 from embodrl.errors import ConfigError
 from embodrl.specs import PROTOCOLS
 
-LIBERO = ["env=libero", "env.suite=libero_goal", "model.warm_start=null"]
+LIBERO = ["env=libero", "env.suite=libero_goal", "model.warm_start=null", "model.random_weights=true"]
 
 
 @pytest.mark.parametrize(

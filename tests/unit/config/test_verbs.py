@@ -19,7 +19,8 @@ from embodrl.pipelines.load import LoadedRun, graph_of
 from embodrl.pipelines.load import load_config as load_run_config
 from embodrl.specs import VERBS, VerbSpec
 
-TINY = ["env=toy", "model.warm_start=null"]
+TOY = ["env=toy", "model.warm_start=null"]
+TINY = [*TOY, "model.random_weights=true"]  # as `eval` and `serve` want it
 BATCHES = ["actor.global_batch_size=7", "actor.micro_batch_size=3", "env.train.max_steps_per_rollout_epoch=55"]
 """A batch that fills no rollout, a micro-batch that divides no batch."""
 
@@ -60,9 +61,11 @@ def test_settings_of_another_verb_are_refused(tmp_path: Path) -> None:
     }
     assert "read by `embodrl sft`, `embodrl store`" in str(caught.value)
     file = tmp_path / "shared.yaml"  # files may be shared by verbs
-    file.write_text("presets: {env: toy}\nmodel: {warm_start: null}\nactor: {optim: {lr: 0.001}}\n")
+    file.write_text(
+        "presets: {env: toy}\nmodel: {warm_start: null, random_weights: true}\nactor: {optim: {lr: 0.001}}\n"
+    )
     assert load_config([], file, verb="eval").notes == []
-    shared = {"env": "toy", "model": {"warm_start": None}, "sft": {"lr": 0.001}}
+    shared = {"env": "toy", "model": {"warm_start": None, "random_weights": True}, "sft": {"lr": 0.001}}
     assert load_config([], shared, verb="eval").config.sft.lr == 0.001
 
 
@@ -110,12 +113,12 @@ def test_a_verb_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
         trials: int = 3
 
     VERBS.register(VerbSpec(name="tune", target="tune:run", sections={"tune": TuneConfig}, reads_as="train"))
-    loaded = load_config([*TINY, "tune.trials=4", "algorithm.gamma=0.5"], verb="tune")
+    loaded = load_config([*TOY, "tune.trials=4", "algorithm.gamma=0.5"], verb="tune")
     assert loaded.config.model_dump()["tune"] == {"trials": 4}
     for setting, verb in (("tune.trials=4", "train"), ("sft.lr=1", "tune")):
-        assert refused([*TINY, setting], verb) == set()
+        assert refused([*TOY, setting], verb) == set()
         with raises_code("setting-of-another-verb"):
-            load_config([*TINY, setting], verb=verb)
+            load_config([*TOY, setting], verb=verb)
 
 
 def test_suggestions_are_settings_of_the_verb() -> None:
@@ -145,7 +148,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_pipeline_is_built_once(calls: Path) -> None:
-    loaded = load_run_config([*TINY, "pipeline.fn=pipeline_that_writes:mine"], verb="train").with_absolute_paths()
+    loaded = load_run_config([*TOY, "pipeline.fn=pipeline_that_writes:mine"], verb="train").with_absolute_paths()
     assert isinstance(loaded, LoadedRun) and loaded.graph is not None
     env = loaded.config.env.model_copy(update={"num_processes": 1})
     measured = loaded.with_config(loaded.config.model_copy(update={"env": env}))

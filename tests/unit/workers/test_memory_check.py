@@ -44,7 +44,9 @@ def test_an_evaluation_that_does_not_fit_is_refused_before_it_starts(
     # 7.5 B weights, without what never runs, take four bytes each, or two; no gradients, no moments
     monkeypatch.setattr(policy, "memory_limit_bytes", lambda: 24 * GIB)
     monkeypatch.setattr(parts, "check_simulator", lambda config: pytest.fail("it has started"))
-    loaded = load_config(["cluster.device=cpu", "env=toy", "model=openvla_7b"], verb="eval")
+    loaded = load_config(
+        ["cluster.device=cpu", "env=toy", "model=openvla_7b", "model.random_weights=true"], verb="eval"
+    )
     with raises_code("model-too-large") as caught:
         verb.evaluate(loaded, output_dir=tmp_path / "eval")
     assert "the weights of openvla take 27 GiB in fp32" in str(caught.value)
@@ -95,7 +97,7 @@ def test_a_decoding_that_the_policy_lacks_is_refused_before_simulators_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: list[str]
 ) -> None:
     monkeypatch.setattr(parts, "check_simulator", lambda config: pytest.fail("it has started"))
-    loaded = load_config(["cluster.device=cpu", "env=toy", *settings], verb="eval")
+    loaded = load_config(["cluster.device=cpu", "env=toy", "model.random_weights=true", *settings], verb="eval")
     with raises_code("policy-has-no-decoding"):
         verb.evaluate(loaded, output_dir=tmp_path / "eval")
 
@@ -105,6 +107,7 @@ def test_a_decoding_that_the_policy_lacks_is_not_served(monkeypatch: pytest.Monk
     monkeypatch.setattr(parts, "check_memory", lambda *_, **__: None)
     monkeypatch.setattr(serving, "PolicyServer", lambda *_: pytest.fail("it serves"))
     settings = ["cluster.device=cpu", "env=toy", "model=openvla_oft", "model.action_head=l1", "serve.decoding=sampled"]
+    settings.append("model.random_weights=true")
     with raises_code("policy-has-no-decoding"):
         serving.serve(load_config(settings, verb="serve"), say=lambda line: None)
 

@@ -214,6 +214,12 @@ def test_size_of_the_7b_model() -> None:
     assert size == pytest.approx(7.54e9, rel=0.01)  # parameters of the public checkpoint
 
 
+@pytest.mark.parametrize("name", ["pi05_3b", "gr00t_n1_5_3b"])
+def test_memory_is_counted_for_families_whose_size_follows_from_their_layers(name: str) -> None:
+    assert "GiB of memory" in judge("model", name, machine(memory_gib=24))[1]
+    assert judge("model", name, machine(memory_gib=200))[1] == ""
+
+
 def test_lacking_memory_gpu_and_wandb() -> None:
     big = load_config(["model=openvla_7b"]).config
     assert "112 GiB of memory" in lacks(big, machine(memory_gib=100))

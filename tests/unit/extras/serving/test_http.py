@@ -179,7 +179,7 @@ def test_zeros_for_a_state_have_to_be_wanted(monkeypatch):
     ],
 )
 def test_whether_a_policy_reads_a_state(settings, reads):
-    assert reads_state(load_config(["env=toy", *settings], verb="serve").config) is reads
+    assert reads_state(load_config(["env=toy", "model.random_weights=true", *settings], verb="serve").config) is reads
 
 
 def test_a_policy_tells_how_many_numbers_of_state_it_was_trained_on(tmp_path):

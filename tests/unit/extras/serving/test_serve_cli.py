@@ -54,7 +54,12 @@ def test_presets_serve_their_cameras(preset):
     cameras = ",".join(f"{{name: c{number}, height: 8, width: 8}}" for number in range(count))
     dims = {"libero": 7, "droid": 8, "aloha": 14, "so101": 6}[preset]
     settings = ["env=dataset", f"env.cameras=[{cameras}]", f"serve={preset}", f"model.action_dim={dims}"]
-    settings += ["model=pi05", f"model.pi.num_images={count}", f"serve.protocols={protocols}"]
+    settings += [
+        "model=pi05",
+        "model.random_weights=true",
+        f"model.pi.num_images={count}",
+        f"serve.protocols={protocols}",
+    ]
     loaded = load_config(settings, verb="serve")
     assert len(loaded.config.serve.openpi.images) >= count and loaded.config.serve.openpi.instruction == "prompt"
 

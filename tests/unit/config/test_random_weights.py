@@ -1,0 +1,46 @@
+"""An untrained policy is evaluated or served only on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from embodrl.config import load_config
+from embodrl.config.policy_card import without_weights
+from embodrl.config.presets import presets
+from embodrl.errors import ConfigError
+
+RANDOM = [name for name in presets("model") if name not in ("openvla", "lerobot", "remote", "mlp", "cnn")]
+
+
+@pytest.mark.parametrize("verb", ["eval", "serve"])
+@pytest.mark.parametrize("name", [name for name in RANDOM if name.endswith("_libero")])
+def test_presets_as_published_demand_their_weights(name: str, verb: str) -> None:
+    arguments = ["env=libero_spatial", "env.python=null", f"model={name}"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(arguments, verb=verb)
+    assert "policy-has-weights" in {problem.code for problem in caught.value.problems}
+    try:
+        load_config([*arguments, "model.random_weights=true"], verb=verb)
+    except ConfigError as error:  # LIBERO may not be here
+        assert "policy-has-weights" not in {problem.code for problem in error.problems}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_preset_without_weights_says_so(name: str, tmp_path: Path) -> None:
+    config = load_config([f"model={name}", "env=toy"], verb="plan").config if not name.endswith("_libero") else None
+    if config is not None:
+        assert without_weights(config.model)
+        assert not without_weights(config.model.model_copy(update={"model_path": str(tmp_path)}))
+        assert not without_weights(config.model.model_copy(update={"warm_start": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("arguments", [["env=toy", "model=mlp"], ["env=toy", "model=pi05"]])
+def test_training_begins_from_random_weights_without_being_asked(arguments: list[str]) -> None:
+    load_config(arguments, verb="train")
+    load_config(arguments, verb="sft")
+
+
+def test_shipped_weights_are_no_random_ones() -> None:
+    assert not without_weights(load_config(["env=maniskill"], verb="eval").config.model)
