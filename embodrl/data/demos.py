@@ -79,7 +79,7 @@ class DemoEpisode:
         instruction: in words.
         task: name.
         seed: reset seed.
-        success: the task was solved.
+        success: the task was solved; None where it is not known.
         outcomes: what was executed, and what it led to; None where that is not known.
         acted: ``float32[N]`` or ``int64[N]`` by name, what is known of how the actions came about, such as
             ``POLICY_VERSION``.
@@ -92,7 +92,7 @@ class DemoEpisode:
     instruction: str
     task: str
     seed: int
-    success: bool
+    success: bool | None
     outcomes: Outcomes | None = None
     acted: Mapping[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
     id: str | None = None

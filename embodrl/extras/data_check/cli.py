@@ -9,6 +9,7 @@ import typer
 
 from embodrl.cli.app import add, choose, make_app, one_of
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, Overrides, execute
+from embodrl.errors import UsageError
 
 if TYPE_CHECKING:
     from embodrl.extras.data_check.check import DataReport
@@ -42,6 +43,10 @@ def check(
         Path | None,
         typer.Option("--policy", metavar="PATH", help="compare with a run or policy directory", show_default=False),
     ] = None,
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="compare only with episodes after sft.max_episodes", show_default=False),
+    ] = False,
     episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="replayed at most")] = 16,
     json: JsonFile = None,
     debug: Debug = False,
@@ -56,6 +61,7 @@ def check(
       embodrl data check data/push
       embodrl data check data/push --env maniskill --episodes 8
       embodrl data check data/push --policy outputs/sft --json check.json
+      embodrl data check data/bridge --policy outputs/sft --held-out
     """
 
     def action() -> int:
@@ -66,6 +72,8 @@ def check(
 
         if json is not None:
             check_json_file(json)
+        if held_out and policy is None:
+            raise UsageError("--held-out compares a policy", "add --policy PATH", code="held-out-without-policy")
         given = list(overrides or [])
         for_policy = given
         if env is not None and policy is not None:  # two verbs share the arguments
@@ -77,7 +85,7 @@ def check(
         names = [text for text in overrides or [] if text.startswith("sft.keys")]
         of_data = ["env=dataset", f"sft.data_dir={directory}", *names]
         keys = load_config(of_data, verb="sft").config.sft.keys if names else {}
-        report = check_data(directory, config, policy, episodes, for_policy, keys)
+        report = check_data(directory, config, policy, episodes, for_policy, keys, held_out)
         show(report, suggest_replay=env is None)
         if json is not None:
             write_json_file(json, report.to_dict())
@@ -104,10 +112,14 @@ def show(report: DataReport, suggest_replay: bool) -> None:
         before = report.replay.recorded_success
         console.print(f"replayed {report.replay.episodes} episodes: success {again:.0%}, recorded {before:.0%}")
     if report.policy is not None:
-        table = Table("dimension", "mean error", "of the mean action", "out of range", title="policy on the data")
-        rows = zip(report.policy.mean_abs_error, report.policy.of_the_mean, report.policy.out_of_range, strict=True)
-        for index, (error, plain, outside) in enumerate(rows):
-            table.add_row(str(index), f"{error:.4g}", f"{plain:.4g}", f"{outside:.1%}")
+        on = report.policy
+        names = ("dimension", "mean error", "of the mean action", "of zero", "out of range")
+        table = Table(*names, title=f"policy on {on.frames} frames of the data")
+        rows = zip(on.mean_abs_error, on.of_the_mean, on.of_zero, on.out_of_range, strict=True)
+        for index, (error, plain, zero, outside) in enumerate(rows):
+            table.add_row(str(index), f"{error:.4g}", f"{plain:.4g}", f"{zero:.4g}", f"{outside:.1%}")
+        every = [sum(part) / len(part) for part in (on.mean_abs_error, on.of_the_mean, on.of_zero)]
+        table.add_row("mean", *(f"{value:.4g}" for value in every), "")
         console.print(table)
     table = Table("", "code", "what", "what to do")
     for found in report.findings:
