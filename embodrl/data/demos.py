@@ -34,6 +34,8 @@ ACTED_BY = "acted_by"
 """Column of the same: who acted, as ``source`` of ``ReplayBuffer``."""
 REWARDS = "rewards"
 """In what says how a dataset was made: the settings that its rewards follow from."""
+RECORDED = {"recorded": True}
+"""In their place: the rewards are those that somebody else has recorded."""
 
 
 @dataclass

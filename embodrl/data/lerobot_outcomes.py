@@ -1,7 +1,7 @@
 """What the actions of a LeRobot dataset led to: embodrl's own columns, or those that other software writes.
 
-Others have ``next.reward`` and ``next.done``, and some ``next.success`` and ``next.truncated``; their ``action`` is what
-was executed. Shapes: N frames.
+Others have ``next.reward`` and ``next.done``, and some ``next.success`` and ``next.truncated``; their ``action`` is
+what was executed. Shapes: N frames.
 """
 
 from __future__ import annotations

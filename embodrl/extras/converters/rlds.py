@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data.dataset_writer import DatasetWriter
-from embodrl.data.demos import DemoEpisode, Outcomes, check_numbers, damaged, layout_error
+from embodrl.data.demos import RECORDED, REWARDS, DemoEpisode, Outcomes, check_numbers, damaged, layout_error
 from embodrl.errors import EmbodrlError
 from embodrl.extras.converters.rlds_features import Chosen, Feature, choose_features, read_features
 from embodrl.extras.converters.tfrecord import Example, records
@@ -105,7 +105,9 @@ class Rlds:
                 self.report(f"{path.name}: {episodes - before} episodes")
             if not episodes:
                 raise EmbodrlError(f"{self.source} holds no episodes", "give another split", code="dataset-empty")
-            writer.close({"source": [path.name for path in self.files], "cameras": list(self.cameras)})
+            writer.close(
+                {REWARDS: RECORDED, "source": [path.name for path in self.files], "cameras": list(self.cameras)}
+            )
         return episodes, writer.num_frames
 
     # -- files ----------------------------------------------------------------------------------------------------
