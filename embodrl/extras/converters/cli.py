@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,6 +78,10 @@ def convert(
     instruction: Annotated[
         str | None, typer.Option(metavar="TEXT", help="in place of the data's own words", show_default=False)
     ] = None,
+    upright: Annotated[
+        bool,
+        typer.Option("--upright", help="libero: pictures are stored upright; do not turn them", show_default=False),
+    ] = False,
     to: Annotated[
         str, typer.Option("--format", metavar="FORMAT", help="lerobot or raw", autocompletion=one_of(Format))
     ] = Format.lerobot,
@@ -96,7 +101,8 @@ def convert(
         chosen = Format(choose(to, Format, "format"))
         of_rlds = {"--action": action, "--state": state, "--split": split, "--fps": fps}
         foreign = [name for name, value in of_rlds.items() if value is not None] if read is SourceFormat.libero else []
-        foreign += ["--keep-idle"] if keep_idle and read is SourceFormat.rlds else []
+        of_libero = {"--keep-idle": keep_idle, "--upright": upright}
+        foreign += [name for name, value in of_libero.items() if value] if read is SourceFormat.rlds else []
         if foreign:
             raise UsageError(f"{foreign[0]} is not for {read}", "leave it out", code="convert-option")
         if read is SourceFormat.rlds:
@@ -107,15 +113,14 @@ def convert(
             if fps is None and chosen is Format.lerobot:
                 _say(f"an RLDS dataset states no frame rate: {RLDS_FPS} frames per second are written (--fps)")
             names = tuple(data.cameras)
-            episodes, frames = data.convert(lambda: _writer(chosen, output, names, fps or RLDS_FPS, None))
+            episodes, frames = data.convert(partial(_writer, chosen, output, names, fps or RLDS_FPS, None))
             env = "dataset"
         else:
             from embodrl.extras.converters.libero_hdf5 import convert as convert_libero
 
             names = _names(cameras) or ("agentview",)
-            episodes, frames = convert_libero(
-                source, lambda: _writer(chosen, output, names, LIBERO_FPS, "panda"), names, keep_idle, _say
-            )
+            writer = partial(_writer, chosen, output, names, LIBERO_FPS, "panda")
+            episodes, frames = convert_libero(source, writer, names, keep_idle, _say, instruction, upright)
             env = "libero"
         print(f"{episodes} episodes, {frames} frames in {output}: embodrl sft env={env} sft.data_dir={output}")
 
