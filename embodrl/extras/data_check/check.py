@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -13,16 +15,19 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
+from embodrl.data.imitation import check_demos, check_robot, load_checked_demos, load_configured_demos, observed
 from embodrl.data.load import is_lerobot, load_demos
+from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError, FileDamagedError, UsageError
 from embodrl.extras.data_check.checks import Checked, DataFinding, inspect, shown
-from embodrl.learners.imitation_policy import check_instructions
+from embodrl.learners.imitation_policy import check_instructions, policy_with_statistics
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 from embodrl.workers.play import Play, take_turns
+
+logger = logging.getLogger(__name__)
 
 SIDE = 64
 """Pixels that pictures are reduced to where no policy looks at them."""
@@ -77,6 +82,7 @@ class DataReport:
         findings: errors first.
         replay: in the simulator, if one was given.
         policy: on the data, if one was given.
+        encoded: different instructions that were encoded for a model; None where no model was named.
     """
 
     directory: Path
@@ -86,6 +92,7 @@ class DataReport:
     findings: list[DataFinding]
     replay: Replay | None = None
     policy: PolicyErrors | None = None
+    encoded: int | None = None
 
     @property
     def has_errors(self) -> bool:
@@ -105,6 +112,7 @@ def check_data(
     overrides: list[str],
     keys: Mapping[str, str] | None = None,
     held_out: bool = False,
+    model: Config | None = None,
 ) -> DataReport:
     """Look over demonstrations.
 
@@ -116,6 +124,7 @@ def check_data(
         overrides: for the policy's configuration.
         keys: ``sft.keys``.
         held_out: compare the policy only with the episodes after those that it was trained on.
+        model: a fine-tune on the data, for whose model all instructions are encoded; None encodes none.
 
     Raises:
         EmbodrlError: there are no demonstrations, or simulator or policy are not available.
@@ -134,8 +143,23 @@ def check_data(
     if policy_dir is not None:
         errors, more = _compare(policy_dir, directory, overrides, held_out)
         findings += more
+    if model is not None:
+        findings += encode_instructions(model)
     findings.sort(key=lambda finding: finding.level != "error")
-    return DataReport(directory, facts, demos.num_episodes, len(demos.actions), findings, replayed, errors)
+    encoded = None if model is None and policy_dir is None else len(demos.instruction_table)
+    return DataReport(directory, facts, demos.num_episodes, len(demos.actions), findings, replayed, errors, encoded)
+
+
+def encode_instructions(config: Config) -> list[DataFinding]:
+    """Encode all instructions of ``sft.data_dir`` as a fine-tune would; return what does not fit."""
+    try:
+        demos = load_checked_demos(config)
+        with TemporaryDirectory() as scratch:
+            _, policy = policy_with_statistics(config, demos, Path(scratch) / STATISTICS_FILE, logger.info)
+        check_instructions(policy, observed(demos, config))
+    except EmbodrlError as error:
+        return [DataFinding("error", error.code, error.message, error.hint)]
+    return []
 
 
 def _replay(
@@ -317,7 +341,7 @@ def policy_errors(
         mean: the mean action that is compared with, ``float32[A]``; None for that of ``demos``.
     """
     frames = np.unique(np.linspace(0, len(demos.actions) - 1, FRAMES).astype(np.int64))
-    mean = demos.actions.mean(axis=0) if mean is None else mean
+    always = demos.actions.mean(axis=0) if mean is None else mean
     state = demos.state if include_state else demos.state[:, :0]
     said: list[NDArray[np.float32]] = []
     with torch.no_grad():
@@ -327,11 +351,11 @@ def policy_errors(
     chunks = np.concatenate(said)
     wanted, inside = demos.action_chunks(frames, chunks.shape[1])
     error = np.abs(chunks - wanted)[inside]
-    plain = np.abs(mean - wanted)[inside]
+    plain = np.abs(always - wanted)[inside]
     zero = np.abs(wanted)[inside]
     outside = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
-    means = [values.mean(axis=0).tolist() for values in (error, plain, zero)]
-    return PolicyErrors(len(frames), *means, outside.tolist())
+    mae, of_the_mean, of_zero = (values.mean(axis=0).tolist() for values in (error, plain, zero))
+    return PolicyErrors(len(frames), mae, of_the_mean, of_zero, outside.tolist())
 
 
 def _policy_findings(errors: PolicyErrors, policy: VLAPolicy, demos: Demos, config: Config) -> Iterator[DataFinding]:

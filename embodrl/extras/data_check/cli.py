@@ -54,7 +54,8 @@ def check(
     """Look for what makes fine-tunes fail: units, grippers, lag, cameras, copies, frames.
 
     With --env, demonstrations of `embodrl collect` are repeated open-loop from their seeds; with --policy, its actions
-    are compared with those of the data. ARGS are settings of either. Exit code 1 if there is an error.
+    are compared with those of the data. ARGS are settings of either; with model=NAME all instructions are encoded for
+    that model. Exit code 1 if there is an error.
 
     \b
     Examples:
@@ -82,16 +83,27 @@ def check(
             for_policy = [text for text in given if text in of_policy or text not in of_env]
             given = of_env
         config = None if env is None else load_config([f"env={env}", *given], verb="collect").config
-        names = [text for text in overrides or [] if text.startswith("sft.keys")]
-        of_data = ["env=dataset", f"sft.data_dir={directory}", *names]
-        keys = load_config(of_data, verb="sft").config.sft.keys if names else {}
-        report = check_data(directory, config, policy, episodes, for_policy, keys, held_out)
+        keys = _keys(directory, overrides)
+        named = [text for text in overrides or [] if text.startswith(("model=", "model.", "sft."))]
+        model = None
+        if policy is None and any(text.startswith("model") for text in named):
+            model = load_config(["env=dataset", f"sft.data_dir={directory}", *named], verb="sft").config
+        report = check_data(directory, config, policy, episodes, for_policy, keys, held_out, model)
         show(report, suggest_replay=env is None)
         if json is not None:
             write_json_file(json, report.to_dict())
         return EXIT_ERROR if report.has_errors else EXIT_OK
 
     execute(action, debug)
+
+
+def _keys(directory: Path, overrides: list[str] | None) -> dict[str, str]:
+    """Return ``sft.keys`` of the arguments."""
+    from embodrl.pipelines.load import load_config
+
+    names = [text for text in overrides or [] if text.startswith("sft.keys")]
+    of_data = ["env=dataset", f"sft.data_dir={directory}", *names]
+    return dict(load_config(of_data, verb="sft").config.sft.keys) if names else {}
 
 
 def show(report: DataReport, suggest_replay: bool) -> None:
@@ -125,12 +137,17 @@ def show(report: DataReport, suggest_replay: bool) -> None:
     for found in report.findings:
         table.add_row(found.level, found.code, found.message, found.hint)
     console.print(table if report.findings else "nothing found")
+    if report.encoded is None:
+        console.print("instructions were not encoded: model=NAME says whether they fit into its prompts")
+    else:
+        console.print(f"{report.encoded} different instructions were encoded")
     if suggest_replay:
         console.print("next: --env NAME replays the episodes, which also finds a swapped gripper or another controller")
 
 
 def stats(
     directory: Directory,
+    overrides: Overrides = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="JSON file for sft.stats and model.stats_path")
     ] = Path("statistics.json"),
@@ -142,10 +159,13 @@ def stats(
 ) -> None:
     """Compute the statistics of actions and state: mean, std, min, max and quantiles of all frames.
 
+    ARGS may be sft.keys.
+
     \b
     Examples:
       embodrl data stats data/push --output push_stats.json
       embodrl data stats datasets/libero --gripper libero
+      embodrl data stats datasets/vla0 'sft.keys={action: actions, state: state}'
     """
 
     def action() -> None:
@@ -154,9 +174,12 @@ def stats(
         from embodrl.models.common.gripper import Convention
         from embodrl.storage.json_file import check_json_file
 
+        if foreign := [text for text in overrides or [] if not text.startswith("sft.keys")]:
+            hint = "leave it out: the statistics are of all frames, and take sft.keys alone"
+            raise UsageError(f"`embodrl data stats` does not read '{foreign[0]}'", hint, code="data-stats-setting")
         check_json_file(output)
         convention = cast(Convention, choose(gripper, GRIPPERS, "gripper convention"))
-        demos = load_demos(directory, cameras=() if is_lerobot(directory) else None)
+        demos = load_demos(directory, cameras=() if is_lerobot(directory) else None, keys=_keys(directory, overrides))
         found, narrow = demo_statistics(demos, directory, convention, include_state=True)
         found.write(output)
         print(f"{output}: {found.num_frames} frames of {found.num_episodes} episodes of {found.name}")
