@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from embodrl.data.dataset_writer import DatasetWriter
 from embodrl.data.demos import RECORDED, REWARDS, DemoEpisode, Outcomes, check_numbers, damaged, layout_error
 from embodrl.errors import EmbodrlError
-from embodrl.extras.converters.rlds_features import Chosen, Feature, choose_features, read_features
+from embodrl.extras.converters.rlds_features import Chosen, RldsFeature, choose_features, read_features
 from embodrl.extras.converters.tfrecord import Example, records
 from embodrl.fields import read_fields
 
@@ -267,7 +267,7 @@ class Rlds:
         return all(int(picture.max()) - int(picture.min()) <= BLANK for picture in pictures)
 
 
-def _decode(example: Example, what: str, encoded: bytes, feature: Feature) -> NDArray[np.uint8]:
+def _decode(example: Example, what: str, encoded: bytes, feature: RldsFeature) -> NDArray[np.uint8]:
     from PIL import Image
 
     try:

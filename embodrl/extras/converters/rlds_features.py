@@ -27,7 +27,7 @@ WORDS = (
 
 
 @dataclass(frozen=True)
-class Feature:
+class RldsFeature:
     """A feature of the steps.
 
     Attributes:
@@ -80,7 +80,7 @@ class Chosen:
     notes: tuple[str, ...]
 
 
-def read_features(path: Path) -> dict[str, Feature]:
+def read_features(path: Path) -> dict[str, RldsFeature]:
     """Return the features of the steps, by their names below ``steps/``.
 
     Raises:
@@ -96,7 +96,7 @@ def read_features(path: Path) -> dict[str, Feature]:
     return steps
 
 
-def _leaves(node: Fields, name: str, depth: int) -> Iterator[tuple[str, Feature]]:
+def _leaves(node: Fields, name: str, depth: int) -> Iterator[tuple[str, RldsFeature]]:
     if depth > MAX_DEPTH:
         node.refuse(f"it is nested more than {MAX_DEPTH} deep")
     if "featuresDict" in node:
@@ -107,12 +107,12 @@ def _leaves(node: Fields, name: str, depth: int) -> Iterator[tuple[str, Feature]
         yield from _leaves(node.fields("sequence").fields("feature"), name, depth + 1)
     elif "image" in node:
         image = node.fields("image")
-        yield name, Feature("image", _shape(image), image.text("dtype", "uint8"))
+        yield name, RldsFeature("image", _shape(image), image.text("dtype", "uint8"))
     elif "text" in node:
-        yield name, Feature("text", (), "string")
+        yield name, RldsFeature("text", (), "string")
     elif "tensor" in node:
         tensor = node.fields("tensor")
-        yield name, Feature("tensor", _shape(tensor), tensor.text("dtype"), tensor.text("encoding", "none"))
+        yield name, RldsFeature("tensor", _shape(tensor), tensor.text("dtype"), tensor.text("encoding", "none"))
 
 
 def _shape(node: Fields) -> tuple[int | None, ...]:
@@ -129,7 +129,7 @@ def _shape(node: Fields) -> tuple[int | None, ...]:
 
 def choose_features(
     path: Path,
-    features: dict[str, Feature],
+    features: dict[str, RldsFeature],
     cameras: Sequence[str] | None,
     action: Sequence[str],
     state: Sequence[str] | None,

@@ -203,7 +203,7 @@ class Example:
         while at < len(data):
             key, at = self._varint(data, at)
             if key & 7 != 2:
-                raise self.refuse("it is no tf.train.Example")
+                raise self.refuse("it is not a tf.train.Example")
             part, at = self._piece(data, at)
             yield key >> 3, part
 
