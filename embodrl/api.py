@@ -280,7 +280,7 @@ def load_policy(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     source = find_policy(Path(path))
-    return source.make_policy(source.load_config(list(overrides), trust).config, torch.device(device))
+    return source.make_policy(source.load_config(list(overrides), trust, "serve").config, torch.device(device))
 
 
 def follow_weights(

@@ -34,6 +34,8 @@ ACTED_BY = "acted_by"
 """Column of the same: who acted, as ``source`` of ``ReplayBuffer``."""
 REWARDS = "rewards"
 """In what says how a dataset was made: the settings that its rewards follow from."""
+RECORDED = {"recorded": True}
+"""In their place: the rewards are those that somebody else has recorded."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ class DemoEpisode:
         instruction: in words.
         task: name.
         seed: reset seed.
-        success: the task was solved.
+        success: the task was solved; None where it is not known.
         outcomes: what was executed, and what it led to; None where that is not known.
         acted: ``float32[N]`` or ``int64[N]`` by name, what is known of how the actions came about, such as
             ``POLICY_VERSION``.
@@ -92,7 +94,7 @@ class DemoEpisode:
     instruction: str
     task: str
     seed: int
-    success: bool
+    success: bool | None
     outcomes: Outcomes | None = None
     acted: Mapping[str, NDArray[np.generic]] = field(default_factory=dict[str, NDArray[np.generic]])
     id: str | None = None

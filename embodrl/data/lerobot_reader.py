@@ -18,10 +18,7 @@ from numpy.typing import NDArray
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import (
     ACTED_BY,
-    EXECUTED,
     HINT,
-    REWARD,
-    TERMINATED,
     Demos,
     check_numbers,
     damaged,
@@ -29,6 +26,7 @@ from embodrl.data.demos import (
 )
 from embodrl.data.lerobot_episodes import Located, locate, of_the_train_split, read_tasks
 from embodrl.data.lerobot_info import Feature, Info, choose_cameras, missing_action, read_info
+from embodrl.data.lerobot_outcomes import OTHERS, SUCCESS, outcome_columns, read_outcomes
 from embodrl.data.lerobot_videos import check_size, frames_at, frames_of
 from embodrl.data.parquet import MEMORY_FRACTION, Table
 from embodrl.errors import EmbodrlError, FileDamagedError
@@ -36,8 +34,6 @@ from embodrl.fields import read_fields
 from embodrl.storage.integrity import check_checksums
 
 logger = logging.getLogger(__name__)
-
-OUTCOMES = (EXECUTED, REWARD, TERMINATED)
 
 
 def load_lerobot(
@@ -130,19 +126,31 @@ class _Loading:
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
         features = self.info.features
         _warn_outside(self.info, {features[name].column: columns[name] for name in columns if name in features})
-        known = {name: columns[name] for name in (*OUTCOMES, ACTED_BY) if name in columns}
+        known = {name: columns[name] for name in (ACTED_BY,) if name in columns}
+        known |= read_outcomes(columns, self.directory)
         return Demos.of_episodes(
             {"images": self.images, "state": columns[layout.STATE], "actions": columns[layout.ACTION], **known},
             self.lengths,
             instructions,
             [one.task or instructions[start] for one, start in zip(self.episodes, self.starts, strict=False)],
-            [episode.outcome for episode in self.episodes],
+            self._seeds_and_success(columns.get(SUCCESS)),
         )
+
+    def _seeds_and_success(self, success: NDArray[np.float32] | None) -> list[tuple[int | None, bool | None]]:
+        """Return the seed of each episode, and whether it was solved, by ``next.success`` if nothing else says so."""
+        found: list[tuple[int | None, bool | None]] = []
+        for episode, start in zip(self.episodes, self.starts, strict=False):
+            seed, solved = episode.outcome
+            if solved is None and success is not None:
+                solved = bool((success[start : start + episode.length] != 0).any())
+            found.append((seed, solved))
+        return found
 
     def _vectors(self) -> dict[str, Feature]:
         """Return the features that are read as numbers."""
         features = self.info.features
-        names = (layout.ACTION, layout.STATE, *(OUTCOMES if set(OUTCOMES) <= features.keys() else ()))
+        single = [name for name in outcome_columns(features.keys()) if name not in OTHERS or features[name].size == 1]
+        names = (layout.ACTION, layout.STATE, *single)
         names += (ACTED_BY,) if ACTED_BY in features and features[ACTED_BY].dtype == "int64" else ()
         return {name: features[name] for name in names if name in features}
 
@@ -163,7 +171,8 @@ class _Loading:
             rows = _rows_of(table, episode)
             for name, every in values.items():
                 vectors[name].append(every[rows])
-                check_numbers(table.path, features[name].column, every[rows], episode.number)
+                if name not in OTHERS:  # of these only offline learning has need
+                    check_numbers(table.path, features[name].column, every[rows], episode.number)
             instructions += _instructions(table, rows, episode, tasks)
             self.times[start : start + episode.length] = self._times_of(table, rows)
             for key, feature in pictures.items():

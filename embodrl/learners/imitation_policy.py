@@ -76,12 +76,18 @@ def policy_with_statistics(
             tell(f"q01 and q99 of action dimensions {narrow} are their minimum and maximum: they hardly ever move")
     else:
         statistics = read_statistics(Path(choice).expanduser())
-    if constant := constant_dimensions(statistics.state):
-        tell(f"state dimensions {constant} are constant: they are normalised by 1")
+    _tell_constant(statistics, tell)
     statistics.write(path)
     tell(f"statistics of {'the demonstrations' if choice == 'data' else choice}, as in {path}")
     config = with_model(config, stats_path=str(path))
     return config, build_policy(config)
+
+
+def _tell_constant(statistics: RobotStatistics, tell: Callable[[str], None]) -> None:
+    if constant := constant_dimensions(statistics.state):
+        tell(f"state dimensions {constant} are constant: they are normalised by 1")
+    if constant := constant_dimensions(statistics.action):
+        tell(f"action dimensions {constant} are constant: the policy will hold them still")
 
 
 def demo_statistics(

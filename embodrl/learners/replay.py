@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodrl.config.schema import Config, SftConfig
-from embodrl.data.demos import REWARDS, Demos, Outcomes
+from embodrl.data.demos import RECORDED, REWARDS, Demos, Outcomes
 from embodrl.data.facts import RAW_INDEX
 from embodrl.data.imitation import load_checked_demos, observed
-from embodrl.data.lerobot import OWN_META
+from embodrl.data.lerobot import ACTION, OWN_META
+from embodrl.data.lerobot_info import read_info
+from embodrl.data.lerobot_outcomes import missing_outcomes, outcome_columns
 from embodrl.data.load import is_lerobot
 from embodrl.data.replay import EXPERT, INPUT, ReplayBuffer, ReplayStores
 from embodrl.envs.pool.pool import EnvPool
@@ -83,16 +85,20 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
 
 
 def check_rewards(directory: Path, config: Config) -> None:
-    """Refuse demonstrations whose rewards were made otherwise than those of the run."""
+    """Refuse demonstrations whose rewards were made otherwise than those of the run; those of others are taken."""
     path = directory / (OWN_META if is_lerobot(directory) else RAW_INDEX)
-    if not path.is_file():
+    if not path.is_file() and not is_lerobot(directory):
         raise no_rewards(str(directory))
-    made = read_fields(path, FileDamagedError, "re-collect the demonstrations")
-    made = made if is_lerobot(directory) else made.fields("meta", {})
-    found = made.fields(REWARDS, {}).content
-    wanted = reward_settings(config)
+    found: Mapping[str, object] = RECORDED
+    if path.is_file():
+        made = read_fields(path, FileDamagedError, "re-collect the demonstrations")
+        found = (made if is_lerobot(directory) else made.fields("meta", {})).fields(REWARDS, {}).content
     if not found:
         raise no_rewards(str(directory))
+    if found == RECORDED:
+        logger.warning("%s: rewards are taken as they were recorded; those of the environment may differ", directory)
+        return
+    wanted = reward_settings(config)
     if found != wanted:
         raise EmbodrlError(
             f"the rewards of {directory} are not those of the run: {dict(found)} instead of {wanted}",
@@ -113,8 +119,15 @@ def rewarded(demos: Demos, config: Config) -> Demos:
 
 def no_rewards(source: str) -> EmbodrlError:
     """Return the error of a dataset that can only be imitated."""
+    problem = "does not tell rewards and executed actions"
+    directory = Path(source).expanduser()
+    if is_lerobot(directory):
+        features = read_info(directory).features
+        if missing := missing_outcomes(features.keys()):
+            found = ", ".join(name for name in (ACTION, *outcome_columns(features.keys())) if name in features)
+            problem = f"has no column {', no '.join(missing)} (found: {found or 'none'})"
     return EmbodrlError(
-        f"{source} does not tell rewards and executed actions, so that it can only be imitated",
+        f"{source} {problem}, so that it can only be imitated",
         "collect with this version of `embodrl collect` or `embodrl store collect`, or imitate them (`embodrl sft`)",
         code="demos-no-rewards",
     )

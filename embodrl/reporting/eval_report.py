@@ -75,6 +75,7 @@ class EvalContent(TypedDict):
     interval: tuple[float, float]
     confidence: float
     successes: int
+    solved_at_first_step: int
     episodes: int
     lost_episodes: int
     per_task: dict[str, float]

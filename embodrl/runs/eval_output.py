@@ -118,6 +118,7 @@ class EvalDirectory:
             "interval": wilson_interval(solved, result.episodes),
             "confidence": CONFIDENCE,
             "successes": solved,
+            "solved_at_first_step": result.solved_at_first_step,
             "episodes": result.episodes,
             "lost_episodes": result.lost_episodes,
             "per_task": result.per_task,
@@ -199,6 +200,7 @@ class EvalDirectory:
             [
                 _line(f"success rate ({result.decoding})", content["interval"], result.episodes, result.success_rate),
                 *_at_end(result),
+                *_at_first(result),
             ]
             if result.episodes
             else ["no episode was completed"]
@@ -288,6 +290,13 @@ def _at_end(result: EvalResult) -> list[str]:
     """Return a line where fewer episodes ended solved than were solved at some time."""
     differs = result.success_at_end < result.success_rate
     return [f"solved at the end {100 * result.success_at_end:.1f} %"] if differs else []
+
+
+def _at_first(result: EvalResult) -> list[str]:
+    """Return a line where episodes were solved before a policy could have done anything."""
+    found = result.solved_at_first_step
+    text = f"{found} of {result.episodes} episodes were solved at their first step: does the environment begin solved?"
+    return [text] if found else []
 
 
 def weights_hash(policy: nn.Module) -> str:

@@ -95,6 +95,11 @@ class EvalResult:
         return float(np.mean(known)) if known and len(known) == len(self.records) else float("nan")
 
     @property
+    def solved_at_first_step(self) -> int:
+        """Number of the episodes that ended solved with their first step: most likely they began so."""
+        return sum(record.success and record.length <= 1 for record in self.records)
+
+    @property
     def successes(self) -> list[bool]:
         """One per episode, in the order of their seeds."""
         return [record.success for record in self.records]

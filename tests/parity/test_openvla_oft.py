@@ -39,8 +39,8 @@ def test_every_recorded_weight_is_loaded():
 def test_causal_attention_is_noticed(monkeypatch, mask):
     """Both ways to say so: by the mask, and by what the language model does without one."""
 
-    def causal(directory, causal):
-        model, io = openvla_parity.load_fixture(directory, causal=mask == "none")
+    def causal(directory, causal, device):
+        model, io = openvla_parity.load_fixture(directory, causal=mask == "none", device=device)
         if mask == "explicit":
             model.causal = True
             plain = model.hidden_states

@@ -5,6 +5,7 @@ Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimension
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,8 @@ CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 STATE = ("ee_pos", "ee_ori", "gripper_states")
 NOTHING = 1e-4  # OpenVLA's threshold for an action that does nothing
 MAX_ATTRIBUTE_BYTES = 2**20
+_SCENE = re.compile(r"^[A-Z_]*SCENE\d+_")
+"""Of LIBERO-90 and LIBERO-10: where the task takes place, before what is to be done."""
 MAX_BYTES = 2**33
 """Of one array of an episode."""
 
@@ -36,10 +39,13 @@ def convert(
     cameras: tuple[str, ...],
     keep_idle: bool,
     report: Callable[[str], None],
+    instruction: str | None = None,
+    upright: bool = False,
 ) -> tuple[int, int]:
     """Write the demonstrations of a file, or of all ``*.hdf5`` in a directory.
 
-    Pictures are turned by 180 degrees, as the environment gives them and published policies want them. Actions are
+    Pictures are turned by 180 degrees, as the environment gives them and published policies want them, unless the files
+    hold them so (``upright``). Actions are
     LIBERO's own. Frames in which nothing is commanded are dropped, as in OpenVLA's data.
 
     Args:
@@ -48,6 +54,8 @@ def convert(
         cameras: keys of ``CAMERAS``, in the order of ``env.cameras``.
         keep_idle: keep the frames in which nothing is commanded.
         report: called with lines of progress.
+        instruction: in place of the words of the task.
+        upright: the pictures are turned already, as some forks store them.
 
     Returns:
         How many episodes and frames were written.
@@ -76,7 +84,9 @@ def convert(
     with make_writer() as writer:
         for path in files:
             count = 0
-            for episode in read_file(h5py, path, cameras, keep_idle):
+            for episode in read_file(h5py, path, cameras, keep_idle, instruction):
+                if upright:
+                    episode.images = np.ascontiguousarray(episode.images[:, :, ::-1, ::-1])
                 if len(episode.actions):  # every frame may be idle
                     writer.add(episode)
                     count += 1
@@ -90,15 +100,17 @@ def convert(
     return episodes, writer.num_frames
 
 
-def read_file(h5py: ModuleType, path: Path, cameras: tuple[str, ...], keep_idle: bool) -> Iterator[DemoEpisode]:
-    """Yield the episodes of a file; arguments and errors are those of ``convert``."""
+def read_file(
+    h5py: ModuleType, path: Path, cameras: tuple[str, ...], keep_idle: bool, instruction: str | None = None
+) -> Iterator[DemoEpisode]:
+    """Yield the episodes of a file, their pictures turned; arguments and errors are those of ``convert``."""
     task = path.stem.removesuffix("_demo")
     try:
         with h5py.File(path, "r") as file:
             data = file["data"]
-            instruction = _instruction(path, task, data.attrs)
+            words = _instruction(path, task, data.attrs) if instruction is None else instruction
             for name in sorted(data, key=_number):
-                yield _Demo(h5py, path, f"data/{name}", file).episode(task, instruction, cameras, keep_idle)
+                yield _Demo(h5py, path, f"data/{name}", file).episode(task, words, cameras, keep_idle)
     except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:  # what h5py raises of damaged files
         raise EmbodrlError(
             f"{path} is not in the layout of LIBERO's demonstrations: {error}",
@@ -112,10 +124,15 @@ def _number(name: str) -> int:
 
 
 def _instruction(path: Path, task: str, attributes: Mapping[str, object]) -> str:
-    """Return the words that the environment uses for the task; those of the file where it is of no known suite."""
+    """Return the words that the environment uses for the task; those of the file where it is of no known suite.
+
+    Files without attributes (those of the published filter of idle frames) have them in their name, as LIBERO reads it.
+    """
     known = ENVS.entry("libero").instructions()
     if task in known:
         return known[task]
+    if "problem_info" not in attributes:
+        return _SCENE.sub("", task).replace("_", " ")
     encoded = attributes["problem_info"]
     if not isinstance(encoded, str | bytes):
         raise ValueError("its attribute 'problem_info' is not text")

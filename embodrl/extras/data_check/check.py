@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -13,16 +15,19 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
-from embodrl.data.imitation import check_demos, check_robot, load_configured_demos, observed
+from embodrl.data.imitation import check_demos, check_robot, load_checked_demos, load_configured_demos, observed
 from embodrl.data.load import is_lerobot, load_demos
+from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError, FileDamagedError
+from embodrl.errors import EmbodrlError, FileDamagedError, UsageError
 from embodrl.extras.data_check.checks import Checked, DataFinding, inspect, shown
-from embodrl.learners.imitation_policy import check_instructions
+from embodrl.learners.imitation_policy import check_instructions, policy_with_statistics
 from embodrl.models.base import VLAPolicy
 from embodrl.runs.policies import find_policy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 from embodrl.workers.play import Play, take_turns
+
+logger = logging.getLogger(__name__)
 
 SIDE = 64
 """Pixels that pictures are reduced to where no policy looks at them."""
@@ -54,13 +59,15 @@ class PolicyErrors:
     Attributes:
         frames: how many were looked at.
         mean_abs_error: of each action dimension, in units of the data, over the chunk.
-        of_the_mean: the same of a policy that always says the mean action.
+        of_the_mean: the same of a policy that always says the mean action, of the training data if that is known.
+        of_zero: the same of a policy that always says 0.
         out_of_range: share of the values that the policy can't say.
     """
 
     frames: int
     mean_abs_error: list[float]
     of_the_mean: list[float]
+    of_zero: list[float]
     out_of_range: list[float]
 
 
@@ -75,6 +82,7 @@ class DataReport:
         findings: errors first.
         replay: in the simulator, if one was given.
         policy: on the data, if one was given.
+        encoded: different instructions that were encoded for a model; None where no model was named.
     """
 
     directory: Path
@@ -84,6 +92,7 @@ class DataReport:
     findings: list[DataFinding]
     replay: Replay | None = None
     policy: PolicyErrors | None = None
+    encoded: int | None = None
 
     @property
     def has_errors(self) -> bool:
@@ -102,6 +111,8 @@ def check_data(
     episodes: int,
     overrides: list[str],
     keys: Mapping[str, str] | None = None,
+    held_out: bool = False,
+    model: Config | None = None,
 ) -> DataReport:
     """Look over demonstrations.
 
@@ -112,6 +123,8 @@ def check_data(
         episodes: that are replayed, at most.
         overrides: for the policy's configuration.
         keys: ``sft.keys``.
+        held_out: compare the policy only with the episodes after those that it was trained on.
+        model: a fine-tune on the data, for whose model all instructions are encoded; None encodes none.
 
     Raises:
         EmbodrlError: there are no demonstrations, or simulator or policy are not available.
@@ -128,10 +141,25 @@ def check_data(
         replayed, more = _replay(demos, facts, config, directory, episodes)
         findings += more
     if policy_dir is not None:
-        errors, more = _compare(policy_dir, directory, overrides)
+        errors, more = _compare(policy_dir, directory, overrides, held_out)
         findings += more
+    if model is not None:
+        findings += encode_instructions(model)
     findings.sort(key=lambda finding: finding.level != "error")
-    return DataReport(directory, facts, demos.num_episodes, len(demos.actions), findings, replayed, errors)
+    encoded = None if model is None and policy_dir is None else len(demos.instruction_table)
+    return DataReport(directory, facts, demos.num_episodes, len(demos.actions), findings, replayed, errors, encoded)
+
+
+def encode_instructions(config: Config) -> list[DataFinding]:
+    """Encode all instructions of ``sft.data_dir`` as a fine-tune would; return what does not fit."""
+    try:
+        demos = load_checked_demos(config)
+        with TemporaryDirectory() as scratch:
+            _, policy = policy_with_statistics(config, demos, Path(scratch) / STATISTICS_FILE, logger.info)
+        check_instructions(policy, observed(demos, config))
+    except EmbodrlError as error:
+        return [DataFinding("error", error.code, error.message, error.hint)]
+    return []
 
 
 def _replay(
@@ -255,13 +283,28 @@ def _run_open_loop(demos: Demos, config: Config, rows: list[int], recorded: list
     return Replay(len(rows), float(np.mean(solved)), float(np.mean(succeeded)), mean)
 
 
-def _compare(policy_dir: Path, directory: Path, overrides: list[str]) -> tuple[PolicyErrors | None, list[DataFinding]]:
+def _compare(
+    policy_dir: Path, directory: Path, overrides: list[str], held_out: bool
+) -> tuple[PolicyErrors | None, list[DataFinding]]:
     source = find_policy(policy_dir)
     loaded = source.load_config([*overrides, f"sft.data_dir={directory}"], verb="sft")
     config = loaded.config
+    trained = config.sft.max_episodes if held_out else None
+    if held_out and trained is None:
+        raise UsageError(
+            f"{policy_dir} was trained on all episodes: sft.max_episodes is null",
+            "train with sft.max_episodes=N: the episodes after the first N are held out",
+            code="no-held-out-episodes",
+        )
+    mean: NDArray[np.float32] | None = None
     try:
+        if trained is not None:
+            config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_episodes": None})})
         demos = load_configured_demos(config)
         check_demos(demos, config)
+        if trained is not None:
+            mean = demos.select(range(min(trained, demos.num_episodes))).actions.mean(axis=0)
+            demos = _after(demos, trained, directory)
     except FileDamagedError:
         raise
     except EmbodrlError as error:
@@ -271,20 +314,34 @@ def _compare(policy_dir: Path, directory: Path, overrides: list[str]) -> tuple[P
         check_instructions(policy, observed(demos, config))
     except EmbodrlError as error:
         return None, [DataFinding("error", error.code, error.message, error.hint)]
-    errors = policy_errors(policy, demos, config.env.include_state)
+    errors = policy_errors(policy, demos, config.env.include_state, mean)
     return errors, list(_policy_findings(errors, policy, demos, config))
 
 
-def policy_errors(policy: VLAPolicy, demos: Demos, include_state: bool) -> PolicyErrors:
+def _after(demos: Demos, trained: int, directory: Path) -> Demos:
+    """Return the episodes after the first ``trained``."""
+    if trained >= demos.num_episodes:
+        raise EmbodrlError(
+            f"{directory} has {demos.num_episodes} episodes, and the policy was trained on the first {trained}",
+            "name a dataset with more episodes, or leave out --held-out",
+            code="no-held-out-episodes",
+        )
+    return demos.select(range(trained, demos.num_episodes))
+
+
+def policy_errors(
+    policy: VLAPolicy, demos: Demos, include_state: bool, mean: NDArray[np.float32] | None = None
+) -> PolicyErrors:
     """Return the errors of a policy's most probable actions on frames spread evenly over demonstrations.
 
     Args:
         policy: to compare.
         demos: in its cameras.
         include_state: it sees the state.
+        mean: the mean action that is compared with, ``float32[A]``; None for that of ``demos``.
     """
     frames = np.unique(np.linspace(0, len(demos.actions) - 1, FRAMES).astype(np.int64))
-    mean = demos.actions.mean(axis=0)
+    always = demos.actions.mean(axis=0) if mean is None else mean
     state = demos.state if include_state else demos.state[:, :0]
     said: list[NDArray[np.float32]] = []
     with torch.no_grad():
@@ -294,9 +351,11 @@ def policy_errors(policy: VLAPolicy, demos: Demos, include_state: bool) -> Polic
     chunks = np.concatenate(said)
     wanted, inside = demos.action_chunks(frames, chunks.shape[1])
     error = np.abs(chunks - wanted)[inside]
-    plain = np.abs(mean - wanted)[inside]
+    plain = np.abs(always - wanted)[inside]
+    zero = np.abs(wanted)[inside]
     outside = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
-    return PolicyErrors(len(frames), error.mean(axis=0).tolist(), plain.mean(axis=0).tolist(), outside.tolist())
+    mae, of_the_mean, of_zero = (values.mean(axis=0).tolist() for values in (error, plain, zero))
+    return PolicyErrors(len(frames), mae, of_the_mean, of_zero, outside.tolist())
 
 
 def _policy_findings(errors: PolicyErrors, policy: VLAPolicy, demos: Demos, config: Config) -> Iterator[DataFinding]:

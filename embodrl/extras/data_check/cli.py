@@ -9,6 +9,7 @@ import typer
 
 from embodrl.cli.app import add, choose, make_app, one_of
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, Overrides, execute
+from embodrl.errors import UsageError
 
 if TYPE_CHECKING:
     from embodrl.extras.data_check.check import DataReport
@@ -42,6 +43,10 @@ def check(
         Path | None,
         typer.Option("--policy", metavar="PATH", help="compare with a run or policy directory", show_default=False),
     ] = None,
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="compare only with episodes after sft.max_episodes", show_default=False),
+    ] = False,
     episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="replayed at most")] = 16,
     json: JsonFile = None,
     debug: Debug = False,
@@ -49,13 +54,15 @@ def check(
     """Look for what makes fine-tunes fail: units, grippers, lag, cameras, copies, frames.
 
     With --env, demonstrations of `embodrl collect` are repeated open-loop from their seeds; with --policy, its actions
-    are compared with those of the data. ARGS are settings of either. Exit code 1 if there is an error.
+    are compared with those of the data. ARGS are settings of either; with model=NAME all instructions are encoded for
+    that model. Exit code 1 if there is an error.
 
     \b
     Examples:
       embodrl data check data/push
       embodrl data check data/push --env maniskill --episodes 8
       embodrl data check data/push --policy outputs/sft --json check.json
+      embodrl data check data/bridge --policy outputs/sft --held-out
     """
 
     def action() -> int:
@@ -66,6 +73,8 @@ def check(
 
         if json is not None:
             check_json_file(json)
+        if held_out and policy is None:
+            raise UsageError("--held-out compares a policy", "add --policy PATH", code="held-out-without-policy")
         given = list(overrides or [])
         for_policy = given
         if env is not None and policy is not None:  # two verbs share the arguments
@@ -74,16 +83,27 @@ def check(
             for_policy = [text for text in given if text in of_policy or text not in of_env]
             given = of_env
         config = None if env is None else load_config([f"env={env}", *given], verb="collect").config
-        names = [text for text in overrides or [] if text.startswith("sft.keys")]
-        of_data = ["env=dataset", f"sft.data_dir={directory}", *names]
-        keys = load_config(of_data, verb="sft").config.sft.keys if names else {}
-        report = check_data(directory, config, policy, episodes, for_policy, keys)
+        keys = _keys(directory, overrides)
+        named = [text for text in overrides or [] if text.startswith(("model=", "model.", "sft."))]
+        model = None
+        if policy is None and any(text.startswith("model") for text in named):
+            model = load_config(["env=dataset", f"sft.data_dir={directory}", *named], verb="sft").config
+        report = check_data(directory, config, policy, episodes, for_policy, keys, held_out, model)
         show(report, suggest_replay=env is None)
         if json is not None:
             write_json_file(json, report.to_dict())
         return EXIT_ERROR if report.has_errors else EXIT_OK
 
     execute(action, debug)
+
+
+def _keys(directory: Path, overrides: list[str] | None) -> dict[str, str]:
+    """Return ``sft.keys`` of the arguments."""
+    from embodrl.pipelines.load import load_config
+
+    names = [text for text in overrides or [] if text.startswith("sft.keys")]
+    of_data = ["env=dataset", f"sft.data_dir={directory}", *names]
+    return dict(load_config(of_data, verb="sft").config.sft.keys) if names else {}
 
 
 def show(report: DataReport, suggest_replay: bool) -> None:
@@ -104,21 +124,30 @@ def show(report: DataReport, suggest_replay: bool) -> None:
         before = report.replay.recorded_success
         console.print(f"replayed {report.replay.episodes} episodes: success {again:.0%}, recorded {before:.0%}")
     if report.policy is not None:
-        table = Table("dimension", "mean error", "of the mean action", "out of range", title="policy on the data")
-        rows = zip(report.policy.mean_abs_error, report.policy.of_the_mean, report.policy.out_of_range, strict=True)
-        for index, (error, plain, outside) in enumerate(rows):
-            table.add_row(str(index), f"{error:.4g}", f"{plain:.4g}", f"{outside:.1%}")
+        on = report.policy
+        names = ("dimension", "mean error", "of the mean action", "of zero", "out of range")
+        table = Table(*names, title=f"policy on {on.frames} frames of the data")
+        rows = zip(on.mean_abs_error, on.of_the_mean, on.of_zero, on.out_of_range, strict=True)
+        for index, (error, plain, zero, outside) in enumerate(rows):
+            table.add_row(str(index), f"{error:.4g}", f"{plain:.4g}", f"{zero:.4g}", f"{outside:.1%}")
+        every = [sum(part) / len(part) for part in (on.mean_abs_error, on.of_the_mean, on.of_zero)]
+        table.add_row("mean", *(f"{value:.4g}" for value in every), "")
         console.print(table)
     table = Table("", "code", "what", "what to do")
     for found in report.findings:
         table.add_row(found.level, found.code, found.message, found.hint)
     console.print(table if report.findings else "nothing found")
+    if report.encoded is None:
+        console.print("instructions were not encoded: model=NAME says whether they fit into its prompts")
+    else:
+        console.print(f"{report.encoded} different instructions were encoded")
     if suggest_replay:
         console.print("next: --env NAME replays the episodes, which also finds a swapped gripper or another controller")
 
 
 def stats(
     directory: Directory,
+    overrides: Overrides = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="JSON file for sft.stats and model.stats_path")
     ] = Path("statistics.json"),
@@ -130,10 +159,13 @@ def stats(
 ) -> None:
     """Compute the statistics of actions and state: mean, std, min, max and quantiles of all frames.
 
+    ARGS may be sft.keys.
+
     \b
     Examples:
       embodrl data stats data/push --output push_stats.json
       embodrl data stats datasets/libero --gripper libero
+      embodrl data stats datasets/vla0 'sft.keys={action: actions, state: state}'
     """
 
     def action() -> None:
@@ -142,9 +174,12 @@ def stats(
         from embodrl.models.common.gripper import Convention
         from embodrl.storage.json_file import check_json_file
 
+        if foreign := [text for text in overrides or [] if not text.startswith("sft.keys")]:
+            hint = "leave it out: the statistics are of all frames, and take sft.keys alone"
+            raise UsageError(f"`embodrl data stats` does not read '{foreign[0]}'", hint, code="data-stats-setting")
         check_json_file(output)
         convention = cast(Convention, choose(gripper, GRIPPERS, "gripper convention"))
-        demos = load_demos(directory, cameras=() if is_lerobot(directory) else None)
+        demos = load_demos(directory, cameras=() if is_lerobot(directory) else None, keys=_keys(directory, overrides))
         found, narrow = demo_statistics(demos, directory, convention, include_state=True)
         found.write(output)
         print(f"{output}: {found.num_frames} frames of {found.num_episodes} episodes of {found.name}")

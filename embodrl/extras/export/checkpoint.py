@@ -12,7 +12,7 @@ from embodrl.config import LoadedConfig
 from embodrl.config.compose import assignment
 from embodrl.config.schema import Config
 from embodrl.data.statistics import STATISTICS_FILE
-from embodrl.errors import ConfigError, EmbodrlError, OutputError, UsageError
+from embodrl.errors import EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.policies import STEP, PolicySource
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
@@ -86,9 +86,4 @@ def _load(run_dir: Path, checkpoint: Checkpoint, overrides: list[str], trust: bo
     statistics = run_dir / STATISTICS_FILE
     if statistics.is_file():
         overrides = [assignment("model.stats_path", statistics.absolute()), *overrides]
-    try:
-        return load_saved(run_dir, overrides, "eval", checkpoint, True, trust)[0]
-    except ConfigError as error:
-        if not any(problem.code == "there-is-a-simulator" for problem in error.problems):
-            raise
-        return load_saved(run_dir, ["sft.stats=auto", *overrides], "sft", checkpoint, True, trust)[0]  # env=dataset
+    return load_saved(run_dir, overrides, "serve", checkpoint, True, trust)[0]

@@ -49,6 +49,10 @@ class ActionNormalizer(Protocol):
         """``[...,A]`` in environment units to the model's."""
         ...
 
+    def scale(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
+        """As ``normalize``, without any clipping; infinite where ``unnormalize`` can't give the value back."""
+        ...
+
     def unnormalize(self, actions: NDArray[np.float64], /) -> NDArray[np.float64]:
         """``[...,A]`` in the model's units to the environment's."""
         ...
@@ -254,7 +258,7 @@ class FlowPolicy(VLAPolicy):
 
     def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
         """Return actions ``[...,A]`` in the model's units, without any clipping."""
-        return self.stats.normalize(actions)
+        return self.stats.scale(actions)
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).

@@ -30,6 +30,7 @@ from embodrl.models.common.norm_stats import (
     Quantiles,
     StatsSets,
     choose_key,
+    note_still,
     read_range,
     read_values,
 )
@@ -218,7 +219,9 @@ def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim:
     if actions is None:
         raise CheckpointError(f"{where} have no actions", "choose others with model.unnorm_key", code="statistics-size")
     state = _scaling(entry, "state", methods.state, methods.eps)
-    return PiStats(key, cut(actions, action_dim, f"{where}, actions", "model.action_dim"), state, entry.content)
+    actions = cut(actions, action_dim, f"{where}, actions", "model.action_dim")
+    note_still(actions.constant, where)
+    return PiStats(key, actions, state, entry.content)
 
 
 def identity_set(action_dim: int) -> dict[str, object]:

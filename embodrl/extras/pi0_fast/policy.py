@@ -237,7 +237,7 @@ class FastPolicy(PublicLayout):
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
         """Return which values are ``LEARNABLE`` or more from 0 when normalized: their chunks have many rare tokens."""
         raw = to_model(np.asarray(actions, np.float64), self.gripper)
-        return np.abs(self.robot_stats.actions.normalize(raw)) >= LEARNABLE
+        return np.abs(self.robot_stats.actions.scale(raw)) >= LEARNABLE
 
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the cross-entropy over the whole vocabulary, as openpi, and ``token_accuracy``.

@@ -150,7 +150,7 @@ def make_intervention(name: str | None, config: Config, pool: EnvPool) -> Interv
 
 def _policy_engine(config: Config, path: Path) -> RolloutEngine:
     source = find_policy(path)
-    loaded = source.load_config([], verb="record")
+    loaded = source.load_config([], verb="serve")
     theirs = loaded.config
     for key in ("action_dim",):
         if getattr(theirs.model, key) != getattr(config.model, key):

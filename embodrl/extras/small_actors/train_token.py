@@ -95,7 +95,7 @@ def train_token(
         EmbodrlError: it has no prefix states, or the dataset is not of its environment.
     """
     found = find_policy(source)
-    config = found.load_config(overrides, verb="eval").config
+    config = found.load_config(overrides, verb="serve").config
     config = config.model_copy(update={"sft": SftConfig(data_dir=data)})
     kind = prefix_input(config.model)
     if kind not in PREFIX_INPUTS or config.model.small_actor.kind is not None:

@@ -177,7 +177,7 @@ class PolicyCollector(Recorder):
             for row in rows
         ]
         self.finished += len(episodes)
-        self.solved += sum(episode.success for episode in episodes)
+        self.solved += sum(bool(episode.success) for episode in episodes)
         self.corrected += sum(bool((np.asarray(one.acted[ACTED_BY]) != POLICY).any()) for one in episodes)
         self.numbers[rows] = [self._draw() for _ in rows]
         self.shards.add(episodes, self.progress())
@@ -190,7 +190,7 @@ class PolicyCollector(Recorder):
         found: dict[str, MetricValue] = {
             "iteration": self.finished,
             "time/total_s": time.monotonic() - self._since_s,
-            "collect/success_rate": sum(episode.success for episode in episodes) / len(episodes),
+            "collect/success_rate": sum(bool(episode.success) for episode in episodes) / len(episodes),
             "collect/episodes": len(episodes),
             "collect/steps": sum(map(len, acted_by)),
             "collect/corrected_steps": sum(int(taken.sum()) for taken in acted_by),

@@ -6,6 +6,7 @@ and states alike.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from embodrl.errors import CheckpointError, StatisticsMissingError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import fields_of
 from embodrl.names import nearest
+
+logger = logging.getLogger(__name__)
 
 COMPUTE = "compute them: `embodrl sft sft.stats=data`, or `embodrl data stats` and model.stats_path"
 ROUNDING = 1e-6
@@ -69,9 +72,28 @@ def read_mask(fields: Fields, length: int) -> NDArray[np.bool_]:
 def is_constant(spread: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return of which dimensions the spread is nothing but rounding, relative to values from ``low`` to ``high``.
 
-    Such a dimension is normalised by 1: by its spread, a thousandth of movement later would be thousands.
+    Such a dimension is normalised by 1: by its spread, a thousandth of movement later would be thousands. Back from a
+    model it has its one value, whatever the model says, as the references have it up to their epsilons: a joint that
+    training never moved holds still.
     """
     return spread <= ROUNDING * np.maximum(np.abs(low), np.abs(high))
+
+
+def unsaid(values: NDArray[np.floating], constant: NDArray[np.bool_], said: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which of ``values [...,A]`` are in a constant dimension, and not what it always says (``said [A]``)."""
+    return constant & (np.abs(np.asarray(values, np.float64) - said) > ROUNDING * (1.0 + np.abs(said)))
+
+
+def note_still(constant: NDArray[np.bool_], where: str) -> None:
+    """Say which action dimensions a policy holds still, by its statistics.
+
+    Args:
+        constant: ``bool[A]``, those that never moved in training.
+        where: the statistics.
+    """
+    if constant.any():
+        still = np.flatnonzero(constant).tolist()
+        logger.info("%s: action dimensions %s are constant: the policy holds them still", where, still)
 
 
 @dataclass(frozen=True)
@@ -104,19 +126,19 @@ class ActionStats:
 
     def outside(self, actions: NDArray[np.floating]) -> NDArray[np.bool_]:
         """Return which values ``normalize`` clips, or whose dimension has no range and another value; ``[...,A]``."""
-        constant = self.mask & self._constant
-        differs = np.abs(np.asarray(actions, np.float64) - self.q01) > ROUNDING * (1.0 + np.abs(self.q01))
-        return np.where(constant, differs, np.abs(self._scaled(actions)) > 1.0 + ROUNDING)
+        differs = unsaid(actions, self.constant, self.q01)
+        return np.where(self.constant, differs, np.abs(self._scaled(actions)) > 1.0 + ROUNDING)
 
     def _scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
         values = np.asarray(actions, dtype=np.float64)
-        span = np.where(self._constant, 1.0, self.q99 - self.q01)
+        span = np.where(self.constant, 1.0, self.q99 - self.q01)
         scaled = 2.0 * (values - self.q01) / span - 1.0
-        return np.where(self.mask, np.where(self._constant, 0.0, scaled), values)
+        return np.where(self.mask, np.where(self.constant, 0.0, scaled), values)
 
     @property
-    def _constant(self) -> NDArray[np.bool_]:
-        return is_constant(self.q99 - self.q01, self.q01, self.q99)
+    def constant(self) -> NDArray[np.bool_]:
+        """``bool[A]``, which dimensions are normalised and have no range."""
+        return self.mask & is_constant(self.q99 - self.q01, self.q01, self.q99)
 
 
 def identity_stats(action_dim: int) -> dict[str, dict[str, object]]:
@@ -141,13 +163,22 @@ class MeanStd:
         """Return ``(values - mean) / (std + eps)``, in a constant dimension ``values - mean``; shape ``[...,A]``."""
         return (np.asarray(values, dtype=np.float64) - self.mean) / self._scale
 
+    def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return what ``normalize`` does, infinite where ``unnormalize`` can't give the value back; ``[...,A]``."""
+        return np.where(unsaid(values, self.constant, self.mean), np.inf, self.normalize(values))
+
     def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the inverse, ``values * (std + eps) + mean``; shape ``[...,A]``."""
-        return values * self._scale + self.mean
+        """Return the inverse, ``values * (std + eps) + mean``, in a constant dimension ``mean``; shape ``[...,A]``."""
+        return np.where(self.constant, self.mean, values * self._scale + self.mean)
+
+    @property
+    def constant(self) -> NDArray[np.bool_]:
+        """``bool[A]``, which dimensions have no deviation."""
+        return is_constant(self.std, self.mean, self.mean)
 
     @property
     def _scale(self) -> NDArray[np.float64]:
-        return np.where(is_constant(self.std, self.mean, self.mean), 1.0, self.std + self.eps)
+        return np.where(self.constant, 1.0, self.std + self.eps)
 
 
 @dataclass(frozen=True)
@@ -167,14 +198,22 @@ class Quantiles:
         """Return ``2 (values - q01) / (q99 - q01 + eps) - 1``, with 1 for the range of a constant; ``[...,A]``."""
         return (np.asarray(values, dtype=np.float64) - self.q01) / self._span * 2.0 - 1.0
 
+    def scale(self, values: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return what ``normalize`` does, infinite where ``unnormalize`` can't give the value back; ``[...,A]``."""
+        return np.where(unsaid(values, self.constant, self.q01), np.inf, self.normalize(values))
+
     def unnormalize(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the inverse, ``(values + 1) (q99 - q01 + eps) / 2 + q01``; shape ``[...,A]``."""
-        return (values + 1.0) / 2.0 * self._span + self.q01
+        """Return the inverse, ``(values + 1) (q99 - q01 + eps) / 2 + q01``, of a constant ``q01``; ``[...,A]``."""
+        return np.where(self.constant, self.q01, (values + 1.0) / 2.0 * self._span + self.q01)
+
+    @property
+    def constant(self) -> NDArray[np.bool_]:
+        """``bool[A]``, which dimensions have no range."""
+        return is_constant(self.q99 - self.q01, self.q01, self.q99)
 
     @property
     def _span(self) -> NDArray[np.float64]:
-        span = self.q99 - self.q01
-        return np.where(is_constant(span, self.q01, self.q99), 1.0, span + self.eps)
+        return np.where(self.constant, 1.0, self.q99 - self.q01 + self.eps)
 
 
 def choose_key(keys: Collection[str], key: str | None, source: str, kind: str = "action statistics") -> str:
@@ -227,7 +266,9 @@ def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str)
             f"set model.action_dim={len(q01)}, choose other statistics, or {COMPUTE}",
             code="statistics-size",
         )
-    return ActionStats(key, q01, q99, read_mask(action, action_dim))
+    stats = ActionStats(key, q01, q99, read_mask(action, action_dim))
+    note_still(stats.constant, f"{source}: statistics '{key}'")
+    return stats
 
 
 def given_stats(config: ModelConfig) -> RobotStatistics | None:

@@ -8,8 +8,11 @@ import pytest
 
 from embodrl.extras.gr00t.robots import KeyStats
 from embodrl.extras.openvla_oft.config import ProprioStats
+from embodrl.extras.pi.config import Normalization
+from embodrl.extras.pi.stats import choose
 from embodrl.learners.imitation_policy import constant_dimensions
-from embodrl.models.common.norm_stats import ActionStats, MeanStd, Quantiles
+from embodrl.models.common.config_file import fields_of
+from embodrl.models.common.norm_stats import ActionStats, MeanStd, Quantiles, choose_stats, stats_sets
 
 REAL = Path(__file__).resolve().parents[4] / "shared/real_fixtures/openpi/pi05_simpler_bridge.norm_stats.json"
 LOW, HIGH, ALL = np.array([0.0, 0.3, -1.0]), np.array([0.0, 0.3 + 1e-8, 1.0]), np.ones(3, np.bool_)
@@ -29,10 +32,34 @@ def test_what_never_moved_is_normalised_by_one(kind: str) -> None:
     assert np.abs(moved).max() <= 2.1e-3
 
 
+STILL = {
+    "mean_std": MeanStd((LOW + HIGH) / 2, HIGH - LOW, 1e-8),
+    "quantiles": Quantiles(LOW, HIGH, 1e-8),
+    "actions": ActionStats("x", LOW, HIGH, ALL),
+    "gr00t mean_std": KeyStats("x", "mean_std", LOW, HIGH),
+    "gr00t min_max": KeyStats("x", "min_max", LOW, HIGH),
+}
+
+
+@pytest.mark.parametrize("kind", STILL)
+@pytest.mark.parametrize("said", [-5.0, 0.7, 5.0])
+def test_an_action_that_never_moved_is_held_still_whatever_the_network_says(kind: str, said: float) -> None:
+    np.testing.assert_allclose(STILL[kind].unnormalize(np.full(3, said))[:2], LOW[:2], atol=1e-7)
+
+
 @pytest.mark.parametrize("scaling", [MeanStd(LOW, HIGH - LOW), Quantiles(LOW, HIGH)])
-def test_actions_that_others_never_moved_are_expressed(scaling: MeanStd | Quantiles) -> None:
-    values = np.array([0.5, 0.4, 0.1])
-    np.testing.assert_allclose(scaling.unnormalize(scaling.normalize(values)), values)
+def test_what_a_still_action_can_not_say_is_out_of_range(scaling: MeanStd | Quantiles) -> None:
+    assert np.isinf(scaling.scale(LOW + 0.01)).tolist() == [True, True, False]
+    assert (scaling.scale(LOW) == scaling.normalize(LOW)).all()
+
+
+def test_a_line_names_the_actions_that_are_held_still(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "embodrl")
+    q01, q99 = LOW.tolist(), HIGH.tolist()
+    choose_stats(stats_sets(fields_of({"robot": {"action": {"q01": q01, "q99": q99}}}, "a file")), None, 3, "a file")
+    parts = fields_of({"robot": {"actions": {"q01": q01, "q99": q99}}}, "a file")
+    choose(stats_sets(parts), None, Normalization("identity", "quantiles", 1e-6), 3, "a file")
+    assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 1e5])

@@ -209,6 +209,18 @@ def test_the_json_tells_what_it_was_measured_with(tmp_path: Path) -> None:
     assert "solved at the end 60.0 %" in output.write(found)
 
 
+def test_episodes_that_begin_solved_are_told(tmp_path: Path) -> None:
+    output = EvalDirectory(settings(), tmp_path / "out")
+    found = result()
+    assert output.content(found)["solved_at_first_step"] == 0
+    assert not any("first step" in line for line in output.write(found))
+    won = next(number for number, record in enumerate(found.records) if record.success)
+    found.records[won] = replace(found.records[won], length=1)
+    assert output.content(found)["solved_at_first_step"] == 1
+    text = f"1 of {found.episodes} episodes were solved at their first step"
+    assert any(line.startswith(text) for line in output.write(found))
+
+
 def test_the_harness_counts_lost_episodes_as_failures(tmp_path: Path) -> None:
     """As ``ResultCollector`` of vla-evaluation-harness: 6 episodes of 2 tasks, number 5 lost; worked out by hand."""
     config = settings("env.tasks=[reach-red,reach-green]", "env.eval.num_episodes=6")

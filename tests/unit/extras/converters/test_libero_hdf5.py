@@ -70,6 +70,33 @@ def test_a_task_of_no_suite_has_the_words_of_its_file(tmp_path: Path):
     assert load_demos(tmp_path / "out").instruction_table == ["other words"]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("KITCHEN_SCENE10_close_the_top_drawer_of_the_cabinet", "close the top drawer of the cabinet"),
+        ("LIVING_ROOM_SCENE2_put_it_in_the_basket", "put it in the basket"),
+        ("wipe_the_table", "wipe the table"),
+    ],
+)
+def test_a_file_without_attributes_has_its_words_in_its_name(tmp_path: Path, name: str, words: str):
+    """LIBERO-90 as the published filter of idle frames writes it; names as ``grab_language_from_filename`` reads."""
+    path = tmp_path / f"{name}_demo.hdf5"
+    write(path, (3,))
+    with h5py.File(path, "a") as file:
+        del file["data"].attrs["problem_info"]
+    convert(path, raw(tmp_path / "out"), ("agentview",), True, quiet)
+    demos = load_demos(tmp_path / "out")
+    assert demos.instruction_table == [words] and demos.tasks == [name]
+    convert(path, raw(tmp_path / "own"), ("agentview",), True, quiet, instruction="go")
+    assert load_demos(tmp_path / "own").instruction_table == ["go"]
+
+
+def test_pictures_that_are_upright_are_not_turned(tmp_path: Path):
+    first = write(tmp_path / f"{TASK}_demo.hdf5", (3,))
+    convert(tmp_path, raw(tmp_path / "out"), ("agentview",), True, quiet, upright=True)
+    np.testing.assert_array_equal(load_demos(tmp_path / "out").images[:, 0], first["obs/agentview_rgb"])
+
+
 def test_frames_in_which_nothing_is_commanded_are_dropped():
     actions = np.zeros((6, 7), np.float32)
     actions[:, 6] = [-1, -1, -1, 1, 1, 1]

@@ -58,6 +58,9 @@ def test_errors_are_those_of_each_dimension(factor: tuple[float, float], codes: 
     expected = np.abs(index * np.array(factor) - index)[inside].mean(axis=0)
     np.testing.assert_allclose(errors.mean_abs_error, expected, atol=1e-6)
     np.testing.assert_allclose(errors.of_the_mean, np.abs(index - data.actions.mean(0))[inside].mean(0), rtol=1e-6)
+    np.testing.assert_allclose(errors.of_zero, np.abs(index)[inside].mean(0), rtol=1e-6)
+    other = policy_errors(policy, data, include_state=True, mean=np.zeros(2, np.float32))  # of the training data
+    assert other.of_the_mean == other.of_zero
     np.testing.assert_allclose(errors.out_of_range, (np.abs(data.actions) > 1.5).mean(0))
     config = SimpleNamespace(sft=Config().sft)
     assert {finding.code for finding in _policy_findings(errors, policy, data, config)} == codes
