@@ -16,7 +16,7 @@ from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import reads
 from embodrl.data.statistics import STATISTICS_FILE
-from embodrl.errors import UsageError
+from embodrl.errors import CheckpointError, UsageError
 from embodrl.hub import parse
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
@@ -90,7 +90,12 @@ class PolicySource:
 
             read_whole(self.checkpoint.path, "policy", policy.state_dict())
         else:
-            policy.load_state_dict(self.checkpoint.tensors("policy"))
+            tensors = self.checkpoint.tensors("policy")
+            try:
+                policy.load_state_dict(tensors)
+            except RuntimeError as error:
+                message = f"the policy in {self.checkpoint.path} does not fit its settings: {error}"
+                raise CheckpointError(message, "use another checkpoint", code="checkpoint-mismatch") from error
         return policy
 
 

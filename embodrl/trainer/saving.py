@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from embodrl.data.rng import capture_rng, restore_rng
-from embodrl.errors import OutputError
+from embodrl.errors import CheckpointError, OutputError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.learners.base import Learner
@@ -82,7 +82,7 @@ class Saver:
         """Bring engine, learner and random states to where a checkpoint was made.
 
         Raises:
-            CheckpointError: it was made with other settings.
+            CheckpointError: it was made with other settings, or is damaged.
         """
         state = checkpoint.state
         engine = self._learner.engine
@@ -92,7 +92,12 @@ class Saver:
         else:
             names = (*engine.sections, *(("reference",) if self._has_reference else ()))
             engine.load_state_dict(EngineState({name: checkpoint.tensors(name) for name in names}, counters))
-        self._learner.load_state(checkpoint)
+        try:
+            self._learner.load_state(checkpoint)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # what is in it is of other kinds
+            message = f"the state in {checkpoint.path} can't be used: {type(error).__name__} {error}"
+            hint = "resume with the version of embodrl that wrote the checkpoint, or from an earlier one"
+            raise CheckpointError(message, hint, code="checkpoint-damaged") from error
         restore_rng(dict(state.fields("rng").content))
         self.newest = checkpoint.path
 

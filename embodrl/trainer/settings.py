@@ -217,11 +217,17 @@ def load_saved(
 
 
 def last_settings(run_dir: Path) -> str | None:
-    """Return the text of the settings that this process or the one before has written; None if there are none yet."""
+    """Return the text of the settings that this process or the one before has written.
+
+    None if there are none yet; empty if they can't be read, which is logged.
+    """
     try:
-        return (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+        return read_regular_file(run_dir / CONFIG_FILE, MAX_BYTES).decode()
     except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("%s can't be read (%s): it is written again", run_dir / CONFIG_FILE, error)
+        return ""
 
 
 def refuse_impossible(
