@@ -211,20 +211,25 @@ def read_regular_file(path: Path, max_bytes: int, follow_links: bool = False) ->
     return content
 
 
+class TooLargeError(ValueError):
+    """Packed bytes are larger than they may be."""
+
+
 def unpack(packed: bytes, max_bytes: int) -> bytes:
-    """Return what ``zlib.compress`` has packed; a few bytes may claim to be gigabytes.
+    """Return what zlib or gzip has packed; a few bytes may claim to be gigabytes.
 
     Raises:
-        ValueError: it is damaged, or larger than ``max_bytes``.
+        TooLargeError: it is larger than ``max_bytes``.
+        ValueError: it is damaged.
     """
-    unpacker = zlib.decompressobj()
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: either, by its first bytes
     try:
         content = unpacker.decompress(packed, max_bytes)
         rest = unpacker.decompress(unpacker.unconsumed_tail, 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if rest:
-        raise ValueError(f"it unpacks to more than {max_bytes:,} bytes, the limit for such a file")
+        raise TooLargeError(f"it unpacks to more than {max_bytes:,} bytes, the limit for such a file")
     if not unpacker.eof:
         raise ValueError("it is cut off")
     return content

@@ -37,10 +37,10 @@ class _Place:
         return max(0, self.count - PER_WINDOW)
 
 
-class _FloodFilter(logging.Filter):
+class FloodFilter(logging.Filter):
     """Drops what one place in the code logs too often; the next record from there says how many it were.
 
-    Handlers share it: the first one that has a record decides for all.
+    Handlers and loggers share it: the first one that has a record decides for all.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         self._handlers: list[logging.Handler] = [_Screen(logging.WARNING)]
         self._file: _LogFile | None = None
-        self._flood = _FloodFilter()
+        self._flood = FloodFilter()
         self._problem: OSError | None = None
         self._path = path
         try:
