@@ -22,7 +22,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.trainer.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
-from embodrl.trainer.settings import is_run, load_saved
+from embodrl.trainer.settings import STATE_DIM, is_run, load_saved
 from embodrl.workers.policy import build_policy
 
 logger = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class PolicySource:
         if self.checkpoint is None:
             return build_policy(config, device)
         policy = build_policy(drop_missing_warm_start(config), device)
+        policy.seen_state_dim = self.checkpoint.state.integer(STATE_DIM, None)
         if self.checkpoint.state.flag("sharded", False):
             from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole  # see sharding
 

@@ -18,7 +18,7 @@ from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 from embodrl.trainer.async_evaluation import unfinished_evaluation
 from embodrl.trainer.files import METRICS_BLOB, saved_metrics
 from embodrl.trainer.session import RunSession
-from embodrl.trainer.settings import STATE_KEY
+from embodrl.trainer.settings import STATE_DIM, STATE_KEY
 from embodrl.workers.actor import saves_shards
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Saver:
                 "engine": saved.state,
                 "sharded": is_sharded,
                 "rng": capture_rng(),
+                STATE_DIM: self._learner.policy.seen_state_dim,
                 **kept.content,
             }
             write_shards = engine.save_shards if is_sharded else None

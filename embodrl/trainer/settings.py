@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 STATE_KEY = "settings"
 """Key of the settings in the state of a checkpoint."""
+STATE_DIM = "state_dim"
+"""Key of the numbers of the robot's state that the policy was trained on, in the state of a checkpoint."""
 MAX_BYTES = 4 * 2**20
 ABSENT: object = object()
 FIXED = {

@@ -54,7 +54,9 @@ class Service:
         self.config = config
         self.token = token
         self.source = WeightSource(core.engine)
-        self._state_dim = trained_state_dim(config)
+        # A checkpoint says it itself; the card is that of the policy which its run began with.
+        seen = core.engine.policy.seen_state_dim
+        self._state_dim = trained_state_dim(config) if seen is None else seen
         reads = reads_state(config)
         self._needs_state = self._state_dim != 0 and (reads or (reads is None and self._state_dim is not None))
         core.check_observation = self.check_state
