@@ -168,7 +168,7 @@ def with_whole_numbers(fields: Fields) -> Fields:
 
 
 def open_descriptor(path: str | Path, flags: int, mode: int = 0o666) -> int:
-    """Open a regular file; also as the ``opener`` of ``open``. A pipe would wait for its other end, a device for ever.
+    """Open a regular file; also as the ``opener`` of ``open``. A pipe would wait for its other end, a device forever.
 
     Raises:
         OSError: it is none, or can't be opened.
@@ -193,7 +193,7 @@ def check_regular_file(path: Path) -> None:
     """Refuse what ``open_regular_file`` does, following links, before a library opens it.
 
     Raises:
-        OSError: it is no regular file, or can't be read.
+        OSError: it is not one, or can't be read.
     """
     open_regular_file(path, follow_links=True).close()
 

@@ -47,7 +47,7 @@ _STAGING = ".staging_"
 _REPLACED = ".replaced_"
 MAX_BLOB_BYTES = 4 * 2**30
 MAX_NAMED = 5
-"""Damaged checkpoints that are told one by one."""
+"""Damaged checkpoints that are named one by one."""
 ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
 _T = TypeVar("_T")
 _STEP_NAME = re.compile(r"step_([0-9]+)")

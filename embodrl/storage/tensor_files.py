@@ -70,4 +70,4 @@ def _load(path: Path, load: Callable[[Path], _T]) -> _T:
 
 
 def _damaged(path: Path, error: Exception) -> OSError:
-    return OSError(errno.EINVAL, f"it is no intact safetensors file: {error}", str(path))
+    return OSError(errno.EINVAL, f"it is not an intact safetensors file: {error}", str(path))

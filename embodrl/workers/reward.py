@@ -572,7 +572,7 @@ async def _awaited(function: Callable[[Episode], object], episode: Episode) -> o
 
 
 async def _settled(function: Callable[[Episode], object], episode: Episode) -> tuple[object, Exception | None]:
-    # Between event loops a TimeoutError would be made anew, and forget where it was raised.
+    # Between event loops a TimeoutError would be rebuilt, without the place where it was raised.
     try:
         return await _awaited(function, episode), None
     except Exception as error:  # noqa: BLE001  (it is raised again where it is awaited)

@@ -125,11 +125,10 @@ class PolicyCollector(Recorder):
     ) -> None:
         self.engine = engine
         self.shards = shards
-        self.name = store_settings(config).collector
+        self.config = config
         self.intervention = intervention
         self._log = log
         self._since_s = time.monotonic()
-        self._seeds = (config.collect.seed, zlib.crc32(self.name.encode()))
         self._wanted = config.collect.num_episodes
         self._identity = episode_settings(config)
         earlier = shards.progress or Fields({"next": 0, "open": [], **dict.fromkeys(COUNTS, 0)}, "progress")
@@ -150,6 +149,15 @@ class PolicyCollector(Recorder):
         actor = policy if intervention is None else CorrectedActor(policy, intervention)
         self.numbers = np.array([self._draw() for _ in range(pool.spec.num_envs)])
         self._attempts = Attempts(pool, actor, self._assign, self, (POLICY_VERSION, ACTED_BY))
+
+    @property
+    def name(self) -> str:
+        """Of the collector, which its episodes are named after."""
+        return store_settings(self.config).collector
+
+    @property
+    def _seeds(self) -> tuple[int, int]:
+        return self.config.collect.seed, zlib.crc32(self.name.encode())
 
     def progress(self) -> dict[str, object]:
         """Return what continues from here: the next number, and those that are not finished."""

@@ -1,6 +1,6 @@
 """Files that others may have written are opened by one door: ``embodrl.fields`` and ``embodrl.storage``.
 
-Whatever else opens a file is named here with the reason why nobody else can have put a pipe, a device or a bomb there.
+Whatever else opens a file is named here with the reason why no pipe, device or bomb can be there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ELSEWHERE = {
     "embodrl/data/dataset_writer.py": "locks the directory that it has made",
     "embodrl/trainer/lock.py": "locks a directory",
     "embodrl/reporting/terminal.py": "the null device",
-    "embodrl/reporting/sinks.py": "a new file of events, whose name nobody knows before",
+    "embodrl/reporting/sinks.py": "a new file of events, whose name can't be known before",
     "embodrl/envs/real_time/devices.py": "a device that a person holds",
     "embodrl/envs/mesh_cache.py": "the user's own cache",
     "embodrl/hub.py": "files that the hub's library has just fetched",
@@ -52,7 +52,7 @@ ELSEWHERE = {
     "embodrl/extras/ray/launcher.py": "logs of Ray's own",
     "embodrl/extras/converters/libero_hdf5.py": "a file that the user names, to the only library that reads it",
     "embodrl/extras/lerobot_policy/server.py": "runs with the packages of LeRobot, on a file that they have just read",
-    "embodrl/data/parquet.py": "the only reader of parquet; it refuses what is no regular file",
+    "embodrl/data/parquet.py": "the only reader of parquet; it checks the file first",
     "embodrl/extras/openvla_oft/components.py": "checked first; the file is mapped, not copied",
 }
 

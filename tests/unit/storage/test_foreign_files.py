@@ -46,9 +46,9 @@ def checkpoint_with(run: Path, content: bytes) -> Checkpoint:
 def test_tensors_that_lie_are_one_kind_of_error(tmp_path: Path, header: bytes) -> None:
     path = lying(tmp_path / "a.safetensors", header)
     for load in (load_tensors, load_arrays):
-        with pytest.raises(OSError, match="no intact safetensors file"):
+        with pytest.raises(OSError, match="not an intact safetensors file"):
             load(path)
-    with pytest.raises(OSError, match="no intact safetensors file"), open_tensors(path) as reader:
+    with pytest.raises(OSError, match="not an intact safetensors file"), open_tensors(path) as reader:
         reader.get_tensor("a")
     with raises_code("checkpoint-damaged", CheckpointError):
         checkpoint_with(tmp_path / "run", path.read_bytes()).tensors("policy")
