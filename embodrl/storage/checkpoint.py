@@ -230,10 +230,12 @@ class CheckpointManager:
         for path in self.steps():
             problem = _problem(path)
             if not problem:
-                return _open(path), _told(problems)
+                return _open(path), _counted(problems)
             self._known_bad.add(path.name)
             problems.append(f"{path}: {problem}")
-        return None, _told(problems)
+            if len(problems) <= MAX_NAMED:
+                logger.warning("checkpoint %s is not used: %s", path, problem)
+        return None, _counted(problems)
 
     def _clean(self) -> None:
         if not self.root.is_dir():
@@ -287,12 +289,11 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
     raise CheckpointError(f"{run_dir} has no intact checkpoint: {why}", hint, code="checkpoint-missing")
 
 
-def _told(problems: list[str]) -> list[str]:
-    """Say which checkpoints are not used, and return that."""
-    told = _shortened(problems)
-    for problem in told:
-        logger.warning("a checkpoint is not used: %s", problem)
-    return told
+def _counted(problems: list[str]) -> list[str]:
+    """Return the first problems, and the number of the others, which is logged as well."""
+    if len(problems) > MAX_NAMED:
+        logger.warning("%d more checkpoints are not used", len(problems) - MAX_NAMED)
+    return _shortened(problems)
 
 
 def _shortened(names: list[str]) -> list[str]:
