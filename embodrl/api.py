@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from embodrl.config.load import LoadedConfig
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
+from embodrl.fields import read_regular_file
 from embodrl.pipelines.load import load_config as _load_config
+from embodrl.reporting.metrics_file import MAX_BYTES
 
 if TYPE_CHECKING:
     from embodrl.config.schema.readers import Verb
@@ -80,7 +82,7 @@ class SftResult:
         """One dictionary per logged step."""
         for name in ("metrics.jsonl", "sft_metrics.jsonl"):
             if (path := self.output_dir / name).is_file():
-                return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+                return [json.loads(line) for line in read_regular_file(path, MAX_BYTES).splitlines()]
         return []
 
 

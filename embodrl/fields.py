@@ -11,6 +11,7 @@ import json
 import math
 import os
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -166,18 +167,35 @@ def with_whole_numbers(fields: Fields) -> Fields:
     return Fields(content, fields.source, fields._error, fields._hint)  # pyright: ignore[reportPrivateUsage]
 
 
+def open_descriptor(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """Open a regular file; also as the ``opener`` of ``open``. A pipe would wait for its other end, a device forever.
+
+    Raises:
+        OSError: it is none, or can't be opened.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
 def open_regular_file(path: Path, follow_links: bool = False) -> BufferedReader:
     """Open a file for reading that is neither a pipe nor a device, nor a link unless links are followed.
 
     Raises:
         OSError: it is one, or can't be read.
     """
-    links = 0 if follow_links else os.O_NOFOLLOW
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | links)  # a pipe must not block
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return os.fdopen(descriptor, "rb")
+    return os.fdopen(open_descriptor(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW)), "rb")
+
+
+def check_regular_file(path: Path) -> None:
+    """Refuse what ``open_regular_file`` does, following links, before a library opens it.
+
+    Raises:
+        OSError: it is not one, or can't be read.
+    """
+    open_regular_file(path, follow_links=True).close()
 
 
 def read_regular_file(path: Path, max_bytes: int, follow_links: bool = False) -> bytes:
@@ -190,6 +208,30 @@ def read_regular_file(path: Path, max_bytes: int, follow_links: bool = False) ->
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise OSError(errno.EFBIG, f"it is larger than {max_bytes:,} bytes, the limit for such a file", str(path))
+    return content
+
+
+class TooLargeError(ValueError):
+    """Packed bytes are larger than they may be."""
+
+
+def unpack(packed: bytes, max_bytes: int) -> bytes:
+    """Return what zlib or gzip has packed; a few bytes may claim to be gigabytes.
+
+    Raises:
+        TooLargeError: it is larger than ``max_bytes``.
+        ValueError: it is damaged.
+    """
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # 32: either, by its first bytes
+    try:
+        content = unpacker.decompress(packed, max_bytes)
+        rest = unpacker.decompress(unpacker.unconsumed_tail, 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if rest:
+        raise TooLargeError(f"it unpacks to more than {max_bytes:,} bytes, the limit for such a file")
+    if not unpacker.eof:
+        raise ValueError("it is cut off")
     return content
 
 

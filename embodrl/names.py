@@ -169,6 +169,11 @@ def raised_by_embodrl(error: BaseException) -> bool:
     return last is not None and str(last.f_globals.get("__name__", "")).partition(".")[0] == "embodrl"
 
 
+def ends_process(error: BaseException) -> bool:
+    """Return whether what an import raised is not its own: Ctrl-C, or an exit of embodrl's, e.g. by a signal."""
+    return not isinstance(error, Exception) and (isinstance(error, KeyboardInterrupt) or raised_by_embodrl(error))
+
+
 def _is_part(name: str, module: str) -> bool:
     return module == name or module.startswith(f"{name}.")
 

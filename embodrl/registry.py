@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodrl.errors import EmbodrlError, UnknownNameError
-from embodrl.names import import_object, nearest
+from embodrl.names import ends_process, import_object, nearest
 
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,13 @@ class Registry(Generic[E]):
         own = (name for name, point in self._discovered().items() if _is_own(point))
         return list(dict.fromkeys((*self.builtin, *own)))
 
+    def package(self, name: str) -> str | None:
+        """Return the package of somebody else whose entry point a name is; None of other names."""
+        point = self._discovered().get(name)
+        if name in self.builtin or name in self._entries or point is None or _is_own(point):
+            return None
+        return "an unknown package" if point.dist is None else str(point.dist.metadata["Name"])
+
     def entry(self, name: str) -> E:
         """Return the spec of that name; its target is not imported.
 
@@ -159,7 +172,7 @@ class Registry(Generic[E]):
 
     def _discovered(self) -> dict[str, EntryPoint]:
         if self._points is None:  # reading the metadata of all installed packages takes some milliseconds
-            points = entry_points(group=self.group) if self.group else ()
+            points = installed_points(self.group) if self.group else ()
             # Those that come with embodrl first: where the first one counts, no other package takes its place.
             ordered = sorted(points, key=lambda point: (not _is_own(point), point.name))
             self._points = {}
@@ -170,7 +183,9 @@ class Registry(Generic[E]):
     def _load(self, point: EntryPoint) -> E:
         try:
             found = point.load()
-        except Exception as error:  # a package of somebody else may raise anything when it is imported
+        except BaseException as error:  # a package of somebody else may raise anything when it is imported, or exit
+            if ends_process(error):
+                raise
             raise EmbodrlError(
                 f"{self.kind} '{point.name}' of the entry point '{point.value}' can't be imported:"
                 f" {type(error).__name__}: {error}",
@@ -192,8 +207,33 @@ REINSTALL = "entry points of this version are not installed: install again, with
 
 def lacks_entry_points() -> bool:
     """Return whether embodrl is not installed, or was installed before its features registered by entry points."""
-    return not any(map(_is_own, entry_points(group="embodrl.launchers")))
+    return not any(map(_is_own, installed_points("embodrl.launchers")))
+
+
+def installed_points(group: str) -> list[EntryPoint]:
+    """Return the entry points of a group; those of a package whose list is damaged are left out, with a warning."""
+    try:
+        return list(entry_points(group=group))
+    except Exception:  # noqa: BLE001  the library reads the lists of all packages at once: one is damaged
+        # These read them as well, and could not be imported.
+        os.environ |= {"PYDANTIC_DISABLE_PLUGINS": "__all__", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    found: dict[str, list[EntryPoint]] = {}
+    for package in distributions():
+        name = str(package.metadata["Name"])
+        if name in found:
+            continue  # the first one on the path counts
+        try:
+            found[name] = list(package.entry_points.select(group=group))
+        except Exception as error:  # noqa: BLE001  it raises what its parser happens to
+            found[name] = []
+            _warn_of_package(name, str(error))
+    return [point for points in found.values() for point in points]
+
+
+@cache
+def _warn_of_package(name: str, problem: str) -> None:
+    logger.warning("the entry points of the package %s can't be read: %s; install it again", name, problem)
 
 
 def _is_own(point: EntryPoint) -> bool:
-    return point.module.partition(".")[0] == "embodrl"
+    return re.split(r"[.:]", point.value)[0].strip() == "embodrl"

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embodrl.errors import UsageError
-from embodrl.names import nearest
+from embodrl.names import ends_process, nearest
 from embodrl.specs import VERBS
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -53,14 +53,30 @@ class Verbs(Group):
         return "" if ctx.parent is None else f"{self.name}."
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command; None if there is none of that name, or it can't be imported, which stderr says."""
+        """Return a command; None if there is none of that name, or it can't be imported, which stderr says.
+
+        A verb of another package is imported when it is called: until then its place is held by its name.
+        """
         name = cmd_name
         verb = self._prefix(ctx) + name
         if name in self.commands or verb not in VERBS:
             return super().get_command(ctx, name)
+        package = VERBS.package(verb)
+        return self._import(verb, name) if package is None else TyperCommand(name, help=f"Of the package {package}.")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As that of ``Group``; imports the command."""
+        verb = self._prefix(ctx) + args[0] if args else ""
+        if verb in VERBS and args[0] not in self.commands and self._import(verb, args[0]) is None:
+            ctx.exit(1)
+        return super().resolve_command(ctx, args)
+
+    def _import(self, verb: str, name: str) -> Any:
         try:
             self.commands[name] = _command_of(VERBS.get(verb), name)
-        except Exception as error:  # noqa: BLE001  a package of somebody else may raise anything
+        except BaseException as error:  # a package of somebody else may raise anything, or exit
+            if ends_process(error):
+                raise
             print(f"the verb '{verb}' can't be used: {type(error).__name__}: {error}", file=sys.stderr)
             return None
         return self.commands[name]

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from embodrl.fields import MAX_JSON_BYTES, read_regular_file
+
 if TYPE_CHECKING:
     from embodrl.config.schema import Config
 
@@ -50,7 +52,7 @@ def fingerprint(name: str) -> str:
 def read_marker(prefix: Path) -> dict[str, object] | None:
     """Return what `embodrl env install` says of its environment; None if it has not made it."""
     try:
-        content: object = json.loads((prefix / MARKER).read_text())
+        content: object = json.loads(read_regular_file(prefix / MARKER, MAX_JSON_BYTES))
     except (OSError, ValueError):
         return None
     return cast(dict[str, object], content) if isinstance(content, dict) else None

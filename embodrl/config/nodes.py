@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from embodrl.errors import ConfigProblem
+from embodrl.fields import open_regular_file
 
 INT = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.?(inf|Inf|INF)|\.?(nan|NaN|NAN)")
@@ -407,10 +406,7 @@ def _read_bounded(path: Path) -> bytes:
     Raises:
         OSError: it can't be read, or is not a regular file: a pipe or a device might never end.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe would wait for its writer
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+    with open_regular_file(path, follow_links=True) as file:
         return file.read(MAX_FILE_BYTES + 1)
 
 

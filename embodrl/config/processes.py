@@ -15,6 +15,7 @@ from typing import Any, cast
 from embodrl import __version__
 from embodrl.config.nodes import Node, Origin, lookup
 from embodrl.config.schema import Config
+from embodrl.fields import MAX_JSON_BYTES, read_regular_file
 from embodrl.processor import processor
 from embodrl.specs import ENVS
 
@@ -112,7 +113,7 @@ def cache_path(settings: Mapping[str, object]) -> Path:
 def read_choice(path: Path) -> int | None:
     """Return the number that was measured; None if there is no whole measurement."""
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_regular_file(path, MAX_JSON_BYTES))
         number = content["num_processes"]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -20,8 +20,9 @@ import stat
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from embodrl.config.nodes import Node, lookup
+from embodrl.config.nodes import MAX_FILE_BYTES, Node, lookup
 from embodrl.errors import ConfigProblem
+from embodrl.fields import open_regular_file, read_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -116,10 +117,10 @@ def is_trusted(path: Path, tree: Node, text: str | None = None, of_run: bool = F
     if not settings or os.environ.get(TRUST_VARIABLE) == "1":
         return True
     try:
-        text = path.read_text(encoding="utf-8") if text is None else text
+        text = read_regular_file(path, MAX_FILE_BYTES, follow_links=True).decode() if text is None else text
         found = path.stat()
         own = found.st_uid in (os.getuid(), 0) and not found.st_mode & stat.S_IWOTH
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         own = False
     if not (of_run or _APPROVAL.search(text or "") or SEAL in (text or "") or is_of_run(path)):
         return own
@@ -178,7 +179,7 @@ def _key_file() -> Path:
 
 
 def _read_key(path: Path) -> bytes | None:
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_regular_file(path, follow_links=True) as file:
         key = file.read(64)
         if os.fstat(file.fileno()).st_uid == os.getuid() and len(key) == 32:
             return key

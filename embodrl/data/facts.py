@@ -12,6 +12,7 @@ from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.hub import DATASET_FACTS, cached, parse_dataset
 from embodrl.storage.integrity import check_checksums
+from embodrl.storage.tensor_files import open_tensors
 
 RAW_INDEX = "index.json"
 LARGEST_SIDE = 256
@@ -97,15 +98,13 @@ def check_shard(path: Path) -> None:
 
 
 def _raw_facts(directory: Path) -> DatasetFacts:
-    from safetensors import SafetensorError, safe_open
-
     index = read_fields(directory / RAW_INDEX, FileDamagedError, HINT)
     path = directory / Path(index.objects("episodes")[0].text("shard") if index.objects("episodes") else "none").name
     check_shard(path)
     try:
-        with safe_open(path, framework="np") as shard:
+        with open_tensors(path, "np") as shard:
             shapes = {name: list(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise damaged(path, error) from error
     images = shapes.get("images", [0, 0, 0, 0, 3])
     cameras = {f"camera{number}": (images[2], images[3]) for number in range(images[1])}

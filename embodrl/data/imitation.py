@@ -230,6 +230,26 @@ class FrameBatches:
         self._order = order.numpy().copy()
 
 
+def refuse_others(saved: Mapping[str, object], demos: Demos, data_dir: str) -> None:
+    """Refuse other demonstrations than those that a state of ``DatasetBatches`` was taken with.
+
+    Args:
+        saved: the state; that of an earlier version, which does not tell them, is accepted.
+        demos: that are there now.
+        data_dir: where from.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if "demonstrations" in saved and saved["demonstrations"] != demos.checksum:
+        raise CheckpointError(
+            f"the demonstrations in {data_dir} are not those that the run began with",
+            "resume with sft.data_dir and what is read of it as they were, and its files unchanged; to go on with"
+            " others, start a new run with model.warm_start=RUN/policy",
+            code="sft-other-demonstrations",
+        )
+
+
 class DatasetBatches(FrameBatches):
     """Frames of demonstrations that stay the same: those of other ones do not continue its order."""
 
@@ -244,13 +264,7 @@ class DatasetBatches(FrameBatches):
             )
             super().load_state(rng, order)
             return
-        if rng["demonstrations"] != self.demos.checksum:
-            raise CheckpointError(
-                f"the demonstrations in {self.settings.data_dir} are not those that the run began with",
-                "resume with sft.data_dir and what is read of it as they were, and its files unchanged; to go on with"
-                " others, start a new run with model.warm_start=RUN/policy",
-                code="sft-other-demonstrations",
-            )
+        refuse_others(rng, self.demos, self.settings.data_dir)
         super().load_state(rng["rng"], order)
 
 

@@ -11,7 +11,7 @@ from embodrl.data.demos import HINT, MAX_FRAMES, damaged, layout_error
 from embodrl.data.lerobot_info import MAX_INDEX, TRAIN, Info
 from embodrl.data.parquet import Table
 from embodrl.errors import EmbodrlError, FileDamagedError
-from embodrl.fields import Fields, parse_fields, with_whole_numbers
+from embodrl.fields import Fields, parse_fields, read_regular_file, with_whole_numbers
 
 MAX_TASK_LENGTH = 10_000
 MAX_JSONL_BYTES = 2**30
@@ -140,9 +140,7 @@ def _counts(row: Fields) -> tuple[int, int]:
 def _read_lines(path: Path) -> list[Fields]:
     """Return the objects of a JSON-lines file."""
     try:
-        if path.stat().st_size > MAX_JSONL_BYTES:
-            raise damaged(path, f"it is larger than {MAX_JSONL_BYTES:,} bytes")
-        lines = path.read_bytes().splitlines()
+        lines = read_regular_file(path, MAX_JSONL_BYTES, follow_links=True).splitlines()
     except FileNotFoundError as error:
         raise damaged(path, "it is missing") from error
     except OSError as error:

@@ -166,7 +166,7 @@ class _Loading:
         for episode, start in zip(self.episodes, self.starts, strict=False):
             path = self._data_of(episode)
             if table is None or table.path != path:
-                table = Table(path, columns, optional=[*layout.COUNTERS])
+                table = Table(path, columns, optional=[*layout.COUNTERS], max_rows=self.info.totals[1])
                 values = {name: table.vectors(one.column, one.size) for name, one in features.items()}
             rows = _rows_of(table, episode)
             for name, every in values.items():
@@ -199,9 +199,9 @@ class _Loading:
             if not path.is_file():
                 lost |= numbers
             else:
-                lost |= numbers - _episodes_in(path)
+                lost |= numbers - _episodes_in(path, self.info)
         others = sorted((self.directory / "data").glob("*/*.parquet")) if lost else []
-        found = {number: path for path in others for number in _episodes_in(path) & lost}
+        found = {number: path for path in others for number in _episodes_in(path, self.info) & lost}
         if found:
             what = "%s: the rows of %d episodes are not in the files that meta/episodes names, and were found in others"
             logger.warning(what, self.directory, len(found))
@@ -240,8 +240,8 @@ class _Loading:
         return f"episode {self.episodes[place].number}, frame {row - self.starts[place]}"
 
 
-def _episodes_in(path: Path) -> set[int]:
-    return set(Table(path, ["episode_index"]).integers("episode_index").tolist())
+def _episodes_in(path: Path, info: Info) -> set[int]:
+    return set(Table(path, ["episode_index"], max_rows=info.totals[1]).integers("episode_index").tolist())
 
 
 def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:

@@ -14,9 +14,9 @@ import psutil
 from numpy.typing import NDArray
 
 from embodrl.data.demos import HINT, damaged, layout_error
-from embodrl.data.lerobot import require
+from embodrl.data.lerobot import INFO, require
 from embodrl.errors import EmbodrlError, FileDamagedError
-from embodrl.fields import Fields, with_whole_numbers
+from embodrl.fields import Fields, check_regular_file, with_whole_numbers
 
 MEMORY_FRACTION = 0.7
 """Of the free memory, which data may fill."""
@@ -30,6 +30,7 @@ class Table:
         columns: to read; None reads those that ``exclude`` does not match.
         exclude: prefix of columns that are left out.
         optional: further columns, which are read if they are there.
+        max_rows: that it may have; None for any number. A few bytes may claim to be millions of rows.
 
     Raises:
         EmbodrlError: the file is missing, damaged, lacks a column, or does not fit in memory.
@@ -41,12 +42,14 @@ class Table:
         columns: Sequence[str] | None = None,
         exclude: str | None = None,
         optional: Sequence[str] = (),
+        max_rows: int | None = None,
     ) -> None:
         pyarrow, parquet = require("pyarrow", "pyarrow.parquet")
         self.path = path
         if not path.is_file():
             raise damaged(path, "it is missing")
         try:
+            check_regular_file(path)
             with parquet.ParquetFile(path, page_checksum_verification=True) as file:
                 present: list[str] = file.schema_arrow.names
                 names = list(columns) if columns is not None else present
@@ -55,7 +58,11 @@ class Table:
                 if missing := [name for name in names if name not in present]:
                     problem = f"it has no column {', '.join(missing)}; it has {', '.join(present)}"
                     raise layout_error(path, problem, "sft.keys names columns that are called otherwise")
+                if max_rows is not None and file.metadata.num_rows > max_rows:
+                    raise damaged(path, f"it has {file.metadata.num_rows:,} rows, and {INFO} {max_rows:,} in all")
                 names += [name for name in optional if name in present and name not in names]
+                if twice := [name for name in names if present.count(name) > 1]:
+                    raise layout_error(path, f"it has several columns {twice[0]}", "write each column once")
                 groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
                 self._check_size(sum(group.total_byte_size for group in groups))
                 self._table: Any = file.read(columns=names)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from embodrl.data.columns import Array
 from embodrl.data.dataset_writer import DatasetWriter
@@ -33,6 +31,7 @@ from embodrl.fields import Fields, read_fields
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums
 from embodrl.storage.json_file import write_json_file
+from embodrl.storage.tensor_files import load_arrays
 
 INDEX = RAW_INDEX
 FORMAT = 1
@@ -184,8 +183,8 @@ def _file_name(entry: Fields) -> str:
 def _load_shard(path: Path) -> dict[str, Array]:
     check_shard(path)
     try:
-        shard = load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
+        shard = load_arrays(path)
+    except OSError as error:
         raise damaged(path, error) from error
     if "actions" not in shard:
         raise damaged(path, "it has no actions")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from embodrl.errors import CheckpointError
 
 
 def capture_rng() -> dict[str, Any]:
@@ -26,15 +29,20 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set the global random states to what ``capture_rng`` returned; GPUs that are not there now are left out."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_decode(state["torch"]))
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for index, encoded in enumerate(state["cuda"][:num_gpus]):
-        torch.cuda.set_rng_state(_decode(encoded), index)
+    """Set the global random states to what ``capture_rng`` returned; GPUs that are not there now are left out.
+
+    Raises:
+        CheckpointError: it is no such state.
+    """
+    with _refused():
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_decode(state["torch"]))
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for index, encoded in enumerate(state["cuda"][:num_gpus]):
+            torch.cuda.set_rng_state(_decode(encoded), index)
 
 
 def generator_state(generator: torch.Generator) -> str:
@@ -43,8 +51,23 @@ def generator_state(generator: torch.Generator) -> str:
 
 
 def restore_generator(generator: torch.Generator, state: str) -> None:
-    """Set one generator to what ``generator_state`` returned."""
-    generator.set_state(_decode(state))
+    """Set one generator to what ``generator_state`` returned.
+
+    Raises:
+        CheckpointError: it is no such state.
+    """
+    with _refused():
+        generator.set_state(_decode(state))
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Give what the libraries say of a state that they can't use a code."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        message = f"a saved state of random numbers can't be used: {type(error).__name__} {error}"
+        raise CheckpointError(message, "use an earlier checkpoint", code="checkpoint-damaged") from error
 
 
 def _encode(state: torch.Tensor) -> str:

@@ -25,6 +25,7 @@ from embodrl.config.isolated import (
     requirements,
 )
 from embodrl.errors import EmbodrlError, UsageError
+from embodrl.fields import open_descriptor
 from embodrl.names import nearest
 from embodrl.preflight.findings import MachineFinding
 from embodrl.specs import ENVS
@@ -183,7 +184,7 @@ def _count(name: str) -> int:
 @contextlib.contextmanager
 def _locked(prefix: Path, tell: Callable[[str], None]) -> Iterator[None]:
     """Let one process at a time work on an environment; the lock ends with the process."""
-    with prefix.with_name(f".{prefix.name}.lock").open("w") as file:
+    with open(prefix.with_name(f".{prefix.name}.lock"), "w", opener=open_descriptor) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from embodrl.errors import EmbodrlError, MessageError
+from embodrl.fields import open_descriptor
 from embodrl.processes.codec import PLAIN, Codec
 from embodrl.processes.cores import unbind
 from embodrl.processes.ending import OUT_OF_MEMORY
@@ -46,6 +47,13 @@ def importable_in_other_python() -> list[str]:
     installed = {Path(name).resolve() for name in [*names, *site.getsitepackages(), site.getusersitepackages()]}
     paths = [Path(entry or ".").resolve() for entry in sys.path]
     return [str(path) for path in paths if path.is_dir() and not installed & {path, *path.parents}]
+
+
+def _open_log(path: Path | None) -> BinaryIO:
+    """Open the file that a child prints into; None stands for one without a name."""
+    if path is None:
+        return tempfile.TemporaryFile()
+    return open(path, "ab+", opener=open_descriptor)
 
 
 class ChildHungError(Exception):
@@ -102,7 +110,7 @@ class ChildProcess:
         self._reaping = threading.Lock()
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log: BinaryIO = tempfile.TemporaryFile() if log_path is None else log_path.open("ab+")  # noqa: SIM115
+        self._log: BinaryIO = _open_log(log_path)
         # A log file may hold the output of earlier processes of that name; error messages show this one's alone.
         self._log_start = self._log.seek(0, os.SEEK_END)
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)  # both sides write at the end, wherever that is: see _trim_log

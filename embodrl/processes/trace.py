@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
+from embodrl.fields import open_descriptor
+
 VARIABLE = "EMBODRL_TRACE"
 """Environment variable: directory of the files."""
 NAME_VARIABLE = "EMBODRL_TRACE_NAME"
@@ -50,7 +52,7 @@ def _write(event: Mapping[str, object]) -> None:
 @lru_cache(maxsize=1)
 def _file(pid: int) -> int:
     path = Path(os.environ[VARIABLE]) / f"{pid}.jsonl"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     name = {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": os.environ.get(NAME_VARIABLE, "main")}}
     os.write(descriptor, (json.dumps(name) + "\n").encode())
     return descriptor

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import os
-import stat
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from embodrl.errors import without_controls
+from embodrl.fields import open_descriptor
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -39,10 +37,10 @@ class _Place:
         return max(0, self.count - PER_WINDOW)
 
 
-class _FloodFilter(logging.Filter):
+class FloodFilter(logging.Filter):
     """Drops what one place in the code logs too often; the next record from there says how many it were.
 
-    Handlers share it: the first one that has a record decides for all.
+    Handlers and loggers share it: the first one that has a record decides for all.
     """
 
     def __init__(self) -> None:
@@ -72,15 +70,6 @@ class _FloodFilter(logging.Filter):
         return place.count <= PER_WINDOW
 
 
-def _open_regular(path: str, flags: int) -> int:
-    """Open a file; refuse a pipe, which would wait for a reader, and a device."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", path)
-    return descriptor
-
-
 class _LogFile(RotatingFileHandler):
     """A file whose loss, such as by a full disk, is reported once and costs nothing else."""
 
@@ -88,7 +77,7 @@ class _LogFile(RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         # Text from elsewhere may hold surrogates, which have no encoding.
-        return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=_open_regular)
+        return open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=open_descriptor)
 
     def handleError(self, record: logging.LogRecord) -> None:
         self.lost = True
@@ -121,7 +110,7 @@ class RunLog:
     def __init__(self, path: Path) -> None:
         self._handlers: list[logging.Handler] = [_Screen(logging.WARNING)]
         self._file: _LogFile | None = None
-        self._flood = _FloodFilter()
+        self._flood = FloodFilter()
         self._problem: OSError | None = None
         self._path = path
         try:

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
+from embodrl.fields import open_descriptor, read_regular_file
 from embodrl.reporting.metrics_file import METRICS_FILE, parse_row, restore_metrics
+from embodrl.storage.json_file import write_text_file
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _EVENT_FILES = itertools.count()
 WANDB_FINISH_S = 60.0
+MAX_ID_BYTES = 1024
 MetricValue = float | int | str | None
 
 
@@ -106,8 +109,11 @@ class WandbTracker:
         self._directory = run_dir
         self._step = -1
         id_file = run_dir / "wandb_id.txt"
-        run_id = id_file.read_text().strip() if id_file.is_file() else os.urandom(4).hex()
-        id_file.write_text(f"{run_id}\n")
+        try:
+            run_id = read_regular_file(id_file, MAX_ID_BYTES).decode().strip()
+        except (OSError, UnicodeDecodeError):
+            run_id = os.urandom(4).hex()
+        write_text_file(id_file, f"{run_id}\n")
         self._run = wandb.init(
             project=config.wandb_project,
             name=run_dir.name,
@@ -295,7 +301,7 @@ class MetricsLogger:
 
 
 def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    return open_descriptor(path, flags | os.O_NOFOLLOW)
 
 
 def _finite(value: MetricValue) -> MetricValue:

@@ -16,7 +16,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
 from embodrl.runs.eval_output import EvalDirectory
 from embodrl.runs.eval_result import EvaluationResult, evaluation_of
-from embodrl.storage.json_file import check_json_file, write_json_file
+from embodrl.storage.json_file import check_json_file, write_json_result
 from embodrl.trainer.files import removed_if_empty
 from embodrl.trainer.provenance import compute_text
 from embodrl.types import Decoding
@@ -80,9 +80,9 @@ def evaluate(
         for line in lines:
             progress.message(line)
     if json_path is not None:
-        write_json_file(json_path, output.content(result))
+        write_json_result(json_path, output.content(result))
     if harness_path is not None:
-        write_json_file(harness_path, output.harness_content(result))
+        write_json_result(harness_path, output.harness_content(result))
     return evaluation_of(result, output.directory, output.axes)
 
 

@@ -16,13 +16,13 @@ from embodrl.config.policy_card import ADAPTER_CONFIG, BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import reads
 from embodrl.data.statistics import STATISTICS_FILE
-from embodrl.errors import UsageError
+from embodrl.errors import CheckpointError, UsageError
 from embodrl.hub import parse
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.checkpoint import BEST, Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.trainer.files import ADAPTERS_DIR, BEST_POLICY_DIR, POLICY_DIR, base_of, drop_missing_warm_start
-from embodrl.trainer.settings import is_run, load_saved
+from embodrl.trainer.settings import STATE_DIM, is_run, load_saved
 from embodrl.workers.policy import build_policy
 
 logger = logging.getLogger(__name__)
@@ -85,12 +85,18 @@ class PolicySource:
         if self.checkpoint is None:
             return build_policy(config, device)
         policy = build_policy(drop_missing_warm_start(config), device)
+        policy.seen_state_dim = self.checkpoint.state.integer(STATE_DIM, None)
         if self.checkpoint.state.flag("sharded", False):
             from embodrl.hybrid_engines.training.sharded_checkpoint import read_whole  # see sharding
 
             read_whole(self.checkpoint.path, "policy", policy.state_dict())
         else:
-            policy.load_state_dict(self.checkpoint.tensors("policy"))
+            tensors = self.checkpoint.tensors("policy")
+            try:
+                policy.load_state_dict(tensors)
+            except RuntimeError as error:
+                message = f"the policy in {self.checkpoint.path} does not fit its settings: {error}"
+                raise CheckpointError(message, "use another checkpoint", code="checkpoint-mismatch") from error
         return policy
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodrl.config import LoadedConfig
 from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
-from embodrl.data.imitation import DatasetBatches, load_checked_demos, observed
+from embodrl.data.imitation import DatasetBatches, load_checked_demos, observed, refuse_others
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
 from embodrl.learners.imitation import ImitationLearner
@@ -121,6 +121,8 @@ def work(session: RunSession) -> int:
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
         demos = load_checked_demos(config)
         progress.message(f"{demos.num_episodes} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        if session.checkpoint is not None:  # before a policy is built, and processes are started for it
+            refuse_others(session.checkpoint.state.fields("data_rng").content, demos, settings.data_dir)
         trainer = _bring_up(session, demos, progress, closing)
         code = run_and_export(trainer, progress)
         if not trainer.is_finished:

@@ -17,12 +17,12 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.fields import Fields, parse_fields, read_fields
+from embodrl.fields import Fields, read_fields, read_regular_file
 from embodrl.storage.atomic import (
     format_size,
     output_error,
@@ -34,6 +34,7 @@ from embodrl.storage.atomic import (
 )
 from embodrl.storage.files import safetensors_bytes
 from embodrl.storage.integrity import sha256_of
+from embodrl.storage.tensor_files import load_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,11 @@ CHECKPOINTS_DIR = "checkpoints"
 BEST = "best"
 _STAGING = ".staging_"
 _REPLACED = ".replaced_"
+MAX_BLOB_BYTES = 4 * 2**30
+MAX_NAMED = 5
+"""Damaged checkpoints that are named one by one."""
 ELSEWHERE = "set runner.output_dir to a writable directory on another disk"
+_T = TypeVar("_T")
 _STEP_NAME = re.compile(r"step_([0-9]+)")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -67,19 +72,19 @@ class Checkpoint:
         """Return a group of tensors, on the CPU.
 
         Raises:
-            CheckpointError: the checkpoint has no such group.
+            CheckpointError: the checkpoint has no such group, or it is damaged.
         """
-        return load_file(self._part(f"{name}.safetensors"))
+        return self._read(f"{name}.safetensors", load_tensors)
 
     def blob(self, name: str) -> bytes:
         """Return a blob.
 
         Raises:
-            CheckpointError: the checkpoint has no such blob.
+            CheckpointError: the checkpoint has no such blob, or it is too large.
         """
-        return self._part(f"{name}.bin").read_bytes()
+        return self._read(f"{name}.bin", lambda path: read_regular_file(path, MAX_BLOB_BYTES, follow_links=True))
 
-    def _part(self, file_name: str) -> Path:
+    def _read(self, file_name: str, read: Callable[[Path], _T]) -> _T:
         path = self.path / file_name
         if not path.is_file():
             raise CheckpointError(
@@ -87,7 +92,12 @@ class Checkpoint:
                 "resume with the version of embodrl that wrote the checkpoint",
                 code="checkpoint-damaged",
             )
-        return path
+        try:
+            return read(path)
+        except OSError as error:
+            reason = error.strerror or error
+            hint = "resume a copy of the run, or a run of your own"
+            raise CheckpointError(f"{path} can't be read: {reason}", hint, code="checkpoint-damaged") from error
 
 
 class CheckpointManager:
@@ -220,11 +230,12 @@ class CheckpointManager:
         for path in self.steps():
             problem = _problem(path)
             if not problem:
-                return _open(path), problems
-            problems.append(f"{path}: {problem}")
+                return _open(path), _counted(problems)
             self._known_bad.add(path.name)
-            logger.warning("checkpoint %s is not used: %s", path, problem)
-        return None, problems
+            problems.append(f"{path}: {problem}")
+            if len(problems) <= MAX_NAMED:
+                logger.warning("checkpoint %s is not used: %s", path, problem)
+        return None, _counted(problems)
 
     def _clean(self) -> None:
         if not self.root.is_dir():
@@ -252,7 +263,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: it does not exist, or its checksums do not hold.
     """
     steps = [step for step in CheckpointManager(path.parent.parent, 1).steps() if step.name != path.name]
-    hint = f"the run has {', '.join(step.name for step in steps)}" if steps else "the run has no other checkpoint"
+    others = ", ".join(_shortened([step.name for step in steps]))
+    hint = f"the run has {others}" if steps else "the run has no other checkpoint"
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} does not exist", hint, code="checkpoint-not-found")
     if problem := _problem(path):
@@ -272,9 +284,21 @@ def newest_checkpoint(run_dir: Path) -> Checkpoint:
             problems.append(f"{path}: {problem}")
         else:
             return _open(path)
-    why = "; ".join(problems) or "none has been written yet"
+    why = "; ".join(_shortened(problems)) or "none has been written yet"
     hint = f"`embodrl resume {run_dir}` continues the run"
     raise CheckpointError(f"{run_dir} has no intact checkpoint: {why}", hint, code="checkpoint-missing")
+
+
+def _counted(problems: list[str]) -> list[str]:
+    """Return the first problems, and the number of the others, which is logged as well."""
+    if len(problems) > MAX_NAMED:
+        logger.warning("%d more checkpoints are not used", len(problems) - MAX_NAMED)
+    return _shortened(problems)
+
+
+def _shortened(names: list[str]) -> list[str]:
+    """Return the first of them, and how many more there are: somebody else's run may have any number."""
+    return names if len(names) <= MAX_NAMED else [*names[:MAX_NAMED], f"and {len(names) - MAX_NAMED} more"]
 
 
 def preflight(directory: Path, bytes_needed: int) -> None:
@@ -390,7 +414,7 @@ def _subdirectories(path: Path) -> list[Path]:
 
 def _open(path: Path) -> Checkpoint:
     hint = "resume with the version of embodrl that wrote the checkpoint"
-    state = parse_fields((path / STATE).read_bytes(), f"{path / STATE}", CheckpointError, hint)
+    state = read_fields(path / STATE, CheckpointError, hint)
     return Checkpoint(int(path.name.removeprefix("step_")), path, state)
 
 

@@ -39,13 +39,12 @@ def check_json_file(path: Path, make_directory: bool = False) -> None:
 
 
 def write_json_file(path: Path, content: object) -> None:
-    """Write results atomically; an earlier file stays until the new one is complete.
+    """Write a file atomically; an earlier one stays until the new one is complete. A pipe or device is replaced.
 
     Raises:
         OutputError: it can't be written; nothing half-written is left.
     """
-    # NaN is not JSON, and other programs could not read the file.
-    write_text_file(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    write_text_file(path, _encoded(content))
 
 
 def write_text_file(path: Path, text: str, elsewhere: str = ELSEWHERE) -> None:
@@ -56,12 +55,27 @@ def write_text_file(path: Path, text: str, elsewhere: str = ELSEWHERE) -> None:
         text: its content.
         elsewhere: how to choose another place, for the hint of the error.
     """
-    if _is_special(path):
-        with output_errors(f"{path} can't be written", path, elsewhere):
-            path.write_text(text, encoding="utf-8")
-        return
     with atomic_file(path, elsewhere) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def write_json_result(path: Path, content: object) -> None:
+    """Write results where the user has asked for them, which may be /dev/stdout or a pipe; see ``write_json_file``."""
+    write_text_result(path, _encoded(content))
+
+
+def write_text_result(path: Path, text: str) -> None:
+    """Write text; as ``write_json_result``."""
+    if not _is_special(path):
+        write_text_file(path, text)
+        return
+    with output_errors(f"{path} can't be written", path, ELSEWHERE):
+        path.write_text(text, encoding="utf-8")
+
+
+def _encoded(content: object) -> str:
+    # NaN is not JSON, and other programs could not read the file.
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def _is_special(path: Path) -> bool:

@@ -15,13 +15,14 @@ import numpy as np
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
 from embodrl.errors import OutputError, WeightSyncError, WorkerDied
+from embodrl.fields import read_regular_file
 from embodrl.hybrid_engines.weight_sync.buckets import Named, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import Limits
 from embodrl.processes.restarts import RestartBudget
-from embodrl.reporting.metrics_file import METRICS_FILE, Row, parse_row
+from embodrl.reporting.metrics_file import MAX_BYTES, METRICS_FILE, Row, parse_row
 from embodrl.scheduler.group import WorkerGroup
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
@@ -295,7 +296,7 @@ def finished_since(run_dir: Path, checkpoint: Checkpoint, file_name: str = METRI
     path = run_dir / file_name
     if in_progress is None or not path.is_file():
         return None
-    rows = [parse_row(line) for line in path.read_bytes().splitlines(keepends=True)]
+    rows = [parse_row(line) for line in read_regular_file(path, MAX_BYTES).splitlines(keepends=True)]
     found = [row for row in rows if row is not None and is_late(row) and row["iteration"] == in_progress.iteration]
     return found[-1] if found else None
 

@@ -7,7 +7,6 @@ import logging
 import shlex
 import shutil
 import time
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,8 @@ from embodrl import __version__
 from embodrl.config.policy_card import CARD_FILE, policy_card
 from embodrl.config.schema import Config
 from embodrl.deployment import Deployment
-from embodrl.errors import EmbodrlError, OutputError
-from embodrl.fields import read_regular_file
+from embodrl.errors import CheckpointError, EmbodrlError, OutputError
+from embodrl.fields import read_regular_file, unpack
 from embodrl.hybrid_engines.weight_sync.buckets import num_bytes, trained_names
 from embodrl.hybrid_engines.weight_sync.disk import VERSIONS_KEPT
 from embodrl.models.base import VLAPolicy
@@ -31,6 +30,7 @@ from embodrl.models.common.lora import (
 )
 from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.intervals import interval_text
+from embodrl.reporting.metrics_file import MAX_BYTES as MAX_METRICS_BYTES
 from embodrl.reporting.rows import other_rates
 from embodrl.storage.atomic import FILE_SIZE_HINT, atomic_directory
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
@@ -209,8 +209,17 @@ def base_of(config: Config) -> str | None:
 
 
 def saved_metrics(checkpoint: Checkpoint) -> bytes:
-    """Return metrics.jsonl as it was when a checkpoint was made."""
-    return zlib.decompress(checkpoint.blob(METRICS_BLOB))
+    """Return metrics.jsonl as it was when a checkpoint was made.
+
+    Raises:
+        CheckpointError: it is damaged, or too large to be one.
+    """
+    try:
+        return unpack(checkpoint.blob(METRICS_BLOB), MAX_METRICS_BYTES)
+    except ValueError as error:
+        hint = "resume a copy of the run, or a run of your own"
+        message = f"the rows of metrics in {checkpoint.path} can't be read: {error}"
+        raise CheckpointError(message, hint, code="checkpoint-damaged") from error
 
 
 def resume_hint(run_dir: Path) -> str:

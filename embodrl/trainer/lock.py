@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from embodrl.errors import OutputError
+from embodrl.fields import open_descriptor, open_regular_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class RunLock:
         self._file = -1
         try:
             self._lock(self._place)
-            self._file = _open_lock(directory / LOCK_FILE)
+            self._file = open_descriptor(directory / LOCK_FILE, _FLAGS, 0o644)
             self._lock(self._file)
         except BaseException:  # raised again
             self.close()
@@ -72,7 +71,7 @@ class RunLock:
         except FileNotFoundError:
             pass
         logger.warning("%s was deleted during the run; it is locked again", path)
-        replacement = _open_lock(path)
+        replacement = open_descriptor(path, _FLAGS, 0o644)
         try:
             self._lock(replacement)
         except OutputError as error:
@@ -114,21 +113,13 @@ class RunLock:
 
     def _taken(self) -> OutputError:
         holder = ""
-        with contextlib.suppress(OSError), (self.directory / LOCK_FILE).open("rb") as file:
+        with contextlib.suppress(OSError), open_regular_file(self.directory / LOCK_FILE) as file:
             holder = file.read(32).decode(errors="replace").strip()
         return OutputError(
             f"another process (pid {holder or 'unknown'}) uses {self.directory}",
             "wait until it has ended, or stop it; a new run needs a runner.output_dir of its own",
             code="run-in-use",
         )
-
-
-def _open_lock(path: Path) -> int:
-    descriptor = os.open(path, _FLAGS, 0o644)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return descriptor
 
 
 @contextmanager

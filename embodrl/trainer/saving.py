@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from embodrl.data.rng import capture_rng, restore_rng
-from embodrl.errors import OutputError
+from embodrl.errors import CheckpointError, OutputError
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.base import EngineState, counters_of
 from embodrl.learners.base import Learner
@@ -18,7 +18,7 @@ from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 from embodrl.trainer.async_evaluation import unfinished_evaluation
 from embodrl.trainer.files import METRICS_BLOB, saved_metrics
 from embodrl.trainer.session import RunSession
-from embodrl.trainer.settings import STATE_KEY
+from embodrl.trainer.settings import STATE_DIM, STATE_KEY
 from embodrl.workers.actor import saves_shards
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Saver:
                 "engine": saved.state,
                 "sharded": is_sharded,
                 "rng": capture_rng(),
+                STATE_DIM: self._learner.policy.seen_state_dim,
                 **kept.content,
             }
             write_shards = engine.save_shards if is_sharded else None
@@ -82,7 +83,7 @@ class Saver:
         """Bring engine, learner and random states to where a checkpoint was made.
 
         Raises:
-            CheckpointError: it was made with other settings.
+            CheckpointError: it was made with other settings, or is damaged.
         """
         state = checkpoint.state
         engine = self._learner.engine
@@ -92,7 +93,12 @@ class Saver:
         else:
             names = (*engine.sections, *(("reference",) if self._has_reference else ()))
             engine.load_state_dict(EngineState({name: checkpoint.tensors(name) for name in names}, counters))
-        self._learner.load_state(checkpoint)
+        try:
+            self._learner.load_state(checkpoint)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # what is in it is of other kinds
+            message = f"the state in {checkpoint.path} can't be used: {type(error).__name__} {error}"
+            hint = "resume with the version of embodrl that wrote the checkpoint, or from an earlier one"
+            raise CheckpointError(message, hint, code="checkpoint-damaged") from error
         restore_rng(dict(state.fields("rng").content))
         self.newest = checkpoint.path
 

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 STATE_KEY = "settings"
 """Key of the settings in the state of a checkpoint."""
+STATE_DIM = "state_dim"
+"""Key of the numbers of the robot's state that the policy was trained on, in the state of a checkpoint."""
 MAX_BYTES = 4 * 2**20
 ABSENT: object = object()
 FIXED = {
@@ -217,11 +219,17 @@ def load_saved(
 
 
 def last_settings(run_dir: Path) -> str | None:
-    """Return the text of the settings that this process or the one before has written; None if there are none yet."""
+    """Return the text of the settings that this process or the one before has written.
+
+    None if there are none yet; empty if they can't be read, which is logged.
+    """
     try:
-        return (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+        return read_regular_file(run_dir / CONFIG_FILE, MAX_BYTES).decode()
     except FileNotFoundError:
         return None
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("%s can't be read (%s): it is written again", run_dir / CONFIG_FILE, error)
+        return ""
 
 
 def refuse_impossible(

@@ -158,6 +158,7 @@ class RemoteBackend(RolloutBackend):
         self._weights: Callable[[], Iterable[tuple[str, Tensor]]] = self._state_dict
         about = self.group.call_on(0, "about").result()
         self.tasks = list(about["tasks"])
+        policy.seen_state_dim = int(about["state_dim"])  # it acts there only
         self._keep(policy.state_dict().items())
         # A process may die while it joins, and is then restarted, for which the lock must be held.
         with self._revival:

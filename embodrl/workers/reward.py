@@ -10,9 +10,10 @@ import inspect
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import dataclass
 from typing import NoReturn, TypedDict, TypeVar
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 CLIPS_AT_ONCE = 8
 _POLL_S = 0.1
+ANSWER_S = 1.0
+"""What the event loop of async functions may take to answer after one of them was too slow."""
 _NONE = torch.tensor(float("nan"))
 MODEL = "model"
 """Of a checkpoint: the checksum of the model that pays."""
@@ -413,8 +416,8 @@ def _pay(batch: TrajectoryBatch, episodes: Episodes, rewards: dict[int, Tensor])
 class RewardCalls:
     """Calls a reward function, sync or async, for some episodes at the same time, on an event loop in a thread.
 
-    A sync function runs in a thread of its own. One that takes too long can't be stopped: its thread is left behind,
-    and its result ignored.
+    A sync function runs in a thread of its own, async ones share an event loop in another thread. One that takes too
+    long and can't be stopped is left behind with its thread, and its result ignored.
 
     Args:
         function: function from an episode to a number, or to one number per action.
@@ -428,6 +431,7 @@ class RewardCalls:
         # Episodes end in the threads of several stages, which share one event loop.
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._user: _UserLoop | None = None
 
     def start(self, episode: Episode) -> Future[tuple[Tensor | RewardError, int]]:
         """Begin a call; from any thread.
@@ -438,7 +442,7 @@ class RewardCalls:
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_serve, args=(self._loop,), name="rewards", daemon=True).start()
+                threading.Thread(target=self._serve, args=(self._loop,), name="rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(self._call(episode), self._loop)
 
     def close(self) -> None:
@@ -447,6 +451,11 @@ class RewardCalls:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._loop = None
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        _serve(loop)
+        if self._user is not None:  # its calls have been cancelled by now
+            self._user.stop()
 
     async def _call(self, episode: Episode) -> tuple[Tensor | RewardError, int]:
         settings = self.settings
@@ -458,14 +467,14 @@ class RewardCalls:
                 clock = asyncio.timeout(settings.timeout_s)
                 try:
                     async with clock:
-                        result = await _invoke(self.function, episode)
+                        result = await self._invoke(episode)
                     return _as_reward(result, len(episode.rewards)), failed
                 except Exception as error:  # noqa: BLE001  (the user's function may raise anything; it is counted)
                     # A TimeoutError may also be one of the function's own.
                     over = isinstance(error, TimeoutError) and clock.expired()
                     place = f" at {where}" if (where := user_location(error)) else ""
                     failure = f"failed{place}: {type(error).__name__}: {error}"
-                    why = f"took more than {settings.timeout_s:g} s" if over else failure
+                    why = f"took more than {settings.timeout_s:g} s{await self._leave_blocked()}" if over else failure
                 failed += 1
                 problem = RewardError(
                     f"{name} {why} (attempt {attempt + 1} of {settings.retries + 1})",
@@ -473,6 +482,62 @@ class RewardCalls:
                     " without such episodes",
                 )
         return problem, failed
+
+    async def _invoke(self, episode: Episode) -> object:
+        if not _is_async(self.function):
+            return await _in_thread(self.function, episode)
+        if self._user is None:
+            self._user = _UserLoop()
+        result, error = await self._user.run(_settled(self.function, episode))
+        if error is not None:
+            raise error
+        return result
+
+    async def _leave_blocked(self) -> str:
+        """Leave the loop of async functions behind if one blocks it; return what to say of that."""
+        user = self._user
+        if user is None or await user.answers():
+            return ""
+        if user is self._user:  # the first of the calls that wait for it
+            self._user = None
+            user.stop()
+        return (
+            f": {_name_of(self.function)} blocks the event loop{user.place()}; await what takes long, or drop `async`"
+        )
+
+
+class _UserLoop:
+    """An event loop in a thread of its own, since the coroutines that run on it may block it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_serve, args=(self._loop,), name="async rewards", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[object, object, T]) -> asyncio.Future[T]:
+        """Begin a coroutine; it is cancelled with the future that is returned."""
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
+    async def answers(self) -> bool:
+        """Return whether anything else can run on it now."""
+        return bool((await asyncio.wait([self.run(asyncio.sleep(0))], timeout=ANSWER_S))[0])
+
+    def place(self) -> str:
+        """Return in words where its thread is."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def stop(self) -> None:
+        """Let it end as soon as it can; from any thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _name_of(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _is_async(function: object) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -488,23 +553,33 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _invoke(function: Callable[[Episode], object], episode: Episode) -> object:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        try:
-            running = function(episode)
-            assert inspect.isawaitable(running)
-            return await running
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():  # its time is over
-                raise
-            raise _as_exception(error) from None
-        except (SystemExit, KeyboardInterrupt) as error:
-            if raised_by_embodrl(error):  # the run is to end
-                raise
-            raise _as_exception(error) from None
-        except BaseException as error:  # noqa: BLE001  (raised as an error of the function)
-            raise _as_exception(error) from None
+async def _awaited(function: Callable[[Episode], object], episode: Episode) -> object:
+    try:
+        running = function(episode)
+        assert inspect.isawaitable(running)
+        return await running
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # its time is over
+            raise
+        raise _as_exception(error) from None
+    except (SystemExit, KeyboardInterrupt) as error:
+        if raised_by_embodrl(error):  # the run is to end
+            raise
+        raise _as_exception(error) from None
+    except BaseException as error:  # noqa: BLE001  (raised as an error of the function)
+        raise _as_exception(error) from None
+
+
+async def _settled(function: Callable[[Episode], object], episode: Episode) -> tuple[object, Exception | None]:
+    # Between event loops a TimeoutError would be rebuilt, without the place where it was raised.
+    try:
+        return await _awaited(function, episode), None
+    except Exception as error:  # noqa: BLE001  (it is raised again where it is awaited)
+        return None, error
+
+
+async def _in_thread(function: Callable[[Episode], object], episode: Episode) -> object:
     future: Future[object] = Future()
 
     def work() -> None:

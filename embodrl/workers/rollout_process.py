@@ -103,8 +103,10 @@ class RolloutProcess(Worker):
 
     @dispatch()
     def about(self) -> dict[str, object]:
-        """Return process id, the names of the tasks, and how many random generators there are."""
-        return {"pid": os.getpid(), "tasks": list(self.pool.spec.tasks), "num_envs": self.pool.spec.num_envs}
+        """Return process id, the names of the tasks, and the numbers of environments and of the state."""
+        spec = self.pool.spec
+        sizes = {"num_envs": spec.num_envs, "state_dim": spec.state_dim}
+        return {"pid": os.getpid(), "tasks": list(spec.tasks), **sizes}
 
     @dispatch()
     def join(self, options: Route) -> None:

@@ -49,7 +49,7 @@ def critic_is_complete(context: Context) -> Iterator[Finding]:
             f"adv_type '{algorithm.adv_type}' needs values, but loss_type '{algorithm.loss_type}' never trains them"
         )
         hint = "set algorithm.loss_type=actor_critic"
-        fitting = ", ".join(name for name in LOSSES if LOSSES.entry(name).needs_values)
+        fitting = ", ".join(spec.name for spec in LOSSES.all() if spec.needs_values)
         yield Finding("algorithm.loss_type", message, hint, fitting, others=("algorithm.adv_type",))
     if loss and not adv:
         message = (

@@ -39,7 +39,7 @@ def estimator_and_loss_agree(context: Context) -> Iterator[Finding]:
         yield Finding("algorithm.adv_type", message, "set it to none", "none", others=("algorithm.loss_type",))
     if context.estimator.off_policy and not context.loss.learns_from_records:
         message = f"adv_type '{algorithm.adv_type}' gives no advantages, which loss_type '{algorithm.loss_type}' needs"
-        able = ", ".join(name for name in LOSSES if LOSSES.entry(name).learns_from_records)
+        able = ", ".join(spec.name for spec in LOSSES.all() if spec.learns_from_records)
         hint = "set algorithm.adv_type=gae, or choose algorithm=sac"
         yield Finding("algorithm.loss_type", message, hint, able, others=("algorithm.adv_type",))
 

@@ -27,7 +27,7 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.pipelines.load import load_config
-from embodrl.storage.json_file import write_json_file
+from embodrl.storage.json_file import write_json_result
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
@@ -154,5 +154,5 @@ def main(json_path: Path | None = None) -> int:
     console.print("env to other: parts of the wall time; simulation to training: parts of the time of all cores")
     console.print(f"cores busy: {100 * result['embodrl']['cores_busy']:.0f} %; ratio: {result['ratio']}")
     if json_path is not None:
-        write_json_file(json_path, result)
+        write_json_result(json_path, result)
     return 0

@@ -35,7 +35,7 @@ from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.pipelines.load import load_config
 from embodrl.specs import ENVS
-from embodrl.storage.json_file import write_json_file
+from embodrl.storage.json_file import write_json_result
 from embodrl.workers.env import check_simulator, make_pool
 
 SIZES = (64, 224)
@@ -318,7 +318,7 @@ def main(json_path: Path | None = None, names: Sequence[str] = tuple(CASES), set
 
     def keep(result: dict[str, Any]) -> None:
         if json_path is not None:
-            write_json_file(json_path, result)
+            write_json_result(json_path, result)
 
     result = run(names, tell=lambda text: Console(stderr=True).print(text), keep=keep, settings=settings)
     for name, reason in result["left_out"].items():

@@ -37,7 +37,7 @@ from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.names import nearest
 from embodrl.specs import MODELS
-from embodrl.storage.json_file import write_json_file
+from embodrl.storage.json_file import write_json_result
 from embodrl.types import Observation, SamplingParams
 
 BATCH = 16
@@ -373,7 +373,7 @@ def main(json_path: Path | None = None, choice: InferenceChoice | None = None) -
         console.print(table)
     console.print(f"batch {BATCH}; plain: {PLAIN}")
     if json_path is not None:
-        write_json_file(json_path, result)
+        write_json_result(json_path, result)
     return 0
 
 

@@ -33,7 +33,7 @@ from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair
 from embodrl.scheduler.channel import SharedChannel
-from embodrl.storage.json_file import write_json_file
+from embodrl.storage.json_file import write_json_result
 from embodrl.trainer.provenance import git_state
 
 ROUNDS = 9
@@ -304,7 +304,7 @@ def main(json_path: Path | None = None, against: Path | None = None, record: Pat
     for name, reason in now["skipped"].items():
         console.print(f"{name}: skipped, {reason}")
     if json_path is not None:
-        write_json_file(json_path, now)
+        write_json_result(json_path, now)
     if record is not None:
         with record.open("a") as file:
             file.write(json.dumps(now) + "\n")

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.storage.json_file import write_json_file
+from embodrl.storage.json_file import write_json_result
 
 TASK = "PushCube-v1"
 SIZES = (64, 224)
@@ -237,5 +237,5 @@ def main(json_path: Path | None = None) -> int:
     console = Console()
     console.print(table)
     if json_path is not None:
-        write_json_file(json_path, result)
+        write_json_result(json_path, result)
     return 0

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.storage.json_file import write_json_file
+from embodrl.storage.json_file import write_json_result
 
 NUM_ENVS = 16
 IMAGE_SIZE = 224
@@ -146,5 +146,5 @@ def main(json_path: Path | None = None) -> int:
     console.print(table)
     console.print(f"ratio of the medians, queue / EnvManager: {result['ratio']}")
     if json_path is not None:
-        write_json_file(json_path, result)
+        write_json_result(json_path, result)
     return 0

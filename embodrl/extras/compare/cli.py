@@ -58,12 +58,12 @@ def compare(
                     show_table(*rows_of(one), f"{one['second']} - {one['first']}")
             return
         from embodrl.extras.compare.comparison import comparison_json, comparison_page, find_runs, read_runs
-        from embodrl.storage.json_file import check_json_file, write_text_file
+        from embodrl.storage.json_file import check_json_file, write_text_result
 
         found = read_runs(find_runs(runs))
         if html is not None:
             check_json_file(html)
-            write_text_file(html, comparison_page(found))
+            write_text_result(html, comparison_page(found))
         if json_output:
             print(json.dumps(comparison_json(found), indent=2))
         else:

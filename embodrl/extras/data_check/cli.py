@@ -69,7 +69,7 @@ def check(
         from embodrl.config.compose import concerning
         from embodrl.extras.data_check.check import check_data
         from embodrl.pipelines.load import load_config
-        from embodrl.storage.json_file import check_json_file, write_json_file
+        from embodrl.storage.json_file import check_json_file, write_json_result
 
         if json is not None:
             check_json_file(json)
@@ -91,7 +91,7 @@ def check(
         report = check_data(directory, config, policy, episodes, for_policy, keys, held_out, model)
         show(report, suggest_replay=env is None)
         if json is not None:
-            write_json_file(json, report.to_dict())
+            write_json_result(json, report.to_dict())
         return EXIT_ERROR if report.has_errors else EXIT_OK
 
     execute(action, debug)

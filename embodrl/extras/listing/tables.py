@@ -108,15 +108,15 @@ def labelled_tasks(spec: SimulatorSpec) -> list[tuple[str, str]]:
 def algorithms() -> list[ListedName]:
     """Return the advantage estimators and losses."""
     return [
-        ListedName(f"{key}={name}", registry.entry(name).description)
+        ListedName(f"{key}={spec.name}", spec.description)
         for key, registry in (("adv_type", ADVANTAGES), ("loss_type", LOSSES))
-        for name in registry
+        for spec in registry.all()
     ]
 
 
 def pipelines() -> list[ListedName]:
     """Return the built-in pipelines."""
-    return [ListedName(name, PIPELINES.entry(name).description) for name in PIPELINES]
+    return [ListedName(spec.name, spec.description) for spec in PIPELINES.all()]
 
 
 def axes() -> list[ListedName]:

@@ -104,7 +104,7 @@ def check(
         from dataclasses import asdict
 
         from embodrl.extras.model_tools.model_check import CheckResult, check_model
-        from embodrl.storage.json_file import check_json_file, write_json_file
+        from embodrl.storage.json_file import check_json_file, write_json_result
 
         if json is not None:
             check_json_file(json)
@@ -120,7 +120,7 @@ def check(
 
         results = check_model(loaded, show)
         if json is not None:
-            write_json_file(json, [asdict(result) for result in results])
+            write_json_result(json, [asdict(result) for result in results])
         return int(any(result.problems for result in results))
 
     execute(action, debug)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from embodrl.errors import PolicyFileError
+from embodrl.fields import check_regular_file
 from embodrl.models.base import LoadReport
 from embodrl.models.common import checkpoint
 
@@ -60,6 +61,7 @@ def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
     """
     again = "fetch the checkpoint again"
     try:
+        check_regular_file(path)
         stored: object = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise PolicyFileError(f"{path} can't be read: {error}", again) from error

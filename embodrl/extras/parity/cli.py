@@ -136,10 +136,10 @@ def parity(
         show(outcomes)
         ok = all(outcome.ok for outcome in outcomes)
         if json is not None:
-            from embodrl.storage.json_file import write_json_file
+            from embodrl.storage.json_file import write_json_result
 
             found = [outcome.to_dict() for outcome in outcomes]
-            write_json_file(json, {"ok": ok, "device": how.name, "precision": wanted.value, "fixtures": found})
+            write_json_result(json, {"ok": ok, "device": how.name, "precision": wanted.value, "fixtures": found})
         return EXIT_OK if ok else EXIT_ERROR
 
     execute(action, debug)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, EmbodrlError
@@ -21,6 +20,7 @@ from embodrl.extras.flow.flow import Times, Velocity, denoising_times, integrate
 from embodrl.hybrid_engines.training.precision import Precision, autocast
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.processor import processor
+from embodrl.storage.tensor_files import open_tensors
 
 LOGITS_TOLERANCE = 1e-5
 CHAIN_TOLERANCE = 1e-5
@@ -158,9 +158,9 @@ def read_tensors(path: Path, device: torch.device = CPU) -> dict[str, Tensor]:
         CheckpointError: no such file, or a corrupt one.
     """
     try:
-        with safe_open(path, framework="pt") as reader:
+        with open_tensors(path) as reader:
             return {name: reader.get_tensor(name).to(device) for name in reader.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"{path} can't be read: {error}", "give the folder of a parity fixture", code="parity-recording"
         ) from error

@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 from torch import Tensor
 
 from embodrl.errors import CheckpointError, PolicyFileError, StatisticsMissingError
@@ -35,6 +33,7 @@ from embodrl.models.common.norm_stats import (
     read_values,
 )
 from embodrl.storage.files import write_safetensors
+from embodrl.storage.tensor_files import load_arrays
 
 Scaling = MeanStd | Quantiles
 
@@ -180,9 +179,9 @@ def _normalizer(directory: Path, steps: Sequence[Fields], name: str) -> tuple[di
     if Path(name).name != name:
         steps[0].refuse(f"'state_file' is '{name}', not a file name")
     try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise PolicyFileError(f"{path} can't be read: {error}", "fetch it again") from error
+        tensors = load_arrays(path)
+    except OSError as error:
+        raise PolicyFileError(f"{path} can't be read: {error.strerror or error}", "fetch it again") from error
     entry: dict[str, object] = {}
     for part, prefix in _LEROBOT_NAMES.items():
         found = {f: tensors[f"{prefix}.{f}"] for f in ("mean", "std", "q01", "q99") if f"{prefix}.{f}" in tensors}

@@ -10,6 +10,7 @@ from typing import Any
 from embodrl.errors import CheckpointError, MissingDependencyError, PolicyFileError
 from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
 from embodrl.extras.pi.stats import lerobot_steps
+from embodrl.fields import MAX_JSON_BYTES, read_regular_file
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
 
@@ -68,7 +69,7 @@ class SentencePieceTokenizer(TextTokenizer):
     """A tokenizer.model; needs the package sentencepiece."""
 
     def __init__(self, path: Path) -> None:
-        self._model = path.read_bytes()
+        self._model = read_regular_file(path, MAX_JSON_BYTES, follow_links=True)
         try:
             self._processor: Any = importlib.import_module("sentencepiece").SentencePieceProcessor(
                 model_proto=self._model

@@ -50,7 +50,7 @@ def show(
     def action() -> None:
         from embodrl.extras.pipeline_show.draw import to_mermaid, to_svg, to_text
         from embodrl.pipelines.select import build_graph
-        from embodrl.storage.json_file import check_json_file, write_text_file
+        from embodrl.storage.json_file import check_json_file, write_text_result
 
         drawings = {".mmd": to_mermaid, ".svg": to_svg}
         if output is not None:
@@ -61,7 +61,7 @@ def show(
         graph = build_graph(load(overrides, config, trust=trust).config)
         print(to_text(graph))
         if output is not None:
-            write_text_file(output, drawings[output.suffix](graph))
+            write_text_result(output, drawings[output.suffix](graph))
 
     execute(action, debug)
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from embodrl.config.load import LoadedConfig
 from embodrl.errors import OutputError
+from embodrl.fields import read_regular_file
 from embodrl.processes.trace import VARIABLE
+from embodrl.reporting.metrics_file import MAX_BYTES
 from embodrl.runs.train import train
 from embodrl.storage.json_file import write_text_file
 from embodrl.trainer.files import removed_if_empty
@@ -69,7 +71,7 @@ def read_events(directory: Path) -> list[Event]:
     """Return the events that processes have written; a last line that a kill has cut off is left out."""
     events: list[Event] = []
     for path in sorted(directory.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_regular_file(path, MAX_BYTES).splitlines():
             try:
                 events.append(json.loads(line))
             except ValueError:

@@ -92,7 +92,7 @@ def train(
 
         from embodrl.extras.rewards.observe import Fitting
         from embodrl.extras.rewards.reward_model import RewardTraining, train_reward
-        from embodrl.storage.json_file import check_json_file, write_json_file
+        from embodrl.storage.json_file import check_json_file, write_json_result
 
         choose(kind, KINDS, "kind")
         choose(inputs, INPUTS, "input")
@@ -108,7 +108,7 @@ def train(
         _show(result.judged)
         print(f"wrote {result.path}")
         if json is not None:
-            write_json_file(json, asdict(result) | {"path": str(result.path)})
+            write_json_result(json, asdict(result) | {"path": str(result.path)})
         return EXIT_OK
 
     execute(action, debug)
@@ -132,14 +132,14 @@ def check(
         from dataclasses import asdict
 
         from embodrl.extras.rewards.reward_model import check_reward
-        from embodrl.storage.json_file import check_json_file, write_json_file
+        from embodrl.storage.json_file import check_json_file, write_json_result
 
         if json is not None:
             check_json_file(json)
         found = check_reward(model, directory)
         _show(found)
         if json is not None:
-            write_json_file(json, asdict(found))
+            write_json_result(json, asdict(found))
         return EXIT_OK
 
     execute(action, debug)

@@ -84,7 +84,7 @@ def label(
         from embodrl.extras.rewards.label import LabelSettings
         from embodrl.extras.rewards.label import label as run
         from embodrl.extras.rewards.observe import Fitting
-        from embodrl.storage.json_file import check_json_file, write_json_file
+        from embodrl.storage.json_file import check_json_file, write_json_result
 
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", tag):
             raise UsageError(f"'{tag}' is no tag", "use letters, digits, _, . and -", code="label-tag")
@@ -106,7 +106,7 @@ def label(
             print(f"wrote {path}")
         if json is not None:
             content = {key: value for key, value in asdict(result).items() if key != "paths"}
-            write_json_file(json, content | {"paths": [str(path) for path in result.paths]})
+            write_json_result(json, content | {"paths": [str(path) for path in result.paths]})
         return EXIT_OK
 
     execute(action, debug)

@@ -19,8 +19,9 @@ from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import EmbodrlError, ServingError, WireError
 from embodrl.extras.serving.core import ModelCore
 from embodrl.extras.wire.codec import need
-from embodrl.extras.wire.door import Door
+from embodrl.extras.wire.door import Door, bound_logs
 from embodrl.extras.wire.keys import WireMap, vector_of
+from embodrl.fields import TooLargeError, unpack
 from embodrl.hybrid_engines.weight_sync.follower import WeightSource
 from embodrl.types import Observation
 
@@ -33,7 +34,7 @@ VERSION_HEADER = "X-Policy-Version"
 """Of an answer over HTTP: the version of the weights that computed it."""
 CLOSE_S = 1.0
 MB = 1 << 20
-_STATUS = {"server-stopping": 503, "server-model-hangs": 503, "wire-too-large": 413}
+_STATUS = {"server-stopping": 503, "server-model-hangs": 503, "wire-too-large": 413, "wire-encoding": 400}
 
 
 class Service:
@@ -53,7 +54,9 @@ class Service:
         self.config = config
         self.token = token
         self.source = WeightSource(core.engine)
-        self._state_dim = trained_state_dim(config)
+        # A checkpoint says it itself; the card is that of the policy which its run began with.
+        seen = core.engine.policy.seen_state_dim
+        self._state_dim = trained_state_dim(config) if seen is None else seen
         reads = reads_state(config)
         self._needs_state = self._state_dim != 0 and (reads or (reads is None and self._state_dim is not None))
         core.check_observation = self.check_state
@@ -228,14 +231,23 @@ class HttpListener(Listener):
         """Return the body of a request.
 
         Raises:
-            WireError: it is too large.
+            WireError: it is too large, or not of the encoding that it states.
         """
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in ("identity", "gzip", "deflate"):
+            raise WireError(
+                f"Content-Encoding {encoding!r:.40} is not known", "send gzip, or none", code="wire-encoding"
+            )
         try:
-            return await request.read()
-        except self.web.HTTPRequestEntityTooLarge as error:
+            content = await request.read()
+            return content if encoding == "identity" else unpack(content, self.service.max_bytes)
+        except (self.web.HTTPRequestEntityTooLarge, TooLargeError) as error:
             limit = self.service.settings.max_message_mb
             text = f"the body is larger than {limit} MB (serve.max_message_mb)"
             raise WireError(text, "send smaller pictures", code="wire-too-large") from error
+        except (self.web.RequestPayloadError, ValueError) as error:
+            text = f"the body is not what its headers state: {error}"
+            raise WireError(text, "send it as it is, without Content-Encoding", code="wire-encoding") from error
 
     async def converse(self, socket: Any, client: object) -> None:
         """Talk to a client on a websocket until it leaves."""
@@ -246,7 +258,14 @@ class HttpListener(Listener):
         own = [("GET", path, self._health) for path in OPEN_PATHS] + [("GET", "/metrics", self._metrics)]
         for method, path, handler in (*self.routes(), *own):
             app.router.add_route(method, path, handler)
-        runner: AppRunner = self.web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S, handle_signals=False)
+        bound_logs()
+        runner: AppRunner = self.web.AppRunner(
+            app,
+            access_log=None,
+            shutdown_timeout=CLOSE_S,
+            handle_signals=False,
+            auto_decompress=False,  # see ``body``: the library unpacks before the token is known, and without bound
+        )
         self._runner = runner
         await runner.setup()
         assert runner.server is not None

@@ -59,7 +59,7 @@ def token(
 
         from embodrl.errors import UsageError
         from embodrl.extras.small_actors.train_token import TokenTraining, train_token
-        from embodrl.storage.json_file import check_json_file, write_json_file
+        from embodrl.storage.json_file import check_json_file, write_json_result
 
         if output is None or output.exists():
             where = "no directory is named" if output is None else f"{output} is there already"
@@ -77,6 +77,6 @@ def token(
         print(f"error of the reconstruction: {result.error:.3f} of a state's variance; {others}")
         print(f"wrote {result.path}")
         if json is not None:
-            write_json_file(json, asdict(result) | {"path": str(result.path)})
+            write_json_result(json, asdict(result) | {"path": str(result.path)})
 
     execute(action, debug)

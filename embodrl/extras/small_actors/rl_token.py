@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,6 +24,7 @@ from embodrl.fields import read_fields
 from embodrl.models.common.checkpoint import check_link, readable
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums
+from embodrl.storage.tensor_files import load_tensors
 
 TOKEN_CONFIG = "rl_token.json"
 TOKEN_WEIGHTS = "rl_token.safetensors"
@@ -152,7 +152,7 @@ class RLToken(nn.Module):
             token = cls(RLTokenSpec(**sizes), fields.fields("facts", {}).content)
         try:
             with readable(directory / TOKEN_WEIGHTS):
-                token.load_state_dict(load_file(directory / TOKEN_WEIGHTS), assign=True)
+                token.load_state_dict(load_tensors(directory / TOKEN_WEIGHTS), assign=True)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{directory / TOKEN_WEIGHTS}: {error}", hint, code="rl-token-weights") from error
         return token.float().eval().requires_grad_(False)

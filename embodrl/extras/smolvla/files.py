@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from embodrl.extras.flow.fetched_tokenizer import fetch_tokenizer
@@ -22,6 +21,7 @@ from embodrl.fields import Fields
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
 from embodrl.models.common.limits import check_vocabulary
+from embodrl.storage.tensor_files import open_tensors
 
 PREFIX = "model."
 LEROBOT_EPS = 1e-8
@@ -86,7 +86,7 @@ def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, Fields
 def _buffers(files: Sequence[Path]) -> dict[str, Fields]:
     sets: dict[str, dict[str, dict[str, object]]] = {}
     for path in files:
-        with checkpoint.readable(path), safe_open(path, framework="pt") as reader:
+        with checkpoint.readable(path), open_tensors(path) as reader:
             for name in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                 if match := _BUFFER.fullmatch(name):
                     part = "actions" if match["part"] == "action" else "state"

@@ -21,12 +21,13 @@ import torch
 from numpy.typing import NDArray
 
 from embodrl.config import LoadedConfig
+from embodrl.config.identity import changes, describe, record_of, settings_read
 from embodrl.config.schema import Config
 from embodrl.data.demos import ACTED_BY, LOG_PROB, POLICY_VERSION, REWARDS, DemoEpisode
 from embodrl.data.lerobot_writer import LeRobotWriter
 from embodrl.data.replay import POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EnvTimeout, EnvWorkerDied
+from embodrl.errors import EmbodrlError, EnvTimeout, EnvWorkerDied
 from embodrl.extras.robot.intervention import Intervention, make_intervention
 from embodrl.extras.store.config import store_settings
 from embodrl.extras.store.lease import Lease
@@ -56,6 +57,18 @@ METRICS_FILE = "collect_metrics.jsonl"
 ID_FILE = "collector.id"
 MAX_ID = 64
 COUNTS = ("finished", "solved", "corrected")
+
+
+_EPISODES = (
+    *("env.", "reward.", "protocol", "algorithm.sampling.", "collect.seed", "collect.video_crf"),
+    *("model.model_type", "model.num_action_chunks", "model.action_dim", "model.gripper", "model.condition"),
+)
+"""Settings that numbered episodes depend on; the weights come from the store, and every frame says whose it is."""
+
+
+def episode_settings(config: Config) -> dict[str, object]:
+    """Return what the episodes of a collector depend on, by key: under one name all are made with the same."""
+    return settings_read(config, "store", (r"env\.train\.total_num_envs",), _EPISODES)
 
 
 class CorrectedActor(Demonstrator):
@@ -96,6 +109,9 @@ class PolicyCollector(Recorder):
         shards: take finished episodes.
         intervention: who may correct the policy; None: none.
         log: gets the metrics of finished episodes, of which ``iteration`` is the number so far; None: none.
+
+    Raises:
+        EmbodrlError: the earlier episodes of the collector were made with other settings.
     """
 
     def __init__(
@@ -109,13 +125,20 @@ class PolicyCollector(Recorder):
     ) -> None:
         self.engine = engine
         self.shards = shards
-        self.name = store_settings(config).collector
+        self.config = config
         self.intervention = intervention
         self._log = log
         self._since_s = time.monotonic()
-        self._seeds = (config.collect.seed, zlib.crc32(self.name.encode()))
         self._wanted = config.collect.num_episodes
+        self._identity = episode_settings(config)
         earlier = shards.progress or Fields({"next": 0, "open": [], **dict.fromkeys(COUNTS, 0)}, "progress")
+        record = earlier.fields("identity", {}).content
+        if record and (changed := changes(record, self._identity)):
+            raise EmbodrlError(
+                f"the episodes of the collector {self.name} were made with other settings: {describe(changed)}",
+                "continue with its own settings, or choose another store.collector",
+                code="collect-other-settings",
+            )
         self.finished = earlier.integer("finished")
         self.solved = earlier.integer("solved")
         self.corrected = earlier.integer("corrected")
@@ -127,10 +150,20 @@ class PolicyCollector(Recorder):
         self.numbers = np.array([self._draw() for _ in range(pool.spec.num_envs)])
         self._attempts = Attempts(pool, actor, self._assign, self, (POLICY_VERSION, ACTED_BY))
 
+    @property
+    def name(self) -> str:
+        """Of the collector, which its episodes are named after."""
+        return store_settings(self.config).collector
+
+    @property
+    def _seeds(self) -> tuple[int, int]:
+        return self.config.collect.seed, zlib.crc32(self.name.encode())
+
     def progress(self) -> dict[str, object]:
         """Return what continues from here: the next number, and those that are not finished."""
         begun = {"next": self._next, "open": sorted([*self.numbers.tolist(), *self._again])}
-        return {**begun, "finished": self.finished, "solved": self.solved, "corrected": self.corrected}
+        counts = {"finished": self.finished, "solved": self.solved, "corrected": self.corrected}
+        return {**begun, **counts, "identity": record_of(self._identity)}
 
     def _draw(self) -> int:
         if self._again:

@@ -24,7 +24,7 @@ from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError
 from embodrl.extras.compare.comparison import RunView, comparison_page, read_runs
 from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
 from embodrl.extras.sweep.spec import SWEEP_FILE
-from embodrl.fields import read_fields
+from embodrl.fields import open_descriptor, read_fields
 from embodrl.pipelines.load import load_config
 from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
@@ -371,7 +371,7 @@ class _Queue:
             os.sched_setaffinity(0, slot.cores)
             stop_with_parent()
 
-        with _log_of(sweep, index).open("ab") as log:
+        with open(_log_of(sweep, index), "ab", opener=open_descriptor) as log:
             process = subprocess.Popen(
                 sweep.command(index),
                 stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from embodrl.extras.compare.comparison import (
     find_runs,
     read_runs,
 )
-from embodrl.extras.wire.door import Door
+from embodrl.extras.wire.door import Door, bound_logs
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
 from embodrl.reporting.run_files import own_files
@@ -101,7 +101,9 @@ class RunPages:
             self.door.admit(request.protocol)
         if "token" in request.query:  # not in the address bar, history or links
             others = "&".join(f"{quote(k)}={quote(v)}" for k, v in request.query.items() if k != "token")
-            location = f"{request.path}?{others}" if others else request.path
+            # As it was sent: a zero byte can stand in no header, and two slashes would lead to another host.
+            path = f"/{request.rel_url.raw_path.lstrip('/')}"
+            location = f"{path}?{others}" if others else path
             answer: web.StreamResponse = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": location})
             answer.set_cookie(COOKIE, given, httponly=True, samesite="Strict")
             return answer
@@ -217,6 +219,7 @@ async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str],
         OutputError: the address is not available.
     """
     runner = web.AppRunner(watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0)
+    bound_logs()
     await runner.setup()
     loop = asyncio.get_running_loop()
     stopped = asyncio.Future[int]()

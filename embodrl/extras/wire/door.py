@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from embodrl.reporting.log import FloodFilter
+
 logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0
@@ -19,6 +21,30 @@ MAX_STRANGERS = 256
 _BACKLOG = 128
 _PAUSE_S = 0.1
 _QUIET_S = 60.0
+
+
+LOGGERS = ("asyncio", "aiohttp.server", "aiohttp.web", "aiohttp.websocket")
+
+
+class _WithoutTraceback(logging.Filter):
+    """A line for what strangers do wrong: the traceback is one of the library's own."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if isinstance(record.exc_info, tuple) else None
+        if type(error).__module__.startswith("aiohttp."):
+            record.msg = f"{record.getMessage()}: {error!s:.200}"
+            record.args = record.exc_info = None
+        return True
+
+
+_FILTERS = (_WithoutTraceback(), FloodFilter())
+
+
+def bound_logs() -> None:
+    """Bound what the libraries of servers log, since everybody who reaches a port can make them."""
+    for name in LOGGERS:
+        for one in _FILTERS:
+            logging.getLogger(name).addFilter(one)
 
 
 @dataclass

@@ -23,6 +23,7 @@ ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 FLOAT32_BYTES = 4
 MASTER = "master"
 """What the optimizer keeps of weights in half precision besides: they in float32."""
+HAS_MOMENTS = "has_moments"
 HINT = "resume with the model settings that the checkpoint was made with"
 
 Shapes = dict[str, tuple[int, ...]]
@@ -71,12 +72,22 @@ def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def check_fit(saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes) -> None:
-    """Refuse a state of another policy.
+def check_fit(
+    saved: Mapping[str, Mapping[str, Tensor]], shapes: StateShapes, counters: Mapping[str, int] | None = None
+) -> None:
+    """Refuse a state of another policy, or one that has lost its moments.
+
+    Args:
+        saved: tensors by section and name.
+        shapes: what it must have.
+        counters: saved with it; those of earlier versions do not tell whether there were moments.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
+    if (counters or {}).get(HAS_MOMENTS) and not saved.get("optimizer"):
+        message = "the checkpoint's optimizer state is empty, and weights had been trained: they would lose momentum"
+        raise CheckpointError(message, "use an earlier checkpoint", code="checkpoint-damaged")
     _check_weights(saved.get("policy", {}), shapes.policy)
     if shapes.reference:
         _check_reference(saved.get("reference"), shapes.reference)
@@ -193,7 +204,9 @@ class HeldState(Generic[EngineT]):
 
     def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
-        return {"version": self.engine.version, "nonfinite_in_row": self.engine.nonfinite_in_row}
+        stepped = any(self.engine.leaves[p] in self.engine.optimizer.state for p in self.trained().values())
+        counts = {"version": self.engine.version, "nonfinite_in_row": self.engine.nonfinite_in_row}
+        return counts | {HAS_MOMENTS: int(stepped)}
 
     def inventory(self) -> dict[str, dict[str, int]]:
         """Return the bytes of every tensor of the state, in one piece; may be a collective call."""
@@ -228,7 +241,7 @@ class HeldState(Generic[EngineT]):
 
     def load(self, saved: EngineState) -> None:
         """See ``TrainEngine.load_state_dict``."""
-        check_fit(saved.tensors, self.shapes())
+        check_fit(saved.tensors, self.shapes(), saved.state)
         self.start_load()
         for section, tensors in saved.tensors.items():
             self.put(section, tensors)

@@ -163,7 +163,7 @@ class RemoteTrainEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         # Refused before any process has changed.
-        check_fit(saved.tensors, self._shapes)
+        check_fit(saved.tensors, self._shapes, saved.state)
         self.onload()
         mine = self.policy.state_dict()
         self._call("start_load")
@@ -194,7 +194,7 @@ class RemoteTrainEngine(TrainEngine):
         """See ``TrainEngine``. Only weights are read here."""
         from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole  # see sharding
 
-        check_fit(read_index(directory), self._shapes)
+        check_fit(read_index(directory), self._shapes, counters)
         self.onload()
         self._call("load_shards", str(directory.absolute()), dict(counters))
         read_whole(directory, "policy", self.policy.state_dict())

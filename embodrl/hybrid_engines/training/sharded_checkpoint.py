@@ -107,7 +107,7 @@ def load_state(state: ShardedState, directory: Path, counters: Mapping[str, int]
         CheckpointError: it is of another policy, or can't be read.
     """
     index = read_index(directory)
-    check_fit(index, state.shapes())
+    check_fit(index, state.shapes(), counters)
     state.start_load()
     for section, saved in index.items():
         reader = _Reader(str(directory / section))

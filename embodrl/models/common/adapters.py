@@ -12,18 +12,18 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from embodrl.config.policy_card import ADAPTER_CONFIG as ADAPTER_CONFIG
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.fields import Fields
 from embodrl.models.common.config_file import read_file
+from embodrl.storage.tensor_files import load_tensors, open_tensors
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -207,7 +207,8 @@ class Adapters:
 
     @functools.cached_property
     def _tensors(self) -> Mapping[str, Tensor]:
-        tensors = load_file(self.path)
+        with _readable(self.path):
+            tensors = load_tensors(self.path)
         for name, tensor in tensors.items():
             if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
                 raise PolicyFileError(
@@ -240,11 +241,17 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
                 code="weights-pickled",
             )
         raise PolicyFileError(f"{path} does not exist", "give the directory of adapters that peft wrote")
+    with _readable(path), open_tensors(path) as reader:
+        return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with safe_open(path, framework="pt") as reader:
-            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise PolicyFileError(f"{path} can't be read: {error}", "fetch or make the adapters again") from error
+        yield
+    except OSError as error:
+        hint = "fetch or make the adapters again"
+        raise PolicyFileError(f"{path} can't be read: {error.strerror or error}", hint) from error
 
 
 def _adapter(config: Fields, module: str, down: tuple[int, ...], up: tuple[int, ...] | None) -> Adapter:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from embodrl.config.schema import ModelConfig
@@ -24,6 +23,7 @@ from embodrl.models.common.config_file import CONFIG_FILE, read_file
 from embodrl.storage.atomic import atomic_directory as atomic_directory  # part of the public module
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.integrity import check_checksums, write_checksums
+from embodrl.storage.tensor_files import open_tensors
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -210,7 +210,7 @@ def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
-        with readable(path), safe_open(path, framework="pt") as reader:
+        with readable(path), open_tensors(path) as reader:
             shapes |= {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     return shapes
 
@@ -220,9 +220,9 @@ def readable(path: Path) -> Iterator[None]:
     """Turn the library's errors of a safetensors file that the block reads into ``CheckpointError``."""
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
         check_checksums(path.parent, [path.name])  # damage explains it
-        raise PolicyFileError(f"{path} can't be read: {error}", _AGAIN) from error
+        raise PolicyFileError(f"{path} can't be read: {error.strerror or error}", _AGAIN) from error
 
 
 def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: Path) -> None:
@@ -341,7 +341,7 @@ def load_strict(
     state: dict[str, Tensor] = {}
     with contextlib.nullcontext() if on_meta else _hashed_meanwhile(files):
         for path in files:
-            with readable(path), safe_open(path, framework="pt", device="cpu" if on_meta else str(device)) as reader:
+            with readable(path), open_tensors(path, device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
                     name = aliases.get(stored) or stored
                     if stored in ignore:

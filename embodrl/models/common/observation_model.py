@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +22,7 @@ from embodrl.models.common.config_file import CONFIG_FILE, read_file
 from embodrl.models.common.images import resize_area
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationNet, ObservationSpec
 from embodrl.storage.integrity import check_checksums
+from embodrl.storage.tensor_files import load_tensors
 
 WEIGHTS = "model.safetensors"
 KINDS = {"value": 201, "success": 1}
@@ -152,7 +152,7 @@ class ObservationModel(nn.Module):
         model = cls(kind, ObservationSpec(**sizes), fields.texts("instructions"), dict(facts))
         try:
             with checkpoint.readable(directory / WEIGHTS):
-                model.load_state_dict(load_file(directory / WEIGHTS))
+                model.load_state_dict(load_tensors(directory / WEIGHTS))
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{directory / WEIGHTS}: {error}", code="observation-model-weights") from error
         return model.eval()

@@ -272,3 +272,36 @@ def test_a_broken_verb_of_another_package_costs_only_itself(tmp_path: Path, monk
         command = [sys.executable, "-m", "embodrl", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+
+
+def test_other_packages_can_end_no_verb_but_their_own(tmp_path: Path) -> None:
+    """One leaves the process when it is imported, one raises no Exception, and the list of one is damaged."""
+    bodies = {"leaves": "import os; os._exit(3)", "exits": "raise SystemExit(3)", "bare": "raise BaseException('no')"}
+    points = "".join(f"{name} = {name}_verbs:SPEC\n" for name in bodies)
+    losses = "[embodrl.losses]\nexits = exits_verbs:LOSS\n"
+    for package, text in {
+        "somebody": f"[embodrl.verbs]\n{points}{losses}",
+        "damaged": "[embodrl.verbs]\nword\n",
+    }.items():
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(text)
+    for name, body in bodies.items():
+        (tmp_path / f"{name}_verbs.py").write_text(f"{body}\n")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def ends(*arguments: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "embodrl", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    code, out, err = ends("--help")
+    assert code == 0 and all(name in out for name in bodies) and "Of the package somebody" in out
+    assert "damaged" in err and err.count("can't be read") == 1
+    assert ends("list", "algorithms")[0] == 0
+    code, _, err = ends("exits")
+    assert code == 1 and "'exits' can't be used" in err
+    (tmp_path / "leaves_verbs.py").write_text("raise SystemExit(3)\n")  # a run is resumed by any verb
+    assert ends("resume", str(tmp_path / "none"))[0] == 2

@@ -1,4 +1,6 @@
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from embodrl.config.schema import (
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
 from embodrl.data.imitation import DatasetBatches, FrameBatches, check_demos, shift_images
+from embodrl.fields import Fields
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.learners.imitation import engine_config, learning_rate
@@ -241,3 +244,14 @@ def test_settings_of_evaluations_are_noted_where_there_are_none() -> None:
     assert "runner.eval_async" in keys
     asked = ["env=toy", "runner.eval_async=true", "sft.eval_interval=5"]
     assert "runner.eval_async" not in {note.key for note in load_config(asked, verb="sft").notes}
+
+
+def test_a_dataset_that_was_replaced_is_found_before_anything_is_built(monkeypatch, tmp_path):
+    stream = DatasetBatches(demos(12), SftConfig(batch_size=3), 1, seed=0)
+    state = Fields({"data_rng": stream.state()[0]}, "state.json")
+    monkeypatch.setattr(verb, "prepare_imitation", lambda session: None)
+    monkeypatch.setattr(verb, "load_checked_demos", lambda config: demos(40))
+    monkeypatch.setattr(verb, "_bring_up", lambda *parts: pytest.fail("it was built"))
+    session: Any = SimpleNamespace(config=config(), directory=tmp_path, checkpoint=SimpleNamespace(state=state))
+    with raises_code("sft-other-demonstrations"):
+        verb.work(session)

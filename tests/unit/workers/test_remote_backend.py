@@ -154,7 +154,7 @@ class Group:
     def call_on(self, rank: int, method: str, *_: object) -> Handle:
         self.asked.append(f"{method} {rank}")
         if method == "about":
-            return handle_of(rank, {"tasks": ["reach"], "num_envs": 2})
+            return handle_of(rank, {"tasks": ["reach"], "num_envs": 2, "state_dim": 4})
         answer = self.answers.get(method, [None]).pop(0) if method in self.answers else None
         if answer == "silence":
             return Handle("request", {rank: self.silent}, lambda results: results[0], str)
@@ -194,6 +194,7 @@ def group_of(*failures: Exception) -> tuple[RemoteBackend, Group, Weights]:
     collaborators: list[Any] = [group, channels, weights, Policy(1, 1), Trainer()]
     rollouts = RemoteBackend(config_of("rollout.max_restarts=2"), *collaborators, lambda: False)
     assert group.asked == ["about 0", "join 0", "join 1"] and weights.generation == 1
+    assert collaborators[3].seen_state_dim == 4  # for the exported policy, which acts in other processes only
     group.asked.clear()
     return rollouts, group, weights
 

@@ -215,6 +215,23 @@ def test_a_call_that_hangs_is_given_up(function: str, caplog: pytest.LogCaptureF
     assert batch.valid[:, 1::2].any() and not batch.valid[:, ::2].any()
 
 
+def test_an_async_function_that_blocks_is_left_behind_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("embodrl.workers.reward.ANSWER_S", 0.05)
+
+    async def blocks(episode: Episode) -> float:
+        if episode.success:
+            release.wait()
+        return 1.0
+
+    calls_of = RewardCalls(blocks, RewardConfig(timeout_s=0.2, retries=0))
+    outcome, failed = calls_of.start(episode_of(1, success=True)).result(timeout=60)
+    assert isinstance(outcome, RewardError) and failed == 1
+    assert "took more than 0.2 s" in outcome.message and "blocks" in outcome.message and ".py:" in outcome.message
+    assert calls_of.start(episode_of(1)).result(timeout=60)[1] == 0  # on another loop
+    release.set()
+    calls_of.close()
+
+
 def test_a_call_that_fails_once_is_made_again() -> None:
     batch = judged_batch(0)
     metrics = worker_of("reward.retries=1", function="fails_once").apply(batch)

@@ -140,6 +140,19 @@ def test_lists_that_are_no_picture_are_refused(lists):
     talk("http", test)
 
 
+def test_a_checkpoint_says_itself_what_state_it_was_trained_on(monkeypatch):
+    monkeypatch.setattr(listener, "trained_state_dim", lambda config: 9)  # the card of what the run began with
+    monkeypatch.setattr(listener, "reads_state", lambda config: True)
+    monkeypatch.setattr(MeanPolicy, "seen_state_dim", 4)
+
+    async def test(server, session, post):
+        seen = {"images": {"base_camera": picture(9)}, "instruction": "push"}
+        for count, status in ((4, 200), (9, 422)):
+            assert (await post("/act", {"observation": seen | {"state": [0.0] * count}}))[0] == status
+
+    talk("http", test)
+
+
 @pytest.mark.parametrize(("trained", "refused"), [(4, [0, 1, 3, 5]), (None, [0]), (0, [])])
 def test_no_action_follows_from_a_state_that_was_not_sent(trained, refused, monkeypatch):
     """Every protocol asks ``ModelCore.act``."""

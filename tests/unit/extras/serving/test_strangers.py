@@ -1,6 +1,7 @@
 """What clients without a token can do to a server: little, and not for long."""
 
 import asyncio
+import gzip
 import logging
 
 import aiohttp
@@ -10,6 +11,7 @@ from served_http import picture
 
 from embodrl.extras.serving.listener import HttpListener
 from embodrl.extras.wire import door
+from embodrl.reporting.log import PER_WINDOW
 
 HALF = b"GET /he"
 PUSH = {"images.base_camera": picture(9), "instruction": "push"}
@@ -128,3 +130,38 @@ def test_what_does_not_begin_the_protocol_is_closed(protocol, module, monkeypatc
             writer.close()
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_what_strangers_send_wrongly_is_a_line_each_and_not_many(caplog):
+    async def run():
+        async with served("http") as server:
+            for _ in range(PER_WINDOW + 30):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port("http"))
+                writer.write(b"GET /\x01 HTTP/1.1\r\nHost: x\r\n\r\n")
+                await reader.read()
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    found = [record for record in caplog.records if record.name == "aiohttp.server"]
+    assert 0 < len(found) <= PER_WINDOW and not any(record.exc_info for record in found)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "body", "status", "code"),
+    [
+        ("gzip", b"no gzip", 400, "wire-encoding"),
+        ("gzip", gzip.compress(b"{}")[:-9], 400, "wire-encoding"),
+        ("br", b"{}", 400, "wire-encoding"),
+        ("gzip", gzip.compress(bytes(2**24)), 413, "wire-too-large"),
+        ("gzip", gzip.compress(b"[]"), 422, "wire-message"),
+    ],
+    ids=["junk", "cut off", "unknown", "too large", "whole"],
+)
+def test_a_packed_body_is_unpacked_within_the_limit(encoding, body, status, code):
+    async def run():
+        async with served("http", max_message_mb=1) as server, aiohttp.ClientSession() as session:
+            headers = {"Authorization": f"Bearer {TOKEN}", "Content-Encoding": encoding}
+            async with session.post(f"{server.urls['http']}/act", data=body, headers=headers) as answer:
+                assert answer.status == status and f"[{code}]" in (await answer.json())["error"]
+
+    asyncio.run(asyncio.wait_for(run(), 30))

@@ -10,7 +10,7 @@ import torch
 from expect import raises_code
 
 from embodrl.config import load_config
-from embodrl.config.schema import CollectConfig, Config
+from embodrl.config.schema import CollectConfig, Config, EnvConfig
 from embodrl.data.demos import POLICY_VERSION
 from embodrl.data.replay import HUMAN, POLICY
 from embodrl.envs.pool.local import LocalPool
@@ -120,6 +120,18 @@ def test_each_number_is_finished_once_whatever_interrupts(kills):
     assert len({one.seed for one in episodes}) == len(ids)
     seeds = {one.seed: ("reach-red", "reach-green").index(one.task) for one in episodes}
     assert all(seeds.get(seed, task) == task for seed, task in begun)
+
+
+def test_a_collector_continues_with_its_own_settings_only():
+    shards = Shards()
+    collect(shards, 4)
+    collect(Shards(progress=shards.last), 8)
+    old = {name: value for name, value in shards.last.items() if name != "identity"}
+    collect(Shards(progress=old), 8)  # of an earlier version
+    for changed in ({"collect": CollectConfig(seed=8)}, {"env": EnvConfig(success_bonus=7.0)}):
+        config = Config(**{"collect": CollectConfig(seed=7), **changed})
+        with raises_code("collect-other-settings"):
+            PolicyCollector(config, Pool(), Engine(), Shards(progress=shards.last))
 
 
 def test_an_episode_that_a_fault_has_ended_is_run_again():

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 
 from aiohttp.test_utils import TestClient, TestServer
+from yarl import URL
 
 from embodrl.extras.watch.server import RunPages, serve
 from embodrl.extras.wire import door
@@ -94,6 +95,21 @@ def test_nothing_is_shown_without_the_token(tmp_path: Path) -> None:
         assert (await client.get("/")).status == 200  # the cookie
 
     visit(tmp_path, visitor, TOKEN)
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_addresses_with_zero_bytes_and_of_other_hosts_lead_nowhere(tmp_path: Path, token: str | None) -> None:
+    async def visitor(client: Client) -> None:
+        for path in ("/run/%00", "/run/%00/x", "/run/%00/%00"):
+            url = URL(f"{path}?token={token or 'x'}", encoded=True)
+            assert (await client.get(url)).status == 404
+            assert token is None or (await client.get(URL(f"{path}?token=no", encoded=True))).status == 401
+        away = await client.session.get(
+            f"{client.make_url('/')}/else.where/?token={token or 'x'}", allow_redirects=False
+        )
+        assert not away.headers["Location"].startswith("//")
+
+    visit(tmp_path, visitor, token)
 
 
 def test_strangers_keep_nobody_out_and_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,41 @@
+"""Parquet files that are not what they should be: the rest is tested with LeRobot datasets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from expect import raises_code
+
+from embodrl.data.parquet import Table
+
+pa: Any = pytest.importorskip("pyarrow")
+pq: Any = pytest.importorskip("pyarrow.parquet")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table([pa.array([1]), pa.array([2]), pa.array([3])], names=["a", "action", "action"]), path)
+    assert Table(path, ["a"]).names == ["a"]
+    for columns in (["action"], None):
+        with raises_code("dataset-layout"):
+            Table(path, columns)
+
+
+def test_more_rows_than_stated_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"a": pa.array(range(30))}), path)
+    assert Table(path, max_rows=30).num_rows == 30
+    monkeypatch.setattr(pq.ParquetFile, "read", lambda *_, **__: pytest.fail("it was read"))
+    with raises_code("file-damaged"):
+        Table(path, max_rows=29)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.parquet")
+    with raises_code("file-damaged"):
+        Table(tmp_path / "a.parquet")
