@@ -12,7 +12,7 @@ from embodrl.cli.common import execute
 from embodrl.config import load_config
 from embodrl.errors import OutputError
 from embodrl.runs.eval_output import EvalDirectory
-from embodrl.storage.json_file import check_json_file, write_json_file
+from embodrl.storage.json_file import check_json_file, write_json_result
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def wrong(tmp_path: Path) -> dict[str, Path]:
 
 @pytest.mark.parametrize("case", ["directory", "below a file", "proc"])
 def test_a_file_that_can_not_be_written_is_refused(case: str, wrong: dict[str, Path], tmp_path: Path) -> None:
-    for attempt in (lambda: check_json_file(wrong[case]), lambda: write_json_file(wrong[case], {})):
+    for attempt in (lambda: check_json_file(wrong[case]), lambda: write_json_result(wrong[case], {})):
         with pytest.raises(OutputError) as refused:
             attempt()
         assert str(wrong[case]) in refused.value.message and refused.value.hint
@@ -40,11 +40,11 @@ def test_a_file_is_checked_and_then_replaced_as_a_whole(tmp_path: Path) -> None:
     assert not path.parent.exists(), "a misspelt path creates no directories"
     check_json_file(path, make_directory=True)
     assert list(path.parent.iterdir()) == []
-    write_json_file(path, {"rate": 0.5})
+    write_json_result(path, {"rate": 0.5})
     check_json_file(path)
     assert path.read_text() == '{\n  "rate": 0.5\n}\n'
     with pytest.raises(ValueError, match="JSON"):
-        write_json_file(path, {"rate": float("nan")})
+        write_json_result(path, {"rate": float("nan")})
     assert path.read_text() == '{\n  "rate": 0.5\n}\n'
     assert list(path.parent.iterdir()) == [path]
 
@@ -60,7 +60,7 @@ def test_a_pipe_is_written_and_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     check_json_file(pipe)
-    write_json_file(pipe, [1])
+    write_json_result(pipe, [1])
     assert os.read(reader, 100) == b"[\n  1\n]\n"
     os.close(reader)
     assert pipe.is_fifo()
