@@ -38,7 +38,10 @@ SECTIONS = {
         *("TrainResult", "EvaluationResult", "EpisodeRecord", "CollectResult", "SftResult"),
     ),
     "Configuration": ("LoadedConfig", "Config", "ModelConfig", "EnvConfig"),
-    "Extension": ("register_env", "register_model", "register_advantage", "register_loss", "register_pipeline", "ModelSpec", "SimulatorSpec"),
+    "Extension": (
+        *("register_env", "register_model", "register_advantage", "register_loss", "register_pipeline"),
+        *("ModelSpec", "SimulatorSpec"),
+    ),
     "Environments": (
         *("Simulator", "SimStep", "Replayed", "SimulatorVectorEnv", "VectorEnv", "EpisodeRules"),
         *("EnvSpec", "CameraSpec", "Observation", "EnvStep"),

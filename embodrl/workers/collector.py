@@ -231,7 +231,7 @@ class SyncCollector:
         self.engine.update_weights(weights, version)
 
     def drain(self) -> None:
-        self.pool.drain()
+        self.pool.requests.drain()
 
     def undo(self) -> None:
         if self._before is not None:

@@ -279,7 +279,7 @@ class Evaluator:
         try:
             return self._play_all(episodes, video_dir)
         except (SystemExit, KeyboardInterrupt):  # a late stop, anywhere
-            self.pool.drain()
+            self.pool.requests.drain()
             raise
 
     def _play_all(self, episodes: NDArray[np.int64], video_dir: Path | None) -> Played:

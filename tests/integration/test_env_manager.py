@@ -378,15 +378,15 @@ def test_requests_that_were_interrupted_are_drained_before_others():
             interrupted()
             with raises_code("env-order"):
                 pool.get_state()
-            pool.drain()
+            pool.requests.drain()
             assert pool.get_state() == wanted
         pool.step_async(np.zeros((4, 2, 7), np.float32))
-        pool.drain()
+        pool.requests.drain()
         wanted = pool.get_state()
         first.process.request(Kind.OFFLOAD, 5.0)
-        pool.drain()
+        pool.requests.drain()
         assert first.is_offloaded and pool.get_state() == wanted
         first.call_async("mark")
         os.kill(first.pid, signal.SIGKILL)
-        pool.drain()
+        pool.requests.drain()
         assert len(pool.get_state(restart=True)) == 2 and pool.faults.restarts == 1

@@ -139,24 +139,6 @@ class EnvManager:
         # Set last: almost every request is refused while it is set, those above included.
         self.process.saved = state
 
-    def drain(self) -> None:
-        """Wait for the answer to a request that an interruption left in progress, and drop it; without one do nothing.
-
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: the process was lost, or the request failed.
-        """
-        kind = self.process.pending
-        if kind in (Kind.START, Kind.ONLOAD):
-            self.wait_started()
-        elif kind == Kind.OFFLOAD:
-            self.process.saved = self.process.wait_state(kind, self.timeouts.reset_s)
-        elif kind == Kind.STEP:
-            self.wait()
-        elif kind == Kind.RESET:
-            self.wait_reset()
-        elif kind is not None and kind != Kind.CLOSE:
-            self.process.receive(kind, self.timeouts.start_s)
-
     def close_async(self) -> None:
         """Ask the process to end, or kill it if a request is in progress; ``close`` waits for it."""
         self.process.close_async(self.timeouts.reset_s)

@@ -218,17 +218,6 @@ class EnvPool:
             for part in parts
         ]
 
-    def drain(self) -> None:
-        """Wait for the answers to requests that an interruption left in progress, so that others can be asked.
-
-        The next step, reset or request with ``restart`` restarts a process that is lost meanwhile.
-        """
-        for rank, manager in enumerate(self.managers):
-            try:
-                manager.drain()
-            except FAULTS as error:
-                self.recovery.failed[rank] = error
-
     def close(self) -> None:
         """End all processes, those that hang within the time of one."""
         # All are asked before any is awaited, and under one deadline: several that hang cost the time of one.

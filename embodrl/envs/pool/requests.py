@@ -8,9 +8,10 @@ from contextlib import suppress
 from typing import TypeVar
 
 from embodrl.envs.pool.manager import EnvManager
-from embodrl.envs.pool.recovery import Recovery
+from embodrl.envs.pool.recovery import FAULTS, Recovery
 from embodrl.envs.pool.transport import copy_observation
 from embodrl.errors import EnvError, EnvTimeout, EnvWorkerDied
+from embodrl.processes.frames import Kind
 
 # A request that raises is as likely to be wrong as the simulator: a new process would raise again.
 _LOSSES = (EnvWorkerDied, EnvTimeout)
@@ -96,6 +97,17 @@ class Requests:
             except _LOSSES as error:
                 self.recovery.failed[rank] = error
 
+    def drain(self) -> None:
+        """Wait for the answers to requests that an interruption left in progress, and drop them.
+
+        The next step, reset or request with ``restart`` restarts a process that is lost meanwhile.
+        """
+        for rank, manager in enumerate(self.recovery.managers):
+            try:
+                _drain(manager)
+            except FAULTS as error:
+                self.recovery.failed[rank] = error
+
     def _wait(self, rank: int, method: str, arguments: Mapping[str, object] | None, restart: bool) -> object:
         return self.answer(rank, lambda m: m.wait_call(method), restart, lambda m: m.call(method, arguments))
 
@@ -130,3 +142,24 @@ class Requests:
                 return (again or request)(manager)
             except _LOSSES as error:
                 fault = error
+
+
+def _drain(manager: EnvManager) -> None:
+    """Wait for the answer to the request in progress, if there is one.
+
+    Raises:
+        EnvRaised, EnvWorkerDied, EnvTimeout: the process was lost, or the request failed.
+    """
+    process = manager.process
+    timeouts = manager.timeouts
+    kind = process.pending
+    if kind in (Kind.START, Kind.ONLOAD):
+        manager.wait_started()
+    elif kind == Kind.OFFLOAD:
+        process.saved = process.wait_state(kind, timeouts.reset_s)
+    elif kind == Kind.STEP:
+        manager.wait()
+    elif kind == Kind.RESET:
+        manager.wait_reset()
+    elif kind is not None and kind != Kind.CLOSE:
+        process.receive(kind, timeouts.start_s)

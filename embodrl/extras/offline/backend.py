@@ -46,6 +46,9 @@ class NoCollector:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.engine.update_weights(weights, version)
 
+    def drain(self) -> None:
+        """Evaluations drain what they ask."""
+
     def undo(self) -> None:
         """There is nothing to undo."""
 

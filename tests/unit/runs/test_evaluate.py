@@ -1,5 +1,6 @@
 import hashlib
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,7 +175,7 @@ def test_a_stop_ends_it_between_two_chunks():
 def test_a_late_stop_leaves_no_request_in_progress():
     pool = ToyPool()
     drained = []
-    pool.drain = lambda: drained.append(len(pool.calls))
+    pool.requests = SimpleNamespace(drain=lambda: drained.append(len(pool.calls)))
 
     class Late(Expert):
         def decide(self, observation, decoding, generators=None):
