@@ -1,6 +1,5 @@
 import hashlib
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -175,7 +174,7 @@ def test_a_stop_ends_it_between_two_chunks():
 def test_a_late_stop_leaves_no_request_in_progress():
     pool = ToyPool()
     drained = []
-    pool.requests = SimpleNamespace(drain=lambda: drained.append(len(pool.calls)))
+    pool.requests.drain = lambda: drained.append(len(pool.calls))
 
     class Late(Expert):
         def decide(self, observation, decoding, generators=None):
