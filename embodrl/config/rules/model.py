@@ -16,7 +16,7 @@ from embodrl.config.policy_card import (
 )
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.hub import parse
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec
 
 
@@ -30,7 +30,11 @@ def model_is_registered(context: Context) -> Iterator[Finding]:
     name = context.config.model.model_type
     if name not in MODELS:
         near = nearest(name, MODELS.names())
-        hint = f"write model.model_type={near}" if near else "choose a known one, or name the module that registers it"
+        hint = (
+            f"write model.model_type={near}"
+            if is_misspelt(name, near)
+            else "choose a known one, or name the module that registers it"
+        )
         near, hint = advice("model.model_type", name) or (near, hint)
         yield Finding("model.model_type", f"there is no model '{name}'", hint, ", ".join(MODELS), near)
 
