@@ -130,7 +130,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             problems += _form_problem(text, before, after)
             continue
         try:
-            parsed = parser.parse_override(text)
+            parsed = parser.parse_override(_home_quoted(text))
         # RecursionError: thousands of brackets exceed the parser's depth.
         except (HydraException, ValueError, RecursionError) as error:
             near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
@@ -169,6 +169,12 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             value = None if parsed.is_delete() else parsed.value()
             arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
     return arguments, problems
+
+
+def _home_quoted(text: str) -> str:
+    """Return ``key=~/path`` with the path in quotes, which Hydra's grammar wants and a shell takes away."""
+    key, separator, value = text.partition("=")
+    return f"{key}={value!r}" if separator and re.fullmatch(r"~[\w.-]*/[^,'\"\\]*", value) else text
 
 
 def arguments_of_file(texts: list[str], file: str) -> tuple[list[Argument], list[ConfigProblem]]:
