@@ -137,7 +137,7 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "gpus": _GPUS,
     "trainer.nnodes": ("cluster.num_nodes", "write cluster.num_nodes"),
     "cluster.num_gpus": _GPUS,
-    "runner.precision": ("actor.precision", "write actor.precision, and rollout.precision for the policy that acts"),
+    "runner.precision": ("actor.precision", "write actor.precision, which rollouts follow"),
     "env.num_envs": ("env.train.total_num_envs", "write env.train.total_num_envs, over all processes"),
     "rollout.model": (
         "model",
