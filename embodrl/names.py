@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import threading
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -26,6 +27,21 @@ def nearest(name: str, known: list[str], cutoff: float = 0.5) -> str:
             return one
     matches = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return matches[0] if matches else ""
+
+
+MISSPELT = 0.8
+"""Likeness above which a name is taken for a misspelling, and not for another thing."""
+
+
+def is_misspelt(name: str, known: str) -> bool:
+    """Tell whether a name is a known one misspelt, so that a hint may say to write that; "" is never meant.
+
+    Words with digits have to be the same: libero_90 is not libero_10, nor 8xA100 8xH100.
+    """
+    given, meant = (text.lower().replace("-", "_") for text in (name, known))
+    numbered = re.compile(r"[a-z]*[0-9][a-z0-9]*")
+    alike = difflib.SequenceMatcher(None, given, meant).ratio() > MISSPELT
+    return alike and numbered.findall(given) == numbered.findall(meant)
 
 
 def import_object(path: str) -> Any:

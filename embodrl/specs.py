@@ -663,3 +663,19 @@ class RegisteredName(str):
         member = cls(cls.registry.register(spec).name)
         setattr(cls, spec.name.upper(), member)
         return member
+
+
+def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the families that a config.json may be of; empty if it is of none that is known.
+
+    Public files leave open whether an OpenVLA is an OpenVLA-OFT, and openpi's which of its models it is. Families that
+    embodrl has no network of count where no other does.
+    """
+    found = [MODELS.entry(name) for name in MODELS if is_of_family(raw, name)]
+    return tuple(spec.name for spec in found if not spec.only_acts) or tuple(spec.name for spec in found)
+
+
+def is_of_family(raw: Mapping[str, object], family: str) -> bool:
+    """Tell whether a config.json may be of a family."""
+    recognizes = MODELS.entry(family).recognizes
+    return recognizes is not None and recognizes(raw)

@@ -30,6 +30,8 @@ class Group(TyperGroup):
             hint = "`embodrl --help` lists all commands"
             if name == "help":
                 hint = f"write `{ctx.command_path} --help`, or `{ctx.command_path} COMMAND --help`"
+            elif "=" in name and "train" in known:
+                hint = f"write `{ctx.command_path} train {name}`"
             elif near := nearest(name, known):
                 hint = f"did you mean `{ctx.command_path} {near}`?"
             ctx.fail(f"there is no command '{name}'\n  hint: {hint}\n  code: command-unknown")

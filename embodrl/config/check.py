@@ -25,7 +25,7 @@ from embodrl.config.schema import (
 from embodrl.config.schema.readers import Verb, settings_of
 from embodrl.config.schema.section import NameOf, Section
 from embodrl.errors import ConfigProblem, EmbodrlError
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS
 
 TAGS = {"env": "env_type", "model": "model_type"}
@@ -95,7 +95,8 @@ def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigPr
             if chosen_name in _settings_of(section) and _is_set(found, default):
                 has = f"{', '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
                 near = nearest(name, list(own.model_fields), cutoff=0.75)
-                instead = f", or write {section}.{near}" if near else ""
+                is_meant = is_misspelt(name, near) and _accepts(f"{section}.{near}", found.plain(), schema)
+                instead = f", or write {section}.{near}" if is_meant else ""
                 problems.append(
                     ConfigProblem(
                         key,
@@ -185,7 +186,10 @@ def describe(
         allowed, options = allowed_values(key, schema)
         message = f"{_show(value)} {_reason(item, value)}"
         near = nearest(str(value), options) if options and isinstance(value, (str, bool, int)) else ""
-        hint = f"write {key}={near}" if near else _hint(item["type"], key, value, allowed)
+        is_meant = is_misspelt(str(value), near)
+        hint = f"write {key}={near}" if is_meant else _hint(item["type"], key, value, allowed)
+        if isinstance(value, float) and item["type"] in ("int_type", "int_from_float") and value.is_integer():
+            hint = f"write {key}={int(value)}; integers have neither point nor exponent"
         near, hint = (advice(key, value) if isinstance(value, str) else None) or (near, hint)
         result[key] = ConfigProblem(key, message, origin, allowed, near, hint, code=_code(item["type"]))
     return list(result.items())
@@ -288,8 +292,21 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def unknown_key(key: str, origin: str, schema: type[Config], verb: Verb | None = None) -> ConfigProblem:
-    """Return the problem of a key that the schema lacks; settings of the verb are suggested first."""
+def unknown_key(
+    key: str, origin: str, schema: type[Config], verb: Verb | None = None, value: object = None
+) -> ConfigProblem:
+    """Return the problem of a key that the schema lacks; settings of the verb are suggested first.
+
+    The nearest key is only named, unless the key is a misspelling of it and it can have the value: whoever writes
+    another setting than the meant one changes the run and does not notice.
+
+    Args:
+        key: dotted.
+        origin: where it is.
+        schema: of the configuration.
+        verb: what the configuration is for.
+        value: what the key is set to, as YAML has it.
+    """
     section, _, name = key.rpartition(".")
     schema = with_every_section(schema)
     model = section_model(section, schema)
@@ -309,12 +326,30 @@ def unknown_key(key: str, origin: str, schema: type[Config], verb: Verb | None =
         # A distant name of another section does not help, so it has to be nearer than one of the same section.
         near = _of_a_near_name(name, own) or _of_a_near_name(name, known)
     where = f"the section '{section}'" if section else "the configuration"
-    hint = f"write {near}" if near else "remove it; see docs/configuration.md for all keys"
-    if not section and near in names and model_of(schema.model_fields[near].annotation):
+    leaf = near.rpartition(".")[2]
+    hint = "remove it; see docs/configuration.md for all keys"
+    if (near and near == meant) or (is_misspelt(name, leaf) and _accepts(near, value, schema)):
+        hint = f"write {near}"
+    elif near:
+        hint = "docs/configuration.md has all keys; the nearest name may be of something else"
+    if not section and near in names and is_misspelt(name, near) and model_of(schema.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
     return ConfigProblem(
         key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
     )
+
+
+def _accepts(key: str, value: object, schema: type[BaseModel]) -> bool:
+    """Tell whether a key can have a value."""
+    section, _, name = key.rpartition(".")
+    model = section_model(section, schema)
+    if model is None:
+        return False
+    try:
+        model.model_validate_json(json.dumps({name: value}))
+    except ValidationError as error:  # other fields of the section may be missing
+        return all(item["loc"][:1] != (name,) for item in error.errors(include_url=False))
+    return True
 
 
 def _of_a_near_name(name: str, keys: list[str]) -> str:
@@ -324,7 +359,8 @@ def _of_a_near_name(name: str, keys: list[str]) -> str:
 
 def _unknown_here(key: str, origin: str, schema: type[Config], tree: Node, verb: Verb | None) -> ConfigProblem:
     """Return the problem of an unknown key, with what other systems and the chosen simulator may mean by it."""
-    problem = unknown_key(key, origin, schema, verb)
+    node = lookup(tree, key)
+    problem = unknown_key(key, origin, schema, verb, None if node is None else node.plain())
     known = key_advice(key, lambda full: lookup(tree, full) is not None)
     if known is not None:
         return replace(problem, nearest=known[0], hint=known[1])

@@ -36,6 +36,7 @@ from embodrl.config.presets import (
     load,
     load_presets,
     of_algorithm,
+    of_task,
     own_directories,
     parts_of,
     preset_file,
@@ -44,7 +45,7 @@ from embodrl.config.presets import (
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.config.trust import code_settings, has_approval, is_of_run, is_trusted, untrusted_code
 from embodrl.errors import ConfigProblem
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 
 OPTIONAL = ("experiment", "pipeline", "serve")
 """Groups of which none may be chosen."""
@@ -129,7 +130,7 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             problems += _form_problem(text, before, after)
             continue
         try:
-            parsed = parser.parse_override(text)
+            parsed = parser.parse_override(_home_quoted(text))
         # RecursionError: thousands of brackets exceed the parser's depth.
         except (HydraException, ValueError, RecursionError) as error:
             near = re.search(r"(?:at|input):? ('.*?')(?: expecting|$)", str(error).splitlines()[0])
@@ -168,6 +169,12 @@ def parse_arguments(texts: list[str]) -> tuple[list[Argument], list[ConfigProble
             value = None if parsed.is_delete() else parsed.value()
             arguments.append(Argument(parsed.key_or_group, value, text, parsed.is_delete()))
     return arguments, problems
+
+
+def _home_quoted(text: str) -> str:
+    """Return ``key=~/path`` with the path in quotes, which Hydra's grammar wants and a shell takes away."""
+    key, separator, value = text.partition("=")
+    return f"{key}={value!r}" if separator and re.fullmatch(r"~[\w.-]*/[^,'\"\\]*", value) else text
 
 
 def arguments_of_file(texts: list[str], file: str) -> tuple[list[Argument], list[ConfigProblem]]:
@@ -235,6 +242,10 @@ def _form_problem(text: str, before: str, after: str) -> list[ConfigProblem]:
         return []  # named with its key
     separate = _is_key(text) and after and "=" not in after and not _is_key(after)
     hint = f"write {text}={after}" if separate else "write section.key=VALUE; a YAML file is given with --config FILE"
+    if text.endswith((".yaml", ".yml")):
+        hint = f"write --config {text}"
+    elif "/" in text:
+        hint = f"`embodrl resume {text}` continues a run; settings are written section.key=VALUE"
     key = text.partition("=")[0] or "(argument)"
     origin = f"command line: {text}"
     return [ConfigProblem(key, "is not of the form key=value", origin, "key=value", hint=hint, code="argument-form")]
@@ -291,8 +302,11 @@ def check_choice(group: str, name: object, origin: str, own: Sequence[Path] = ()
     shown = "null" if name is None else str(name)
     message = f"there is no preset '{shown}' in the group '{group}'"
     near = nearest(shown, names)
-    hint = f"write {group}={near}; see `embodrl list presets`" if near else "see `embodrl list presets`"
+    meant = is_misspelt(shown, near)
+    hint = f"write {group}={near}; see `embodrl list presets`" if meant else "see `embodrl list presets`"
     near, hint = advice(group, shown) or (near, hint)
+    if group == "env" and not meant:
+        near, hint = of_task(shown) or (near, hint)
     if isinstance(name, str) and ("/" in name or "\\" in name or name.endswith((".yaml", ".yml"))):
         message = f"'{name}' is a path; a preset is chosen by its plain name"
         hint = "write the name of a preset; a YAML file is given with --config FILE, a directory with --presets DIR"

@@ -211,6 +211,7 @@ def finish(
     fill_derived(tree)
     if verb in (None, "train", "plan"):
         fill_freeze_vision(tree)
+    fill_precision(tree)
     fill_protocol(tree)
     removed += resolve_references(tree)
     problems = composition.problems + removed + not_imported + not_fetched
@@ -304,6 +305,15 @@ def fill_freeze_vision(tree: Node) -> None:
     if keeps and by_reward and is_small and begins_trained and trains_all and is_free:
         origin = Origin("preset", "follows from model.warm_start")
         put(tree, "model.freeze_vision", from_plain(True, origin))
+
+
+def fill_precision(tree: Node) -> None:
+    """Let rollouts compute in the precision of training, where ``rollout.precision`` is auto."""
+    trained = lookup(tree, "actor.precision")
+    acting = lookup(tree, "rollout.precision")
+    if trained is None or trained.value == "auto" or (acting is not None and acting.value != "auto"):
+        return
+    put(tree, "rollout.precision", from_plain(trained.plain(), Origin("preset", "follows from actor.precision")))
 
 
 def remove_special(tree: Node, schema: type[Config]) -> list[ConfigProblem]:

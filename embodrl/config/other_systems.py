@@ -9,48 +9,74 @@ from embodrl.config.rlinf import hint_of
 _OWN = "register an environment of your own (docs/tutorial.md), or choose one of `embodrl list envs`"
 _GAE = "write algorithm.adv_type=gae, PPO's estimator; algorithm=ppo chooses estimator and loss"
 _PPO_LOSS = "write algorithm.loss_type=actor_critic, PPO's loss with a critic; algorithm=ppo chooses estimator and loss"
-OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("model", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
-    ("model", "pi0.5"): ("pi05", "write model=pi05"),
-    ("rollout", "sglang"): ("vllm", "SGLang is not supported; write rollout=vllm, or rollout=native"),
-    ("rollout", "hf"): ("native", "write rollout=native"),
-    ("rollout", "huggingface"): ("native", "write rollout=native"),
-    ("rollout.backend", "huggingface"): ("native", "write rollout.backend=native"),
-    ("actor", "fsdp2"): ("fsdp", "write actor=fsdp, which is FSDP2"),
-    ("env", "libero_long"): ("libero_10", "write env=libero_10"),
-    ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
-    ("cluster", "colocated"): (
-        "",
-        "processes share devices by default: leave cluster out, or see docs/placement.md",
-    ),
-    ("cluster", "disaggregated"): (
-        "",
-        "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or with a GPU for each of the two"
-        " 'cluster.component_placement={actor:0,rollout:1,env:1}'",
-    ),
-    ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
-    ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
-    ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
-    ("algorithm", "reinforce++"): ("reinforce_pp", "write algorithm=reinforce_pp"),
-    ("algorithm.adv_type", "ppo"): ("gae", _GAE),
-    ("algorithm.adv_type", "embodied_gae"): ("gae", _GAE),
-    ("algorithm.loss_type", "ppo"): ("actor_critic", _PPO_LOSS),
-    ("algorithm.loss_type", "ppo_actor_critic"): ("actor_critic", _PPO_LOSS),
-} | {
-    ("env", name): ("", f"{title} is not built in; {_OWN}")
-    for name, title in {
-        "behavior": "BEHAVIOR (OmniGibson)",
-        "calvin": "CALVIN",
-        "isaaclab": "Isaac Lab",
-        "robocasa": "RoboCasa",
-        "robotwin": "RoboTwin",
-        "simpler": "SIMPLER",
-    }.items()
-}
+OTHER_NAMES: Mapping[tuple[str, str], tuple[str, str]] = (
+    {
+        ("model", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
+        ("model", "pi0.5"): ("pi05", "write model=pi05"),
+        ("rollout", "sglang"): ("vllm", "SGLang is not supported; write rollout=vllm, or rollout=native"),
+        ("rollout", "hf"): ("native", "write rollout=native"),
+        ("rollout", "huggingface"): ("native", "write rollout=native"),
+        ("rollout.backend", "huggingface"): ("native", "write rollout.backend=native"),
+        ("actor", "fsdp2"): ("fsdp", "write actor=fsdp, which is FSDP2"),
+        ("env", "libero_long"): ("libero_10", "write env=libero_10"),
+        ("model.model_type", "openpi"): ("pi05", "openpi's models are model=pi0, model=pi05 and model=pi0_fast"),
+        ("cluster", "colocated"): (
+            "",
+            "processes share devices by default: leave cluster out, or see docs/placement.md",
+        ),
+        ("cluster", "disaggregated"): (
+            "",
+            "write actor=fsdp cluster.placement=auto runner.max_staleness=1, or with a GPU for each of the two"
+            " 'cluster.component_placement={actor:0,rollout:1,env:1}'",
+        ),
+        ("runner.logger", "wandb"): ("", "write runner.logger.wandb_mode=online"),
+        ("runner.logger", "tensorboard"): ("", "write runner.logger.tensorboard=true"),
+        ("algorithm", "a2c"): ("ppo", "write algorithm=ppo, or algorithm=reinforce_pp without a critic"),
+        ("algorithm.loss_type", "a2c"): ("actor_critic", _PPO_LOSS),
+        ("algorithm.adv_type", "a2c"): ("gae", _GAE),
+        ("algorithm", "reinforce++"): ("reinforce_pp", "write algorithm=reinforce_pp"),
+        ("algorithm.adv_type", "ppo"): ("gae", _GAE),
+        ("algorithm.adv_type", "embodied_gae"): ("gae", _GAE),
+        ("algorithm.loss_type", "ppo"): ("actor_critic", _PPO_LOSS),
+        ("algorithm.loss_type", "ppo_actor_critic"): ("actor_critic", _PPO_LOSS),
+    }
+    | {
+        ("env", name): ("", f"{title} is not built in; {_OWN}")
+        for name, title in {
+            "behavior": "BEHAVIOR (OmniGibson)",
+            "calvin": "CALVIN",
+            "isaaclab": "Isaac Lab",
+            "robocasa": "RoboCasa",
+            "robotwin": "RoboTwin",
+            "simpler": "SIMPLER",
+            "pusht": "gym-pusht (LeRobot)",
+            "aloha": "gym-aloha (LeRobot)",
+        }.items()
+    }
+    | {
+        (group, name): found
+        for group in ("model", "model.model_type")
+        for name, found in {
+            "act": (
+                "lerobot",
+                "write model=lerobot model.model_path=DIR, which evaluates policies of LeRobot (docs/models.md)",
+            ),
+            "octo": (
+                "",
+                "Octo is not built in; register a model of your own (docs/models.md), serve it (model=remote), or take"
+                " a policy of LeRobot (model=lerobot)",
+            ),
+        }.items()
+    }
+)
 """(preset group or key, name elsewhere in lower case) -> (present name, "" if there is none; what to write)."""
 
 
 MEANT = {
+    "kl_penalty": "algorithm.kl.estimator",
+    "kl_beta": "algorithm.kl.coef",
+    "replay_buffer": "algorithm.off_policy.capacity",
+    "episodes": "env.eval.num_episodes",
     "lr": "actor.optim.lr",
     "learning_rate": "actor.optim.lr",
     "num_envs": "env.train.total_num_envs",
@@ -95,12 +121,23 @@ OTHER_KEYS: Mapping[str, tuple[str, str]] = {
     "model.pth": _MODEL_PATH,
     "algorithm.adv_estimator": ("algorithm.adv_type", "write algorithm.adv_type"),
     "actor.bs": _BATCH,
+    "actor.lr": ("actor.optim.lr", "write actor.optim.lr"),
+    "actor.optim.learning_rate": ("actor.optim.lr", "write actor.optim.lr"),
+    "env.eval.video_cfg": ("env.video", "write env.video.enabled=true, which films evaluations"),
+    "resume": ("", "write `embodrl resume RUN`, and what is to change after it"),
+    "config_name": ("", "presets are chosen as GROUP=NAME, e.g. experiment=pick_cube; a YAML file by --config FILE"),
+    "config_path": ("", "a YAML file is given by --config FILE, a directory of presets by --presets DIR"),
+    "policy.type": ("model", "write model=NAME, a preset of `embodrl list presets`"),
+    "policy.path": _MODEL_PATH,
+    "env.task": ("env.tasks", "write env.tasks=[TASK]"),
+    "env.type": ("env", "write env=NAME, a preset of `embodrl list presets`"),
+    "dataset.repo_id": ("sft.data_dir", "write sft.data_dir=DIR-or-hub-id with `embodrl sft`"),
     "actor.batch_size": _BATCH,
     "trainer.n_gpus_per_node": _GPUS,
     "gpus": _GPUS,
     "trainer.nnodes": ("cluster.num_nodes", "write cluster.num_nodes"),
     "cluster.num_gpus": _GPUS,
-    "runner.precision": ("actor.precision", "write actor.precision, and rollout.precision for the policy that acts"),
+    "runner.precision": ("actor.precision", "write actor.precision, which rollouts follow"),
     "env.num_envs": ("env.train.total_num_envs", "write env.train.total_num_envs, over all processes"),
     "rollout.model": (
         "model",

@@ -9,10 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from embodrl.config.nodes import Node, Origin, merge, read_yaml
+from embodrl.config.nodes import Node, Origin, lookup, merge, read_yaml
 from embodrl.config.trust import is_trusted
 from embodrl.errors import ConfigProblem
 from embodrl.names import nearest
+from embodrl.specs import ENVS
 
 DIRS = "presets.dirs"
 """The setting that names directories of the user's: of a file or mapping, and of the command line."""
@@ -59,6 +60,21 @@ def of_algorithm(pipeline: str) -> tuple[str, str] | None:
     if pipeline not in presets("algorithm"):
         return None
     return f"algorithm={pipeline}", f"write algorithm={pipeline}, and leave the pipeline out: it follows from the loss"
+
+
+def of_task(name: str) -> tuple[str, str] | None:
+    """Return the preset of a simulator, and a hint, in place of a task's name; None if no simulator has that task."""
+    for spec in ENVS.all():
+        task = next((known for known in spec.instructions() if known.lower() == name.lower()), None)
+        if task is None or spec.name not in presets("env"):
+            continue
+        for preset in presets("env"):
+            tree, _ = load(preset_file("env", preset))
+            tasks = lookup(tree, "env.tasks") or lookup(tree, "tasks")
+            if tasks is not None and tasks.plain() == [task]:
+                return preset, f"{task} is a task: write env={preset}, or env={spec.name} env.tasks=[{task}]"
+        return spec.name, f"{task} is a task: write env={spec.name} env.tasks=[{task}]"
+    return None
 
 
 def preset_file(group: str, name: str, own: Sequence[Path] = ()) -> Path:

@@ -156,7 +156,8 @@ def bars(rows: Sequence[tuple[str, Rate]]) -> str:
     parts: list[str] = []
     for tick in (0, 25, 50, 75, 100):
         x = 5 + BAR_PX * tick / 100
-        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="{height - 20}"/>')
+        for top in range(0, ROW_PX * len(rows), ROW_PX):  # beside the bars alone: above them stand names and rates
+            parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{top + 19}" y2="{top + 39}"/>')
         anchor = {0: "start", 100: "end"}.get(tick, "middle")
         parts.append(f'<text x="{x}" y="{height - 5}" text-anchor="{anchor}">{tick} %</text>')
     for number, (name, row) in enumerate(rows):
@@ -174,7 +175,7 @@ def bars(rows: Sequence[tuple[str, Rate]]) -> str:
         ]
     width = BAR_PX + 10
     return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:480px"'
+        f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:720px"'
         f' aria-label="success rates">{"".join(parts)}</svg>'
     )
 

@@ -192,13 +192,16 @@ def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSE
         errno.EACCES: "permission denied: ",
         errno.EPERM: "permission denied: ",
         errno.EIO: "the disk reports faults: ",
+        errno.ENOENT: "the file system takes no new files there: ",
+        errno.ENOTDIR: "a part of the path is a file: ",
         errno.EFBIG: f"{FILE_SIZE_HINT}, or ",
     }
     # The free space can only be asked of a path that exists.
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = format_size(shutil.disk_usage(existing).free)
     hint = causes.get(error.errno or 0, "") + elsewhere
-    return OutputError(f"{message}: {error.strerror or error} ({free} free)", hint)
+    has_space = error.errno in (errno.ENOENT, errno.ENOTDIR)  # or none was asked for
+    return OutputError(f"{message}: {error.strerror or error}" + f" ({free} free)" * (not has_space), hint)
 
 
 def format_size(num_bytes: int) -> str:

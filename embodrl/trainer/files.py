@@ -197,8 +197,10 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
             apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
             write_checksums(staging, added=[CARD_FILE, *apart])
     except OutputError as error:
-        is_limit = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EFBIG
-        cure = FILE_SIZE_HINT if is_limit else "free disk space"
+        number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
+        if number not in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
+            raise
+        cure = FILE_SIZE_HINT if number == errno.EFBIG else "free disk space"
         raise OutputError(error.message, f"{cure}, then `embodrl resume` the run", code=error.code) from error
 
 

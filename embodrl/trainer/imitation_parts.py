@@ -70,6 +70,11 @@ def names_output() -> Iterator[None]:
         raise OutputError(error.message, hint, code=error.code) from error
 
 
+def readable(value: float) -> str:
+    """Return a number for a line of progress: learning rates of 4e-4 must not look like 0."""
+    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.3f}"
+
+
 def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> ImitationHooks:
     """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it."""
     config = session.config
@@ -78,7 +83,7 @@ def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> Im
         return bool(session.stop)
 
     def on_step(step: int, row: Mapping[str, float]) -> None:
-        progress.update(step, " ".join(f"{name} {value:.3f}" for name, value in row.items()))
+        progress.update(step, " ".join(f"{name} {readable(value)}" for name, value in row.items()))
 
     def play(video_dir: Path | None) -> Row:
         acting = make_acting(config, policy)

@@ -191,7 +191,7 @@ def build_policy(config: Config, device: torch.device | None = None) -> VLAPolic
         len(report.initialized),
         len(report.ignored),
     )
-    logger.info("%s", report.describe(limit=100))
+    logger.info("%s", report.describe(limit=10))
     policy.condition = config.model.condition
     policy.eval()
     if config.actor.gradient_checkpointing:

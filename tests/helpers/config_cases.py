@@ -179,7 +179,7 @@ FORM += [
     Wrong("taken back with a value", "~env.tasks", "argument-delete", ("~env.tasks=[x]",)),
     Wrong("nothing taken back", "~", "argument-form", ("~",), names="key=value"),
     Wrong("no key", "(argument)", "argument-form", ("=3",), names="key=value"),
-    Wrong("home directory unquoted", "runner.output_dir", "argument-syntax", ("runner.output_dir=~/x",)),
+    Wrong("home directories unquoted", "runner.output_dir", "argument-syntax", ("runner.output_dir=~/x,~/y",)),
     Wrong("zero byte", "(file)", "config-yaml-syntax", text="runner: {seed: 3}\n# \0\n", line=2),
 ]
 

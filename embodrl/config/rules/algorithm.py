@@ -9,7 +9,7 @@ from embodrl.config.rules.base import Context, Finding, divisors, note, rule
 from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
 from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 USER_FUNCTIONS = "docs/algorithms.md"
@@ -28,7 +28,7 @@ def parts_are_registered(context: Context) -> Iterator[Finding]:
                 yield Finding(f"algorithm.{key}", error.message, error.hint or f"see {USER_FUNCTIONS}")
         elif name not in table:
             near = nearest(name, table.names())
-            hint = f"write algorithm.{key}={near}" if near else "see `embodrl list algorithms`"
+            hint = f"write algorithm.{key}={near}" if is_misspelt(name, near) else "see `embodrl list algorithms`"
             near, hint = advice(f"algorithm.{key}", name) or (near, hint)
             yield Finding(f"algorithm.{key}", f"there is no {table.kind} '{name}'", hint, ", ".join(table), near)
 

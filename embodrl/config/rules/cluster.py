@@ -10,7 +10,7 @@ from embodrl.config.schema import Config
 from embodrl.deployment.grammar import COMPONENTS, MACHINES, PlacementError, ProcessPlace
 from embodrl.deployment.solver import is_single, pools_of
 from embodrl.deployment.topology import GIB
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 
 KEY = "cluster.component_placement"
 # What the driver and the kernel keep for themselves of a machine's nominal memory.
@@ -27,7 +27,7 @@ def components_are_placed_once(context: Context) -> Iterator[Finding]:
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 near = nearest(name, list(COMPONENTS))
-                hint = f"write {near}" if near else "remove it"
+                hint = f"write {near}" if is_misspelt(name, near) else "remove it"
                 message = f"there is no component '{name}' (in '{names}')"
                 if name == "reward":
                     message = f"rewards are computed by the main process (in '{names}')"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.rules.base import Context, Finding, path_kind, rule
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ENVS
 
 STATISTICS = ("auto", "checkpoint", "data")
@@ -81,7 +81,7 @@ def statistics_exist(context: Context) -> Iterator[Finding]:
     allowed = f"{', '.join(STATISTICS)}, or an existing file"
     if chosen not in STATISTICS and path_kind(chosen) != "file":
         near = nearest(chosen, list(STATISTICS))
-        hint = f"write sft.stats={near}" if near else "`embodrl data stats` writes such a file"
+        hint = f"write sft.stats={near}" if is_misspelt(chosen, near) else "`embodrl data stats` writes such a file"
         yield Finding("sft.stats", f"there is no file '{chosen}'", hint, allowed, near)
     if given is not None and path_kind(given) != "file":
         hint = "`embodrl data stats` writes such a file; null takes the checkpoint's"

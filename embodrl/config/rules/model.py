@@ -15,9 +15,15 @@ from embodrl.config.policy_card import (
     without_weights,
 )
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.errors import EmbodrlError
+from embodrl.fields import read_fields
 from embodrl.hub import parse
-from embodrl.names import nearest
-from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec
+from embodrl.names import is_misspelt, nearest
+from embodrl.specs import BUILT_IN_STATISTICS, MODELS, ModelSpec, families_of
+
+CONFIG = "config.json"
+OF_A_POLICY = {"embodrl", "architectures", "action_dim"}
+"""Keys of a config.json that names no kind of model and may be of a policy all the same, such as an openpi one."""
 
 
 def _names(specs: Iterable[ModelSpec]) -> str:
@@ -30,7 +36,11 @@ def model_is_registered(context: Context) -> Iterator[Finding]:
     name = context.config.model.model_type
     if name not in MODELS:
         near = nearest(name, MODELS.names())
-        hint = f"write model.model_type={near}" if near else "choose a known one, or name the module that registers it"
+        hint = (
+            f"write model.model_type={near}"
+            if is_misspelt(name, near)
+            else "choose a known one, or name the module that registers it"
+        )
         near, hint = advice("model.model_type", name) or (near, hint)
         yield Finding("model.model_type", f"there is no model '{name}'", hint, ", ".join(MODELS), near)
 
@@ -64,6 +74,36 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
         message = f"there is no directory '{path}'"
         hint = "give the directory of the checkpoint, or OWNER/NAME of the hub"
         yield Finding("model.model_path", message, hint, allowed)
+
+
+@rule("model.model_type", "model.model_path", "model.warm_start")
+def checkpoint_family(context: Context) -> Iterator[Finding]:
+    """The config.json of the policy is of the chosen family."""
+    model = context.config.model
+    key, path = ("warm_start", model.warm_start) if model.model_path is None else ("model_path", model.model_path)
+    family = context.family
+    is_here = path not in (None, BUILTIN) and path_kind(f"{path}/{CONFIG}") == "file"
+    if path is None or family is None or family.recognizes is None or not is_here:
+        return
+    file = Path(path).expanduser() / CONFIG
+    others = ("model.model_type",)
+    hint = "give the directory of a policy of this family, whose config.json says so"
+    try:
+        raw = read_fields(file).content
+    except EmbodrlError as error:
+        yield Finding(f"model.{key}", error.message, hint, others=others)
+        return
+    if not raw or family.recognizes(raw):  # an empty one says nothing, and is refused by whoever reads its sizes
+        return
+    found = families_of(raw)
+    kind = next((text for name in ("model_type", "type") if isinstance(text := raw.get(name), str)), "")
+    if found:
+        are = " or ".join(found)
+        message = f"{file} is of a {are} model, not {family.name}"
+        yield Finding(f"model.{key}", message, f"set model.model_type={are}", nearest=found[0], others=others)
+    elif kind or not raw.keys() & OF_A_POLICY:
+        message = f"{file} is of " + (f"a '{kind}' model, not {family.name}" if kind else "no model that is known")
+        yield Finding(f"model.{key}", message, hint, others=others)
 
 
 @rule("model.lora_path", "model.model_path", "model.warm_start")

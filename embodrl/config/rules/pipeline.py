@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.presets import of_algorithm
 from embodrl.config.rules.base import Context, Finding, rule
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import PIPELINES
 
 
@@ -25,6 +25,6 @@ def pipeline_is_registered(context: Context) -> Iterator[Finding]:
     name = context.config.pipeline.name
     if name is not None and name not in PIPELINES:
         near = nearest(name, PIPELINES.names())
-        hint = f"write pipeline={near}" if near else "see `embodrl list pipelines`"
+        hint = f"write pipeline={near}" if is_misspelt(name, near) else "see `embodrl list pipelines`"
         near, hint = of_algorithm(name) or (near, hint)
         yield Finding("pipeline.name", f"there is no pipeline '{name}'", hint, ", ".join(PIPELINES), near)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from embodrl.config.protocol import protocol_of
 from embodrl.config.rules.base import Context, Finding, note, rule
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ENVS, PROTOCOLS
 
 
@@ -19,7 +19,7 @@ def protocol_is_of_the_environment(context: Context) -> Iterator[Finding]:
         return
     if name not in PROTOCOLS:
         near = nearest(name, PROTOCOLS.names())
-        hint = f"write protocol={near}" if near else "see `embodrl list protocols`"
+        hint = f"write protocol={near}" if is_misspelt(name, near) else "see `embodrl list protocols`"
         yield Finding("protocol", f"there is no protocol '{name}'", hint, ", ".join(PROTOCOLS), near)
     elif PROTOCOLS.entry(name).env_type != env_type:
         wanted = PROTOCOLS.entry(name).env_type
@@ -69,5 +69,5 @@ def axes_are_of_the_environment(context: Context) -> Iterator[Finding]:
             if name in spec.axes and (having := spec.axes[name].tasks) is not None:
                 without = ", ".join(task for task in tasks if task not in having)
                 message = f"axis '{name}' is not of {without}, but of {', '.join(having)}"
-            hint = f"write axes={near}" if near else "see `embodrl list axes`"
+            hint = f"write axes={near}" if is_misspelt(name, near) else "see `embodrl list axes`"
             yield Finding("axes", message, hint, f"all, {', '.join(there_are)}", near)

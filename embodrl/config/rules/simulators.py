@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from embodrl.config.isolated import AUTO, installable
+from embodrl.config.other_systems import advice
 from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
-from embodrl.names import nearest
+from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ENVS, READABLE
 
 
@@ -24,7 +25,12 @@ def env_is_registered(context: Context) -> Iterator[Finding]:
     name = context.config.env.env_type
     if name not in ENVS:
         near = nearest(name, ENVS.names())
-        hint = f"write env.env_type={near}" if near else "choose a known one, or name the module that registers it"
+        hint = (
+            f"write env.env_type={near}"
+            if is_misspelt(name, near)
+            else "choose a known one, or name the module that registers it"
+        )
+        near, hint = advice("env", name) or (near, hint)
         yield Finding("env.env_type", f"there is no environment '{name}'", hint, ", ".join(ENVS), near)
 
 
@@ -40,7 +46,7 @@ def tasks_exist(context: Context) -> Iterator[Finding]:
             )
         elif known and task not in known:
             near = nearest(task, list(known))
-            hint = f"write {near}" if near else "see `embodrl list envs`"
+            hint = f"write {near}" if is_misspelt(task, near) else "see `embodrl list envs`"
             yield Finding("env.tasks", f"{env.env_type} has no task '{task}'", hint, shortened(known), near)
 
 
@@ -94,7 +100,8 @@ def env_has_the_cameras(context: Context) -> Iterator[Finding]:
             near = nearest(camera.name, list(known))
             message = f"{env.env_type} has no camera '{camera.name}'"
             message += ", and no pose for one is given" * spec.posed_cameras
-            hint = f"write {near}" if near else "name one" + ", or give eye and target" * spec.posed_cameras
+            hint = f"write {near}" if is_misspelt(camera.name, near) else "name one"
+            hint += ", or give eye and target" * spec.posed_cameras
             yield Finding(f"env.cameras.{index}.name", message, hint, ", ".join(known), near)
     if spec.max_cameras is not None and len(env.cameras) > spec.max_cameras:
         message = f"{env.env_type} has {spec.max_cameras} camera, not {len(env.cameras)}"

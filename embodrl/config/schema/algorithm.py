@@ -14,6 +14,7 @@ from embodrl.config.schema.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     ReadBy,
@@ -84,7 +85,7 @@ class SrpoConfig(Section):
     encoder: str = Field(
         default="pixels", description="pixels (built in), vjepa2, or a custom module:function, frames to embeddings"
     )
-    encoder_path: Annotated[str | None, AppliesIf("algorithm.srpo.encoder", ("vjepa2",))] = Field(
+    encoder_path: Annotated[PathText | None, AppliesIf("algorithm.srpo.encoder", ("vjepa2",))] = Field(
         default=None, description="directory with the weights of vjepa2"
     )
     num_frames: PositiveInt = Field(default=64, description="frames of an episode that the encoder sees")
@@ -160,7 +161,7 @@ class OffPolicyConfig(Section):
     memory_gb: PositiveFloat = Field(
         default=1.0, description="memory that the replay buffer takes at most, which may be fewer than capacity"
     )
-    demos: str | None = Field(
+    demos: PathText | None = Field(
         default=None, description="directory of demonstrations with rewards, made by `embodrl collect`"
     )
     demo_fraction: Fraction = Field(default=0.0, description="part of each batch that comes from the demonstrations")

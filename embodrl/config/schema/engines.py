@@ -177,7 +177,7 @@ class RolloutConfig(Section):
         description="restarts of rollout processes, and of the process that evaluates, within cluster.restart_window_s",
     )
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        default="auto", description="autocast of inference; as actor.precision"
+        default="auto", description="autocast of inference; auto is actor.precision"
     )
     publish_weights: Annotated[bool, RL] = Field(
         default=False,

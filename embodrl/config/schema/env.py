@@ -15,6 +15,7 @@ from embodrl.config.schema.section import (
     AppliesIf,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     ReadBy,
@@ -179,7 +180,7 @@ class EnvConfig(Section):
         description="process: end the simulator processes, which frees all of their memory; simulator: only what the"
         " simulators hold, which comes back sooner",
     )
-    python: Annotated[str | None, EPISODES] = Field(
+    python: Annotated[PathText | None, EPISODES] = Field(
         default=None,
         description="another interpreter for the simulator processes; auto is the one of `embodrl env install`, if"
         " there is one; null is this one",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import POLICY, AppliesIf, PositiveFloat, PositiveInt, ReadBy, Section
+from embodrl.config.schema.section import POLICY, AppliesIf, PathText, PositiveFloat, PositiveInt, ReadBy, Section
 from embodrl.specs import DEFAULT_MODEL
 
 
@@ -58,17 +58,17 @@ class ModelConfig(Section):
     model_type: Annotated[str, ReadBy(*POLICY.verbs, "collect")] = Field(
         default=DEFAULT_MODEL, description="a name of `embodrl list models`"
     )
-    model_path: str | None = Field(
+    model_path: PathText | None = Field(
         default=None,
         description="checkpoint in the family's public layout: a directory, or OWNER/NAME[@REVISION] of the hub;"
         " null: the tiny size",
     )
-    lora_path: str | None = Field(
+    lora_path: PathText | None = Field(
         default=None,
         description="adapters in peft's layout, a directory or OWNER/NAME[@REVISION] of the hub, over the weights of"
         " model_path or warm_start: they continue training with trainable=lora of the same rank, else are merged",
     )
-    warm_start: Annotated[str | None, AppliesIf("model.model_path", (None,))] = Field(
+    warm_start: Annotated[PathText | None, AppliesIf("model.model_path", (None,))] = Field(
         default="builtin",
         description="weights of the tiny size: builtin (shipped with embodrl), a directory, or null for random ones;"
         " not used with model_path",
@@ -84,7 +84,7 @@ class ModelConfig(Section):
     unnorm_key: Annotated[str | None, AppliesIf("model.model_path")] = Field(
         default=None, description="which statistics un-normalise actions; null if the checkpoint has one set"
     )
-    stats_path: str | None = Field(
+    stats_path: PathText | None = Field(
         default=None,
         description="file of statistics of the robot (`embodrl data stats`, LeRobot's stats.json, openpi's"
         " norm_stats.json) in place of the checkpoint's; null: those of the checkpoint",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import Decay, NonNegativeFloat, PositiveFloat, PositiveInt, Section, Seed
+from embodrl.config.schema.section import Decay, NonNegativeFloat, PathText, PositiveFloat, PositiveInt, Section, Seed
 
 _EACH = "; one number for all dimensions or one for each, null for no limit"
 
@@ -61,7 +61,7 @@ class RealTimeConfig(Section):
     wait_for_person: bool = Field(
         default=False, description="an episode begins when a person says that the scene is ready; see control_dir"
     )
-    control_dir: str | None = Field(
+    control_dir: PathText | None = Field(
         default=None,
         description="directory in which a person, a button or a script makes files for the robot: stop and pause hold"
         " while they are there; ready, success and failure count once",

@@ -15,6 +15,7 @@ from embodrl.config.schema.section import (
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     ReadBy,
@@ -29,7 +30,7 @@ class RewardConfig(Section):
     fn: str | None = Field(
         default=None, description="module:function, sync or async, from an episode to its reward; null for none"
     )
-    model: str | None = Field(
+    model: PathText | None = Field(
         default=None, description="directory of `embodrl reward train`, whose model pays episodes; null for none"
     )
     timeout_s: PositiveFloat = Field(default=15.0, description="time limit for a call, in seconds")
@@ -78,7 +79,7 @@ class RunnerConfig(Section):
     name: Annotated[str, AppliesIf("runner.output_dir", ("auto",)), RL] = Field(
         default="auto", description="run name; auto is <env>-<model>-<algorithm>-<date and time>"
     )
-    output_dir: Annotated[str, ReadBy("train", "eval")] = Field(
+    output_dir: Annotated[PathText, ReadBy("train", "eval")] = Field(
         default="auto", description="directory of the run; auto is outputs/<name>"
     )
     max_iterations: Annotated[PositiveInt, RL] = Field(default=40, le=10_000_000, description="rollout + update cycles")
@@ -137,7 +138,7 @@ class RunnerConfig(Section):
 class CollectConfig(Section):
     """`embodrl collect`."""
 
-    output_dir: Annotated[str, ReadBy("collect", "record")] = Field(
+    output_dir: Annotated[PathText, ReadBy("collect", "record")] = Field(
         default="data/demos", description="directory of the demonstrations, new or empty"
     )
     format: Annotated[Literal["lerobot", "raw"], ReadBy("collect", "record")] = Field(
@@ -200,7 +201,7 @@ class RecipeConfig(Section):
 class SftConfig(Section):
     """`embodrl sft`."""
 
-    data_dir: Annotated[str, ReadBy("sft")] = Field(
+    data_dir: Annotated[PathText, ReadBy("sft")] = Field(
         default="data/demos",
         description="made by `embodrl collect` or `convert`, or any LeRobot dataset; of the hub it is"
         " hf://datasets/OWNER/NAME[@REVISION]",
@@ -214,7 +215,7 @@ class SftConfig(Section):
         description="features of a LeRobot dataset under other names than embodrl's action, state and images.NAME, e.g."
         " {action: actions, state: state, images.top: image}",
     )
-    stats: Annotated[str, ReadBy("sft")] = Field(
+    stats: Annotated[PathText, ReadBy("sft")] = Field(
         default="auto",
         description="statistics that actions and state are normalised with: checkpoint (its own), data (computed from"
         " the demonstrations), a file as of model.stats_path, or auto: the checkpoint's if it has some of this robot,"
@@ -226,7 +227,7 @@ class SftConfig(Section):
     check_robot: Annotated[bool, ReadBy("sft")] = Field(
         default=True, description="refuse data that state another robot or frame rate than the environment's"
     )
-    output_dir: str = Field(default="outputs/sft", description="directory of the policy")
+    output_dir: PathText = Field(default="outputs/sft", description="directory of the policy")
     max_steps: PositiveInt = Field(default=1000, le=1_000_000_000, description="optimizer steps")
     batch_size: PositiveInt = Field(default=64, le=100_000, description="frames per step")
     lr: PositiveFloat = Field(default=4e-4, description="peak learning rate")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from embodrl.errors import EmbodrlError
@@ -39,6 +40,15 @@ def _group_text(value: object) -> object:
 
 
 GroupRanks = Annotated[str, BeforeValidator(_group_text)]
+
+
+def _expanded(text: str) -> str:
+    """Return a path with the home directory in place of a leading ``~``, which no shell expands after ``key=``."""
+    return str(Path(text).expanduser()) if text.startswith("~") else text
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]
+"""A path on this machine, or what stands in place of one, such as a name of the hub."""
 
 
 @dataclass(frozen=True)

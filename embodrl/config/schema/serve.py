@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.schema.section import NameOf, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from embodrl.config.schema.section import NameOf, NonNegativeFloat, PathText, PositiveFloat, PositiveInt, Section
 from embodrl.specs import SERVE_PROTOCOLS
 
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -54,8 +54,8 @@ class ServeConfig(Section):
         description="what clients have to know; auto: drawn at each start and printed; none: anyone who reaches the"
         " port may ask",
     )
-    tls_cert: str | None = Field(default=None, description="certificate chain (PEM), for wss:// and https://")
-    tls_key: str | None = Field(default=None, description="its private key (PEM)")
+    tls_cert: PathText | None = Field(default=None, description="certificate chain (PEM), for wss:// and https://")
+    tls_key: PathText | None = Field(default=None, description="its private key (PEM)")
     max_batch_size: PositiveInt = Field(default=32, le=4096, description="observations computed at once")
     max_wait_ms: NonNegativeFloat = Field(
         default=5.0,

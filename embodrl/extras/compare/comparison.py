@@ -6,7 +6,7 @@ import html
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from embodrl.config.load import leaf_keys
@@ -26,6 +26,9 @@ SILENT_S = 120.0
 ABSENT = "–"
 OWN_SETTINGS = ("runner.output_dir", "sft.output_dir", "eval.output_dir")
 """Settings that differ between any two runs and say nothing."""
+STARTED = "rollout/success_rate_started"
+MOST_WITH_INTERVALS = 4
+"""Runs whose evaluations have whiskers in one chart; those of more hide the lines."""
 CURVES = (
     ("Return per training episode", "rollout/return", False),
     ("KL of an update (nats per token)", "train/approx_kl", False),
@@ -289,15 +292,32 @@ def comparison_page(runs: Sequence[RunView]) -> str:
 
 
 def _success_charts(runs: Sequence[RunView]) -> list[str]:
-    by_iteration = _chart(runs, "Evaluation success", "eval/success_rate", percent=True, dots=True, wide=True)
+    by_iteration = line_chart("Evaluation success", _evaluations(runs), percent=True, y_range=(0.0, 1.0), wide=True)
     minutes = [_by(run, lambda row, seconds: seconds / 60) for run in runs]
     steps = [_by(run, lambda row, _: number(row, "env_steps")) for run in runs]
     others = [
         line_chart(f"Evaluation success by {what}", _coloured(runs, columns, True), what, True, (0.0, 1.0))
         for what, columns in (("minutes", minutes), ("environment steps", steps))
     ]
-    training = _chart(runs, "Success of training episodes", "rollout/success_rate", percent=True)
+    started = _coloured(runs, [points(_of_started(run.rows), STARTED) for run in runs], dots=False)
+    training = line_chart("Success of training episodes, of started ones", started, percent=True)
     return [by_iteration, *others, training]
+
+
+def _evaluations(runs: Sequence[RunView]) -> list[Series]:
+    evaluated = [[row for row in run.rows if is_number(row.get("eval/success_rate"))] for run in runs]
+    lines = _coloured(runs, [points(rows, "eval/success_rate") for rows in evaluated], dots=True)
+    if len(runs) > MOST_WITH_INTERVALS:
+        return lines
+    return [
+        replace(line, intervals=[eval_interval(row) for row in rows])
+        for line, rows in zip(lines, evaluated, strict=True)
+    ]
+
+
+def _of_started(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with the rate of started episodes: of ended ones alone it is too high, as failures end later."""
+    return [{**row, STARTED: row.get(STARTED, row.get("rollout/success_rate"))} for row in rows]
 
 
 def _by(run: RunView, x_of: Callable[[Row, float], float]) -> list[tuple[float, float]]:

@@ -187,7 +187,7 @@ class GymnasiumSimulator(Simulator):
 
     def _frame(self) -> NDArray[np.uint8]:
         _make_current(getattr(self.env.unwrapped, "mujoco_renderer", None))
-        frame = self.env.render()
+        frame = self._render()
         if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.dtype != np.uint8:
             found = f"{frame.dtype}{list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
             raise EnvError(
@@ -196,6 +196,20 @@ class GymnasiumSimulator(Simulator):
                 code="gymnasium-pictures",
             )
         return frame[..., :3]
+
+    def _render(self) -> object:
+        """Draw a picture; the first call imports what the environment draws with, such as pygame."""
+        try:
+            return self.env.render()
+        except ImportError as error:
+            raise self._cannot_draw(error) from error
+        except import_module("gymnasium").error.DependencyNotInstalled as error:
+            raise self._cannot_draw(error) from error
+
+    def _cannot_draw(self, error: Exception) -> MissingDependencyError:
+        text = f"{self._id} draws with a package that is not installed: {error}"
+        hint = "pip install pygame, or the package that the message names"
+        return MissingDependencyError(text, hint, code="gymnasium-drawing")
 
     def proprioception(self) -> NDArray[np.float32]:
         """Return the environment's observation if that is a vector: ``float32[S]``."""

@@ -8,14 +8,16 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
-from embodrl.config.schema import ModelConfig, PositiveFloat
+from embodrl.config.schema import ModelConfig, PathText, PositiveFloat
 from embodrl.specs import ModelSpec
 
 
 class LeRobotConfig(ModelConfig):
     """A lerobot policy that acts and does not learn."""
 
-    python: str | None = Field(default=None, description="interpreter of the environment that lerobot is installed in")
+    python: PathText | None = Field(
+        default=None, description="interpreter of the environment that lerobot is installed in"
+    )
     lerobot_cameras: tuple[str, ...] = Field(
         default=(),
         description="lerobot's names of the pictures, in the order of env.cameras; empty: config.json's",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
@@ -171,11 +172,7 @@ def file_problems(subject: Subject) -> Iterator[str]:
 def imitation_problems(subject: Subject) -> Iterator[str]:
     """The imitation loss is finite, reaches only what trains, and falls on one batch; it changes the weights."""
     policy = subject.policy
-    rows = subject.observation.batch_size
-    generator = torch.Generator().manual_seed(0)
-    actions = torch.rand(rows, policy.action_horizon, policy.action_dim, generator=generator) * 1.8 - 0.9
-    mask = torch.ones(rows, policy.action_horizon, dtype=torch.bool, device=policy.device)
-    batch = policy.sft_inputs(subject.observation, actions) | {"action_mask": mask}
+    batch = _demonstrations(subject)
     trained = [parameter for group in policy.trainable_groups().values() for parameter in group]
     optimizer = torch.optim.AdamW(trained, lr=subject.sft_lr, weight_decay=0.0)
     losses = list[float]()
@@ -197,6 +194,28 @@ def imitation_problems(subject: Subject) -> Iterator[str]:
     optimizer.zero_grad(set_to_none=True)
     if losses[-1] >= losses[0]:
         yield f"sft_loss did not fall in {SFT_STEPS} steps on one batch: {losses[0]:.4g}, then {losses[-1]:.4g}"
+
+
+def _demonstrations(subject: Subject) -> dict[str, Tensor]:
+    """Return a batch of imitation: what is observed, with random actions."""
+    policy = subject.policy
+    rows = subject.observation.batch_size
+    generator = torch.Generator().manual_seed(0)
+    actions = torch.rand(rows, policy.action_horizon, policy.action_dim, generator=generator) * 1.8 - 0.9
+    mask = torch.ones(rows, policy.action_horizon, dtype=torch.bool, device=policy.device)
+    return policy.sft_inputs(subject.observation, actions) | {"action_mask": mask}
+
+
+def half_precision_problems(subject: Subject) -> Iterator[str]:
+    """Acting, RL and imitation work under bfloat16's autocast, in which training computes here."""
+    policy = subject.policy
+    with autocast("bf16", policy.device):
+        problems = [*shape_problems(subject), *gradient_problems(subject)]
+        loss, _ = policy.sft_loss(_demonstrations(subject))
+    loss.backward()
+    yield from problems
+    yield from stray_gradients(policy)
+    policy.zero_grad(set_to_none=True)
 
 
 def _difference(what: str, wanted: Tensor | None, found: Tensor | None, subject: Subject) -> Iterator[str]:
@@ -221,4 +240,6 @@ CHECKS: dict[str, Callable[[Subject], Iterator[str]]] = {
     "save-and-load": file_problems,
     "imitation": imitation_problems,
 }
-"""By stable name, in the order in which they run: the last one changes the weights."""
+"""By stable name, in the order in which they run, in float32: the last one changes the weights."""
+HALF_PRECISION = {"half-precision": half_precision_problems}
+"""As ``CHECKS``, where training computes in bfloat16: rounding is not what the others look for."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
-from embodrl.extras.model_tools.contract import CHECKS, Subject, stir
+from embodrl.extras.model_tools.contract import CHECKS, HALF_PRECISION, Subject, stir
+from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.models import registry
 from embodrl.models.base import VLAPolicy
 from embodrl.types import Observation, SamplingParams
@@ -59,7 +60,8 @@ def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> li
     tolerance = TOLERANCES[config.actor.param_dtype]
     subject = Subject(policy, observation, params, load, tolerance, config.sft.lr)
     results: list[CheckResult] = []
-    for name, check in CHECKS.items():
+    is_half = resolve_precision(config.actor.precision, device) == "bf16"
+    for name, check in ((HALF_PRECISION if is_half else {}) | CHECKS).items():
         promise = (check.__doc__ or "").strip().replace("``", "")
         try:
             problems = tuple(check(subject))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from embodrl.config.schema import Config, PositiveFloat, PositiveInt, Section, section_in
+from embodrl.config.schema import Config, PathText, PositiveFloat, PositiveInt, Section, section_in
 
 
 class StoreConfig(Section):
     """What collectors, trainer and evaluators share."""
 
-    url: str | None = Field(
+    url: PathText | None = Field(
         default=None, description="a directory that all of them reach, or a URL of fsspec such as s3://BUCKET/PREFIX"
     )
     collector: str = Field(
@@ -18,7 +18,7 @@ class StoreConfig(Section):
         pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*",
         description="name of a collector, which its episodes are named after: one for each that runs at a time",
     )
-    spool_dir: str = Field(
+    spool_dir: PathText = Field(
         default="outputs/spool",
         description="directory of a collector, for episodes that are not in the store yet, and of an evaluator",
     )
@@ -35,7 +35,7 @@ class StoreConfig(Section):
     corrections_only: bool = Field(
         default=False, description="imitate only what an expert or a person did in place of the policy (HG-DAgger)"
     )
-    intervention: str | None = Field(
+    intervention: PathText | None = Field(
         default=None,
         description="who may correct a collector's policy: a person at the keyboard or a spacemouse, or a"
         " stand-in for one by the rule of algorithm.dagger: expert (the scripted one) or the directory of a policy",

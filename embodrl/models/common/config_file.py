@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from embodrl.errors import CheckpointError, PolicyFileError
 from embodrl.fields import Fields, read_fields
-from embodrl.specs import MODELS
+from embodrl.specs import families_of, is_of_family
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -110,27 +110,12 @@ def own_section(raw: Mapping[str, object]) -> dict[str, object]:
     return extra if isinstance(extra, dict) else {}
 
 
-def families_of(raw: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the families that a config.json may be of; empty if it is of none that is known.
-
-    Public files leave open whether an OpenVLA is an OpenVLA-OFT, and openpi's which of its models it is. Families that
-    embodrl has no network of count where no other does.
-    """
-    found = [MODELS.entry(name) for name in MODELS if _is_of(raw, name)]
-    return tuple(spec.name for spec in found if not spec.only_acts) or tuple(spec.name for spec in found)
-
-
-def _is_of(raw: Mapping[str, object], family: str) -> bool:
-    recognizes = MODELS.entry(family).recognizes
-    return recognizes is not None and recognizes(raw)
-
-
 UNKNOWN_FAMILY = "use a checkpoint of a family that embodrl reads: `embodrl list models` shows them"
 
 
 def check_family(fields: Fields, wanted: tuple[str, ...]) -> None:
     """Refuse a config.json that is known to be of another family than the ``wanted``; the hint names that one."""
-    if any(_is_of(fields.content, name) for name in wanted):
+    if any(is_of_family(fields.content, name) for name in wanted):
         return
     if found := families_of(fields.content):
         are, should = (" or ".join(f"'{name}'" for name in names) for names in (found, wanted))

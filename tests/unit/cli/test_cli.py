@@ -237,6 +237,19 @@ def test_an_option_of_another_system_is_answered_with_the_setting() -> None:
     result = run("train", "--lr", "3e-4")
     assert result.exit_code == 2
     assert "code: argument-option" in result.stderr and "actor.optim.lr=VALUE" in result.stderr
+    for option, written in (
+        ("--config-name", "--config FILE"),
+        ("--policy.type", "model=NAME"),
+        ("--episodes", "env.eval.num_episodes=VALUE"),
+    ):
+        result = run("train", option, "4")
+        assert "code: argument-option" in result.stderr and written in result.stderr, option
+
+
+def test_a_setting_in_place_of_a_command_is_answered_with_the_command() -> None:
+    result = run("plan", "env=toy")
+    assert result.exit_code == 2
+    assert "code: command-unknown" in result.stderr and "plan train env=toy" in result.stderr
     assert "actor=fsdp cluster.placement=auto" in run("train", "--gpus", "2").stderr
 
 

@@ -416,3 +416,9 @@ def test_a_far_off_name_of_another_section_is_not_proposed() -> None:
         load_config(["foo.bar=1"])
     [problem] = caught.value.problems
     assert not problem.nearest and "docs/configuration.md" in problem.hint
+
+
+def test_rollouts_follow_the_precision_of_training() -> None:
+    for setting, acting in (("actor.precision=fp32", "fp32"), ("actor.precision=auto", "auto")):
+        for more in ([], ["rollout.precision=auto"]):
+            assert load_config(["env=toy", "model.warm_start=null", setting, *more]).config.rollout.precision == acting

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.policy_card import without_weights
@@ -44,3 +45,28 @@ def test_training_begins_from_random_weights_without_being_asked(arguments: list
 
 def test_shipped_weights_are_no_random_ones() -> None:
     assert not without_weights(load_config(["env=maniskill"], verb="eval").config.model)
+
+
+@pytest.mark.parametrize(
+    ("content", "near"),
+    [
+        ('{"type": "pi05", "input_features": {}}', "pi05"),
+        ('{"model_type": "llama"}', ""),
+        ('{"one": 1,\n"two": 2}', ""),
+        ("not JSON", ""),
+    ],
+)
+@pytest.mark.parametrize("key", ["model_path", "warm_start"])
+def test_a_checkpoint_of_another_family_is_found_before_anything_starts(
+    content: str, near: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with raises_code("checkpoint-family") as caught:
+        load_config(["env=toy", "model=openvla", f"model.{key}='{tmp_path}'"])
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.nearest) == (f"model.{key}", near)
+
+
+def test_a_checkpoint_of_the_family_passes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "openvla"}')
+    load_config(["env=toy", "model=openvla", f"model.warm_start='{tmp_path}'"])

@@ -10,8 +10,8 @@ from tiny_families import POLICIES as FAMILIES
 from tiny_families import build, tiny_config
 
 from embodrl.errors import CheckpointError
-from embodrl.models.common.config_file import families_of
 from embodrl.models.registry import build_policy
+from embodrl.specs import families_of
 
 # OpenVLA-OFT is made from an OpenVLA by fine-tuning, so that pair is not a mistake.
 PAIRS = [(a, b) for a in FAMILIES for b in FAMILIES if a != b and (a, b) != ("openvla", "openvla_oft")]

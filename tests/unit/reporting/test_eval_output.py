@@ -107,6 +107,9 @@ def test_the_bars_are_as_long_as_the_rates() -> None:
     whisker = next(root.iter("path")).get("d")
     assert whisker.startswith(f"M{5 + 0.1 * BAR_PX:.1f} 29H{5 + 0.5 * BAR_PX:.1f}")
     assert "25.0 % (10 to 50)" in [text.text for text in root.iter("text")]
+    heights = [float(text.get("y") or 0) for text in root.iter("text")]
+    lines = [(float(line.get("y1") or 0), float(line.get("y2") or 0)) for line in root.iter("line")]
+    assert not any(low < height < high for height in heights for low, high in lines)  # no line through a label
 
 
 def test_no_episode_is_no_number(tmp_path: Path) -> None:

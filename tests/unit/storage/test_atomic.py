@@ -135,11 +135,20 @@ def test_a_directory_that_reads_back_differently_is_withdrawn(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("number", "hint"), [(28, "free disk space"), (122, "quota"), (30, "read-only"), (13, "permission"), (5, "faults")]
+    ("number", "hint"),
+    [
+        (28, "free disk space"),
+        (122, "quota"),
+        (30, "read-only"),
+        (13, "permission"),
+        (5, "faults"),
+        (2, "no new files"),
+    ],
 )
 def test_the_hint_fits_the_cause(number: int, hint: str, tmp_path: Path) -> None:
     error = output_error("x can't be written", tmp_path / "a" / "b", OSError(number, os.strerror(number)), "move")
     assert hint in error.hint and error.hint.endswith("move") and os.strerror(number) in error.message
+    assert ("free)" in error.message) == (number != 2)  # space is not what is missing there
 
 
 def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:

@@ -96,6 +96,25 @@ def test_the_page_stands_alone_and_shows_every_run(runs: list[Path]) -> None:
     assert "25.0 → 75.0" in page and "87.5 (2)" in page
 
 
+def test_training_is_of_started_episodes_and_evaluations_have_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [evaluated(i, 0.25, i) | {"rollout/success_rate": 1.0, "rollout/success_rate_started": 0.1} for i in (0, 2)]
+    old = [evaluated(i, 0.5, i) | {"rollout/success_rate": 0.5} for i in (0, 2)]  # of an earlier version
+    both = [write_run(tmp_path / "new", rows, "{}"), write_run(tmp_path / "old", old, "{}")]
+    drawings = [
+        ET.fromstring(f"<svg{part[: part.index('</svg>')]}</svg>")
+        for part in comparison_page(read_runs(both)).split("<svg")[1:]
+    ]
+    by_title = {each.get("aria-label"): each for each in drawings}
+    (training,) = [each for title, each in by_title.items() if title is not None and "training episodes" in title]
+    heights = [line.get("points").split()[0].split(",")[1] for line in training.iter("polyline")]  # type: ignore[union-attr]
+    assert float(heights[0]) > float(heights[1])  # downwards: 10 % below 50 %
+    page = comparison_page(read_runs(both))
+    monkeypatch.setattr("embodrl.extras.compare.comparison.MOST_WITH_INTERVALS", 1)
+    assert len(comparison_page(read_runs(both))) < len(page)  # the whiskers
+
+
 def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     result = CliRunner().invoke(app, ["compare", *map(str, runs), "--html", str(page), "--json"])

@@ -12,7 +12,7 @@ import torch
 from tiny_families import build, observation, tiny_config
 from torch import nn
 
-from embodrl.extras.model_tools.contract import CHECKS, Subject, stir
+from embodrl.extras.model_tools.contract import CHECKS, HALF_PRECISION, Subject, stir
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.types import SamplingParams
@@ -90,3 +90,20 @@ def test_a_broken_promise_is_found(name: str, breaks: Callable[[VLAPolicy], None
 
 def test_every_check_has_been_seen_to_fail() -> None:
     assert {name for name, _, _ in BROKEN} == set(CHECKS)
+
+
+def test_what_does_not_work_in_the_precision_of_training_is_found() -> None:
+    (check,) = HALF_PRECISION.values()
+    assert list(check(subject())) == []
+    raw = subject()
+    layer = nn.Linear(3, 3)
+    kept = raw.policy.predict_action_batch
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        layer(torch.zeros(1, 3)).detach().numpy()  # bfloat16 under autocast, which NumPy does not know
+        return kept(*args, **kwargs)
+
+    raw.policy.predict_action_batch = act  # type: ignore[method-assign]
+    assert list(CHECKS["shapes"](raw)) == []
+    with pytest.raises(TypeError, match="BFloat16"):
+        list(check(raw))
