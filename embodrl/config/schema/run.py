@@ -239,6 +239,11 @@ class SftConfig(Section):
     max_episodes: Annotated[PositiveInt | None, ReadBy("sft")] = Field(
         default=None, description="use only the first episodes"
     )
+    val_episodes: Annotated[NonNegativeInt, ReadBy("sft")] = Field(
+        default=0,
+        description="episodes at the end that are held out: never trained on, and sft/val_loss is the loss of frames"
+        " spread evenly over them, four batches at most, at every logged step",
+    )
     micro_batch_size: PositiveInt | None = Field(
         default=None,
         description="frames per forward and backward pass of a process; null: all at once, on a CPU one part per core",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -276,9 +277,11 @@ def test_help_names_the_verbs_without_importing_them() -> None:
 
 @pytest.mark.parametrize("name", REGISTERED.shipped())
 def test_the_list_of_commands_shows_the_first_line_of_each_help(name: str) -> None:
-    target = REGISTERED.get(name)
-    about = target.registered_callback.callback if isinstance(target, typer.Typer) else target
-    assert REGISTERED.entry(name).description == summary(about)
+    target: Any = REGISTERED.get(name)
+    if isinstance(target, typer.Typer):
+        assert target.registered_callback is not None
+        target = target.registered_callback.callback
+    assert REGISTERED.entry(name).description == summary(target)
 
 
 def test_a_broken_verb_of_another_package_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
