@@ -82,6 +82,11 @@ class RunnerConfig(Section):
         default="auto", description="directory of the run; auto is outputs/<name>"
     )
     max_iterations: Annotated[PositiveInt, RL] = Field(default=40, le=10_000_000, description="rollout + update cycles")
+    fit_batches: Annotated[bool, RL] = Field(
+        default=False,
+        description="lower actor.global_batch_size and micro_batch_size, where nobody has given them, to the largest"
+        " that divide a rollout",
+    )
     max_staleness: Annotated[NonNegativeInt, RL] = Field(
         default=0,
         description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
