@@ -467,17 +467,20 @@ class SmallActorSpec(Entry):
 class VerbSpec(Entry):
     """A verb of the command line. ``target`` is a function whose parameters are typer's, or a ``typer.Typer`` of verbs.
 
+    ``description`` is the first line of its help, which `embodrl --help` shows without importing the target.
+
     Attributes:
         sections: top-level section of the configuration that it reads -> its class, derived from ``Section``, or
             ``module:Class``.
-        rules: checks that run for this verb, and where a configuration with a section of it is checked for none.
+        rules: checks that run for this verb, and where a configuration with a section of it is checked for none; or
+            ``module:RULES``, imported when they run.
         resumes: name of a file -> ``module:function``, with which `embodrl resume` continues a directory that has the
             file: ``function(directory, settings, trust)`` returns the exit code.
         reads_as: verb whose settings it reads as well, e.g. ``train``; "" for those alone that all verbs read.
     """
 
     sections: Mapping[str, type[Section] | str] = field(default_factory=dict[str, "type[Section] | str"])
-    rules: tuple[RuleSet, ...] = ()
+    rules: tuple[RuleSet | str, ...] = ()
     resumes: Mapping[str, str] = field(default_factory=dict[str, str])
     reads_as: str = ""
 

@@ -57,14 +57,15 @@ class Verbs(Group):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command; None if there is none of that name, or it can't be imported, which stderr says.
 
-        A verb of another package is imported when it is called: until then its place is held by its name.
+        A verb is imported when it is called: until then its description holds its place, or the name of its package.
         """
         name = cmd_name
         verb = self._prefix(ctx) + name
         if name in self.commands or verb not in VERBS:
             return super().get_command(ctx, name)
         package = VERBS.package(verb)
-        return self._import(verb, name) if package is None else TyperCommand(name, help=f"Of the package {package}.")
+        text = VERBS.entry(verb).description if package is None else f"Of the package {package}."
+        return TyperCommand(name, short_help=text) if text else self._import(verb, name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """As that of ``Group``; imports the command."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
+from embodrl.config.batches import fill_batches
 from embodrl.config.check import allowed_values, prune, schema_of, validate, with_every_section
 from embodrl.config.compose import Composition, compose, compose_resolved
 from embodrl.config.hub_files import fetch_facts
@@ -216,6 +217,7 @@ def finish(
     removed += resolve_references(tree)
     problems = composition.problems + removed + not_imported + not_fetched
     schema = schema_of(tree)
+    fill_batches(tree, schema)
     processes = fill_processes(tree, schema)
     config, invalid, wrong = validate(tree, schema, verb)
     problems += wrong

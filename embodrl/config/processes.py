@@ -55,16 +55,16 @@ def fill_processes(tree: Node, schema: type[Config]) -> ProcessChoice | None:
     if node is None or node.value != AUTO:
         return None
     defaults: dict[str, Any] = json.loads(schema().model_dump_json())
-    counts = [_value(tree, defaults, key) for key in COUNT_KEYS]
+    counts = [value_or_default(tree, defaults, key) for key in COUNT_KEYS]
     if any(type(count) is not int or count < 1 for count in counts):
         node.value = 1  # what is wrong with those keys is reported, not what follows from it
         return None
-    env_type = _value(tree, defaults, "env.env_type")
+    env_type = value_or_default(tree, defaults, "env.env_type")
     batched_by = ENVS.entry(env_type).batched_by if env_type in ENVS else None
-    one_process = batched_by is not None and _value(tree, defaults, f"env.{batched_by[0]}") == batched_by[1]
+    one_process = batched_by is not None and value_or_default(tree, defaults, f"env.{batched_by[0]}") == batched_by[1]
     found = candidates(*counts, cores=len(os.sched_getaffinity(0)), most=1 if one_process else None)
     env = {name: value for name, value in _section(tree, "env").items() if name not in IGNORED_KEYS}
-    settings = {"env": env, "counts": counts, "chunk": _value(tree, defaults, "model.num_action_chunks")}
+    settings = {"env": env, "counts": counts, "chunk": value_or_default(tree, defaults, "model.num_action_chunks")}
     path = cache_path({"machine": machine(), "version": __version__, "measurement": MEASUREMENT, "settings": settings})
     measured = read_choice(path)
     number = measured if measured in found else min(found, key=lambda n: abs(n - len(os.sched_getaffinity(0))))
@@ -126,7 +126,8 @@ def _section(tree: Node, key: str) -> dict[str, object]:
     return cast(dict[str, object], plain) if isinstance(plain, dict) else {}
 
 
-def _value(tree: Node, defaults: dict[str, Any], key: str) -> Any:
+def value_or_default(tree: Node, defaults: dict[str, Any], key: str) -> Any:
+    """Return the value of a key as it is given, or the schema's."""
     node = lookup(tree, key)
     if node is not None:
         return node.plain()

@@ -212,6 +212,19 @@ class Demos:
             [(self.seeds[number], self.success[number]) for number in episodes],
         )
 
+    def split(self, count: int) -> tuple[Demos, Demos]:
+        """Return the first episodes, and the others, without their outcomes; both share the memory of these."""
+        border = int(np.searchsorted(self.episode, count))
+        first = self._part(slice(0, border), slice(0, count))
+        return first, self._part(slice(border, None), slice(count, None))
+
+    def _part(self, frames: slice, episodes: slice) -> Demos:
+        numbers = self.episode[frames]
+        lengths = np.bincount(numbers - numbers[0]).tolist() if len(numbers) else []
+        outcomes = list(zip(self.seeds[episodes], self.success[episodes], strict=True))
+        columns = {name: column[frames] for name, column in self._columns().items()}
+        return Demos.of_episodes(columns, lengths, self.said(frames), self.tasks[episodes], outcomes)
+
     @classmethod
     def concat(cls, parts: Sequence[Demos]) -> Demos:
         """Return the episodes of several, one after the other, without their outcomes."""

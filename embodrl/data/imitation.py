@@ -120,6 +120,25 @@ def load_checked_demos(config: Config) -> Demos:
     return demos
 
 
+def hold_out(demos: Demos, settings: SftConfig) -> tuple[Demos, Demos | None]:
+    """Return the episodes to train on, and the last ``sft.val_episodes``, which are not; None where that is 0.
+
+    Raises:
+        EmbodrlError: none would be left to train on.
+    """
+    if not settings.val_episodes:
+        return demos, None
+    kept = demos.num_episodes - settings.val_episodes
+    if kept < 1:
+        raise EmbodrlError(
+            f"sft.val_episodes={settings.val_episodes} holds out all {demos.num_episodes} episodes of"
+            f" {settings.data_dir}",
+            f"set it to at most {demos.num_episodes - 1}; a tenth of the episodes is common",
+            code="sft-val-episodes",
+        )
+    return demos.split(kept)
+
+
 def check_demos(demos: Demos, config: Config) -> None:
     """Reject demonstrations of another robot or view than the configured one.
 
@@ -163,6 +182,11 @@ def observed(demos: Demos, config: Config) -> Demos:
     return demos if config.env.include_state else replace(demos, state=demos.state[:, :0])
 
 
+def observation_of(demos: Demos, frames: NDArray[np.int64], images: NDArray[np.uint8]) -> Observation:
+    """Return what is seen in frames, with these pictures ``uint8[n,V,H,W,3]``."""
+    return Observation(images, demos.state[frames], demos.said(frames), np.zeros(len(frames), np.int32))
+
+
 class FrameBatches:
     """Endless batches of frames, shuffled once per epoch; the order continues across epochs.
 
@@ -201,12 +225,8 @@ class FrameBatches:
         frames = self._order[:size]
         self._order = self._order[size:]
         actions, inside = demos.action_chunks(frames, self.horizon)
-        observation = Observation(
-            images=shift_images(demos.images[frames], self.settings.random_shift_px, self._rng),
-            state=self._state[frames],
-            instruction=demos.said(frames),
-            task_id=np.zeros(len(frames), np.int32),
-        )
+        images = shift_images(demos.images[frames], self.settings.random_shift_px, self._rng)
+        observation = replace(observation_of(demos, frames, images), state=self._state[frames])
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
 
     def state(self) -> tuple[dict[str, Any], Tensor]:
@@ -293,9 +313,7 @@ class DemoDraws:
         demos = self.demos
         frames = torch.randint(len(demos.actions), (self.size,), generator=self._generator).numpy()
         actions, inside = demos.action_chunks(frames, self.horizon)
-        observation = Observation(
-            demos.images[frames], demos.state[frames], demos.said(frames), np.zeros(self.size, np.int32)
-        )
+        observation = observation_of(demos, frames, demos.images[frames])
         return observation, torch.from_numpy(actions), torch.from_numpy(inside)
 
     def state(self) -> dict[str, Tensor]:

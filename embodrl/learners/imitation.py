@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
 from embodrl.data.batch import Batch
+from embodrl.data.demos import Demos
+from embodrl.data.imitation import observation_of
 from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.training.precision import Precision, autocast, resolve_precision
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.learners.memory_phases import peak_memory
 from embodrl.models.base import VLAPolicy
@@ -83,11 +87,62 @@ class ImitationHooks:
         play: the function that evaluates the policy; see ``Learner.evaluate``.
         on_step: the function called after every step with its number and metrics.
         should_stop: the function that tells whether the run is to stop.
+        validate: the function that measures the policy on demonstrations that are held out; None if there are none.
     """
 
     play: Callable[[Path | None], Row]
     on_step: Callable[[int, Mapping[str, float]], None]
     should_stop: Callable[[], bool]
+    validate: Callable[[], Mapping[str, float]] | None = None
+
+
+VAL_LOSS = "sft/val_loss"
+VAL_BATCHES = 4
+
+
+class HeldOut:
+    """The loss of demonstrations that are not trained on: of the same frames, with the same noise, every time.
+
+    Args:
+        config: the run.
+        policy: of this process.
+        engine: trains.
+        demos: that are held out.
+    """
+
+    def __init__(self, config: Config, policy: VLAPolicy, engine: TrainEngine, demos: Demos) -> None:
+        self.settings = config.sft
+        self.policy = policy
+        self.engine = engine
+        self.demos = demos
+        self._seed = config.runner.seed
+        self._precision: Precision = resolve_precision(config.actor.precision, policy.device)
+        count = min(len(demos.actions), VAL_BATCHES * config.sft.batch_size)
+        self.frames = np.linspace(0, len(demos.actions) - 1, count).round().astype(np.int64)
+        """``int64[n]``, those that are measured."""
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Return ``sft/val_loss``, the mean over the actions of those frames; torch's random state stays as it is."""
+        self.engine.fetch()
+        size = self.settings.micro_batch_size or self.settings.batch_size
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed(self._seed)
+        total = count = 0.0
+        try:
+            for start in range(0, len(self.frames), size):
+                frames = self.frames[start : start + size]
+                actions, inside = self.demos.action_chunks(frames, self.policy.action_horizon)
+                seen = observation_of(self.demos, frames, self.demos.images[frames])
+                mask = torch.from_numpy(inside).to(self.policy.device)
+                inputs = self.policy.sft_inputs(seen, torch.from_numpy(actions)) | {"action_mask": mask}
+                with autocast(self._precision, self.policy.device):
+                    loss, _ = self.policy.sft_loss(inputs, self.settings.label_smoothing_bins)
+                total += float(loss) * int(inside.sum())
+                count += int(inside.sum())
+        finally:
+            torch.set_rng_state(before)
+        return {VAL_LOSS: total / count}
 
 
 class ImitationLearner(Learner):
@@ -126,6 +181,8 @@ class ImitationLearner(Learner):
         while True:
             row = self._take_step(iteration)
             iteration += 1
+            if self.hooks.validate is not None and self._is_pause(iteration):
+                row |= self.hooks.validate()
             self.hooks.on_step(iteration, row)
             if self.hooks.should_stop() or self._is_pause(iteration) or not self.await_batch(iteration):
                 break

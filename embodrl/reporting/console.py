@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Literal
 
@@ -52,6 +52,49 @@ def sparkline(values: list[float], width: int = 40) -> str:
     return "".join(SPARKS[round(7 * min(1.0, max(0.0, value)))] for value in values[-width:])
 
 
+class TimeLeft:
+    """Estimates when a run ends: its iterations and its evaluations, by the mean of the last ten of each.
+
+    Args:
+        total: iterations of the run.
+        evaluations_after: from a number of iterations to how many evaluations come later.
+    """
+
+    def __init__(self, total: int, evaluations_after: Callable[[int], int]) -> None:
+        self._total = total
+        self._evaluations_after = evaluations_after
+        self._iterations: deque[float] = deque(maxlen=10)
+        self._evaluations: deque[float] = deque(maxlen=10)
+        self._done = 0
+        self._steps = 0.0
+        self._noted_s = time.monotonic()
+
+    def note(self, row: Mapping[str, MetricValue]) -> None:
+        """Count an iteration; its evaluation, if it has one, is apart."""
+        seconds = number(row, "time/total_s")
+        evaluation = number(row, "time/eval_s")
+        steps = number(row, "env_steps")
+        self._done = int(number(row, "iteration"))
+        self._noted_s = time.monotonic()
+        has_trained = steps > self._steps
+        if evaluation:  # where nothing else was done, all of the time was the evaluation's
+            self._evaluations.append(evaluation if has_trained else max(seconds, evaluation))
+        if seconds and has_trained:
+            self._iterations.append(max(0.0, seconds - evaluation))
+        self._steps = max(self._steps, steps)
+
+    def text(self) -> str:
+        """Return the time that is left, less what has passed since the last iteration; "" if nothing is known."""
+        if not self._iterations:
+            return ""
+        evaluations = self._evaluations_after(self._done)
+        left = (self._total - self._done) * sum(self._iterations) / len(self._iterations)
+        if self._evaluations:
+            left += evaluations * sum(self._evaluations) / len(self._evaluations)
+        unknown = " and evaluations" if evaluations and not self._evaluations else ""
+        return f"{_duration(max(0.0, left - (time.monotonic() - self._noted_s)))}{unknown}"
+
+
 class Console:
     """Shows a run.
 
@@ -60,6 +103,7 @@ class Console:
         total_iterations: length of the run.
         name: of the run.
         stream: replaces the terminal (tests).
+        evaluations_after: from a number of iterations to how many evaluations come later, for the time that is left.
     """
 
     def __init__(
@@ -68,6 +112,7 @@ class Console:
         total_iterations: int,
         name: str = "",
         stream: RichConsole | None = None,
+        evaluations_after: Callable[[int], int] = lambda _: 0,
     ) -> None:
         self._out = stream or safe_console()
         self.mode = mode if mode != "auto" else ("rich" if self._out.is_terminal else "plain")
@@ -77,7 +122,7 @@ class Console:
         self._train: list[float] = []
         self._eval_interval = ""
         self._eval: list[float] = []
-        self._speed: deque[float] = deque(maxlen=10)
+        self._left = TimeLeft(total_iterations, evaluations_after)
         self._messages: deque[str] = deque(maxlen=6)
         self._phase = "starting"
         self._done = 0
@@ -85,7 +130,6 @@ class Console:
         self._unit = ""
         self._start_s = self._phase_start_s = self._printed_s = time.monotonic()
         self._earlier_s = 0.0
-        self._last_steps = 0.0
         self._live: Live | None = None
 
     def start(self) -> None:
@@ -182,11 +226,7 @@ class Console:
     def _absorb(self, row: Mapping[str, MetricValue]) -> None:
         self._row = dict(row)
         self._note_success(row)
-        seconds = self._number("time/total_s")
-        steps = self._number("env_steps")
-        if seconds and steps > self._last_steps:
-            self._speed.append(seconds)
-        self._last_steps = max(self._last_steps, steps)
+        self._left.note(self._row)
 
     def _note_success(self, row: Mapping[str, MetricValue]) -> None:
         for value, history in ((_started(row), self._train), (row.get("eval/success_rate"), self._eval)):
@@ -206,10 +246,6 @@ class Console:
         # An evaluation ends before its last possible chunk when its episodes do.
         share = f" {min(self._done, self._total)}/{self._total} {self._unit}" if self._total else ""
         return f"{self._phase}{share}, {seconds}"
-
-    def _eta_s(self) -> float | None:
-        left = self.total_iterations - self._number("iteration")
-        return left * sum(self._speed) / len(self._speed) if self._speed else None
 
     def _steps_per_s(self) -> str:
         name = "time/env_steps_per_s"
@@ -233,9 +269,8 @@ class Console:
         for label, name, _ in PHASES:
             if self._has(name):
                 parts.append(f"{label} {self._number(name):.1f}s")
-        eta = self._eta_s()
-        if eta is not None:
-            parts.append(f"eta {_duration(eta)}")
+        if eta := self._left.text():
+            parts.append(f"eta {eta}")
         return "  ".join(parts)
 
     def _refresh(self) -> None:
@@ -247,8 +282,8 @@ class Console:
         head = Table.grid(padding=(0, 2))
         head.add_row("iteration", f"{_bar(done / self.total_iterations)} {done:.0f}/{self.total_iterations}")
         progress = [f"{self._number('env_steps'):,.0f}", self._steps_per_s(), f"{_duration(self._elapsed())} elapsed"]
-        eta = self._eta_s()
-        progress.append(f"ETA {_duration(eta)}" if eta is not None else "")
+        eta = self._left.text()
+        progress.append(f"ETA {eta}" if eta else "")
         head.add_row("env-steps", "   ".join(part for part in progress if part))
         head.add_row("now", Text(self._phase_text(), style="italic"))
 

@@ -16,9 +16,22 @@ from embodrl.storage.atomic import atomic_file
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+SFT_METRICS_FILE = "sft_metrics.jsonl"
+"""Of a run of `embodrl sft`, whose iterations are optimizer steps."""
 MAX_BYTES = 2**30
 MAX_ITERATION = 2**53
 Row = dict[str, Any]
+
+
+def metrics_path(run_dir: Path) -> Path:
+    """Return the path of a run's rows: of one that trains by RL, or of `embodrl sft` where only its file is there."""
+    imitated = run_dir / SFT_METRICS_FILE
+    return imitated if imitated.is_file() and not (run_dir / METRICS_FILE).is_file() else run_dir / METRICS_FILE
+
+
+def is_imitation(rows: list[Row]) -> bool:
+    """Return whether rows are of supervised fine-tuning."""
+    return bool(rows) and "loss" in rows[-1] and "step" in rows[-1]
 
 
 def read_metrics(path: Path) -> list[Row]:

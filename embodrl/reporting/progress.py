@@ -52,22 +52,22 @@ class Progress:
                 MofNCompleteColumn(),
                 TextColumn(f"{self.unit}  {{task.fields[note]}}"),
                 TimeElapsedColumn(),
-                *([TimeRemainingColumn()] if self.is_even else []),
+                *([TextColumn("{task.fields[speed]}"), TimeRemainingColumn()] if self.is_even else []),
                 console=self._out,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self.title, total=self.total, note="")
+            self._task = self._bar.add_task(self.title, total=self.total, note="", speed="")
         return self
 
     def update(self, done: int, note: str = "") -> None:
         """Show that ``done`` units are done, those of earlier processes included."""
         now_s = time.monotonic()
+        rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, note=note)
+            self._bar.update(self._task, completed=done, note=note, speed=f"{rate:.1f}/s")
         elif self.mode == "plain" and (now_s - self._last_s >= PLAIN_INTERVAL_S or done >= self.total):
             if done >= self.total and self._last_s == float("inf"):
                 return
-            rate = (done - self._first) / max(now_s - self._start_s, 1e-9)
             eta = f"{(self.total - done) / rate:.0f} s" if rate > 0 else "unknown"
             speed = f", {rate:.1f}/s, ETA {eta}" if self.is_even else ""
             self._print(f"{self.title}: {done}/{self.total} {self.unit}{speed}  {note}")

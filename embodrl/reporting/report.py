@@ -16,7 +16,7 @@ from embodrl.errors import EmbodrlError, OutputError
 from embodrl.reporting.charts import Series, line_chart, stacked_chart
 from embodrl.reporting.health import find_warnings
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
-from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
+from embodrl.reporting.metrics_file import METRICS_FILE, SFT_METRICS_FILE, is_imitation, metrics_path, read_metrics
 from embodrl.reporting.page import Embedder, Html, figures, page, relative, table
 from embodrl.reporting.provenance import PROVENANCE_FILE, read_provenance
 from embodrl.reporting.rows import elapsed_s, is_number, lookup, number, other_rates, points, setting_text, task_names
@@ -40,14 +40,17 @@ CURVES = (
     ("Explained variance of the critic", "train/explained_variance", "c5"),
     ("Gradient norm", "train/grad_norm", "c0"),
     ("Learning rate", "train/lr", "grey"),
+    ("Gradient norm", "grad_norm", "c0"),
+    ("Learning rate", "lr", "grey"),
 )
+IMITATION_CURVES = (("training", "loss", "c0"), ("held-out episodes", "sft/val_loss", "c1"))
 PERCENT = ("train/clip_fraction",)
 SEEDS = (("training", "runner.seed"), ("first evaluation episode", "env.eval.seed"))
 MAX_LOGS = 40
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write ``report.html`` from what a run has left: metrics.jsonl, config.yaml, provenance.json, videos and logs.
+    """Write ``report.html`` from what a run has left: its metrics, config.yaml, provenance.json, videos and logs.
 
     Args:
         run_dir: directory of the run; without one of the other files its part is left out.
@@ -69,7 +72,7 @@ def report_page(run_dir: Path) -> str:
     Raises:
         OutputError: there are no metrics, or they can't be read.
     """
-    rows = read_metrics(run_dir / METRICS_FILE)
+    rows = read_metrics(metrics_path(run_dir))
     if not rows:
         raise OutputError(
             f"{run_dir} has no metrics", "name the directory of a run that has done an iteration", code="no-metrics"
@@ -123,8 +126,13 @@ def _figures(rows: Rows) -> list[tuple[str, str]]:
         for name, rate in other_rates(last).items():
             found.append((f"{100 * rate:.1f} %", f"evaluation success, {name} actions"))
     seconds = elapsed_s(rows)[-1]
+    found.append((f"{seconds / 60:.1f} min", "wall time"))
+    if is_imitation(rows):
+        found.append((f"{rows[-1]['iteration']}", "steps"))
+        losses = [(what, points(rows, name)) for what, name, _ in IMITATION_CURVES]
+        return [*found, *((f"{values[-1][1]:.3f}", f"last loss, {what}") for what, values in losses if values)]
     steps = int(number(rows[-1], "env_steps"))
-    found += [(f"{seconds / 60:.1f} min", "wall time"), (f"{rows[-1]['iteration']}", "iterations")]
+    found.append((f"{rows[-1]['iteration']}", "iterations"))
     found.append((f"{steps:,}", "environment steps"))
     return [*found, (f"{steps / seconds:.0f}", "environment steps per second, all included")] if seconds else found
 
@@ -167,6 +175,8 @@ def _success(rows: Rows, config: Mapping[str, object]) -> str:
         series += [Series(f"evaluation, {name} actions", found, colour, dots=True)] if found else []
     charts = [line_chart("Success rate", series, percent=True, y_range=(0.0, 1.0), wide=True)]
     charts += [_per_task(rows, prefix, title) for prefix, title in (("eval", "Evaluation"), ("rollout", "Training"))]
+    if not any(charts):  # imitation without evaluations
+        return ""
     note = (
         '<p class="sub">Training actions are sampled. Episodes that a rollout cuts off have no outcome: the rate of'
         " ended episodes leaves them out and is too high, that of started episodes counts them as failures.</p>"
@@ -185,7 +195,9 @@ def _per_task(rows: Rows, prefix: str, title: str) -> str:
 
 
 def _curves(rows: Rows) -> str:
-    charts = [
+    losses = [Series(what, points(rows, name), colour) for what, name, colour in IMITATION_CURVES]
+    charts = [line_chart("Imitation loss", losses, "step", wide=True)]
+    charts += [
         line_chart(title, [Series(title, points(rows, name), colour)], percent=name in PERCENT)
         for title, name, colour in CURVES
     ]
@@ -268,7 +280,7 @@ def _defaults() -> dict[str, object]:
 
 
 def _files(run_dir: Path) -> str:
-    paths, _ = own_files(run_dir, METRICS_FILE, CONFIG_FILE, PROVENANCE_FILE)
+    paths, _ = own_files(run_dir, METRICS_FILE, SFT_METRICS_FILE, CONFIG_FILE, PROVENANCE_FILE)
     paths += own_files(run_dir, "logs/**/*.log")[0][:MAX_LOGS]
     links = ", ".join(
         f'<a href="{relative(path, run_dir)}">{html.escape(path.relative_to(run_dir).as_posix())}</a>' for path in paths

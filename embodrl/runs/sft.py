@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from contextlib import ExitStack
 from pathlib import Path
 
 from embodrl.config import LoadedConfig
+from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.facts import data_directory, read_facts
-from embodrl.data.imitation import DatasetBatches, load_checked_demos, observed, refuse_others
+from embodrl.data.imitation import DatasetBatches, hold_out, load_checked_demos, observed, refuse_others
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import CheckpointError, OutputError, UsageError
-from embodrl.learners.imitation import ImitationLearner
+from embodrl.learners.imitation import HeldOut, ImitationLearner
 from embodrl.learners.imitation_policy import check_instructions, check_range, policy_with_statistics, with_vision
+from embodrl.reporting.metrics_file import SFT_METRICS_FILE
 from embodrl.reporting.progress import Progress
-from embodrl.specs import ENGINES
+from embodrl.reporting.report import write_report
+from embodrl.specs import ENGINES, ENVS
 from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.trainer.afterwards import afterwards
 from embodrl.trainer.files import LEAST_FREE_BYTES, LOG_FILE, POLICY_DIR, is_exported, removed_if_empty
 from embodrl.trainer.imitation_parts import (
     ImitationView,
@@ -37,7 +42,7 @@ from embodrl.trainer.settings import load_saved
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "sft_metrics.jsonl"
+METRICS_FILE = SFT_METRICS_FILE
 
 
 def sft(loaded: LoadedConfig) -> int:
@@ -119,11 +124,13 @@ def work(session: RunSession) -> int:
         if config.model.freeze_vision:  # maybe of a run that learnt from reward, whose config.yaml says so
             frozen = session.loaded.origins["model.freeze_vision"]
             progress.message(f"vision is not trained: model.freeze_vision=true ({frozen})")
-        demos = load_checked_demos(config)
-        progress.message(f"{demos.num_episodes} episodes, {len(demos.actions)} frames from {settings.data_dir}")
+        every = load_checked_demos(config)
+        demos, held_out = hold_out(every, settings)
+        apart = "" if held_out is None else f", of which {held_out.num_episodes} episodes are held out"
+        progress.message(f"{every.num_episodes} episodes, {len(every.actions)} frames from {settings.data_dir}{apart}")
         if session.checkpoint is not None:  # before a policy is built, and processes are started for it
             refuse_others(session.checkpoint.state.fields("data_rng").content, demos, settings.data_dir)
-        trainer = _bring_up(session, demos, progress, closing)
+        trainer = _bring_up(session, demos, held_out, progress, closing)
         code = run_and_export(trainer, progress)
         if not trainer.is_finished:
             progress.message(
@@ -131,10 +138,26 @@ def work(session: RunSession) -> int:
                 f" resume with: embodrl resume {directory}"
             )
         progress.message(f"saved {directory / POLICY_DIR}")
+        with afterwards("report.html", f"embodrl watch {shlex.quote(str(directory))}"):
+            progress.message(f"report: {write_report(directory)}")
+        if trainer.is_finished:
+            for line in next_lines(config, directory):
+                progress.message(line)
     return code
 
 
-def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: ExitStack) -> Trainer:
+def next_lines(config: Config, directory: Path) -> list[str]:
+    """Return the commands that a finished run is followed by."""
+    run, policy = (shlex.quote(str(path)) for path in (directory, directory / POLICY_DIR))
+    if not ENVS.entry(config.env.env_type).simulates:
+        data = shlex.quote(config.sft.data_dir)
+        return [f"next: embodrl data check {data} --policy {policy}", f"      embodrl serve {run}"]
+    return [f"next: embodrl eval {run}", f"      embodrl train --config {run} model.warm_start={policy}"]
+
+
+def _bring_up(
+    session: RunSession, demos: Demos, held_out: Demos | None, progress: Progress, closing: ExitStack
+) -> Trainer:
     """Return the trainer, where the try of the run begins."""
     config = session.config
     settings = session.config.sft
@@ -146,7 +169,9 @@ def _bring_up(session: RunSession, demos: Demos, progress: Progress, closing: Ex
     engine = start_imitation(session, weights_from, policy, closing)
     batches = DatasetBatches(demos, settings, policy.action_horizon, config.runner.seed, config.env.include_state)
     pauses = (settings.log_interval, settings.save_interval, settings.eval_interval)
-    learner = ImitationLearner(config, policy, engine, batches, pauses, make_hooks(session, policy, progress))
+    measured = None if held_out is None else HeldOut(config, policy, engine, observed(held_out, config))
+    hooks = make_hooks(session, policy, progress, measured)
+    learner = ImitationLearner(config, policy, engine, batches, pauses, hooks)
     schedule = Schedule.of_imitation(config)
     trainer = make_trainer(session, learner, schedule, ImitationView(progress), closing, METRICS_FILE, weights_from)
     progress.start_at(trainer.iteration)

@@ -126,7 +126,10 @@ def work(session: RunSession) -> TrainResult:
     if deployment.main_place is None:  # it keeps a policy for checkpoints, publishing and export alone
         device = torch.device("cpu")
     logger.info("device %s, %d threads", device, num_threads(config))
-    console = Console(config.runner.logger.console, config.runner.max_iterations, directory.name)
+    later = Schedule.of_training(config).evaluations_after
+    console = Console(
+        config.runner.logger.console, config.runner.max_iterations, directory.name, evaluations_after=later
+    )
     cpus = deployment.main_place.cpus if deployment.main_place is not None else ()
     with bound_to(cpus), console:
         console.message(f"run: {directory}, log: {directory / LOG_FILE}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.base import TrainEngine
-from embodrl.learners.imitation import ImitationHooks, engine_config
+from embodrl.learners.imitation import VAL_LOSS, HeldOut, ImitationHooks, engine_config
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.progress import Progress
@@ -70,6 +70,7 @@ def names_output() -> Iterator[None]:
         raise OutputError(error.message, hint, code=error.code) from error
 
 
+<<<<<<< HEAD
 def readable(value: float) -> str:
     """Return a number for a line of progress: learning rates of 4e-4 must not look like 0."""
     return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.3f}"
@@ -77,13 +78,32 @@ def readable(value: float) -> str:
 
 def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> ImitationHooks:
     """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it."""
+=======
+def make_hooks(
+    session: RunSession, policy: VLAPolicy, progress: Progress, validate: HeldOut | None = None
+) -> ImitationHooks:
+    """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it.
+
+    Args:
+        session: the try of the run.
+        policy: of this process.
+        progress: shows every step.
+        validate: measures demonstrations that are held out; None if there are none.
+    """
+>>>>>>> piece-b
     config = session.config
+    shown = dict[str, float]()
 
     def should_stop() -> bool:
         return bool(session.stop)
 
     def on_step(step: int, row: Mapping[str, float]) -> None:
+<<<<<<< HEAD
         progress.update(step, " ".join(f"{name} {readable(value)}" for name, value in row.items()))
+=======
+        shown.update(row)  # the held-out loss stands until it is measured again
+        progress.update(step, step_text(shown))
+>>>>>>> piece-b
 
     def play(video_dir: Path | None) -> Row:
         acting = make_acting(config, policy)
@@ -93,7 +113,17 @@ def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> Im
                 evaluator.progress = shown.update
                 return evaluator.run(video_dir).metrics()
 
-    return ImitationHooks(play, on_step, should_stop)
+    return ImitationHooks(play, on_step, should_stop, validate)
+
+
+def step_text(row: Mapping[str, float]) -> str:
+    """Return the metrics of a step for the progress line: the loss, that of held-out episodes, then the others."""
+    first = [name for name in ("loss", VAL_LOSS) if name in row]
+    names = [*first, *(name for name in row if name not in (*first, "lr")), *(["lr"] if "lr" in row else [])]
+    titles = {VAL_LOSS: "held-out loss"}
+    return " ".join(
+        f"{titles.get(name, name)} {f'{row[name]:.1e}' if name == 'lr' else f'{row[name]:.3f}'}" for name in names
+    )
 
 
 def run_and_export(trainer: Trainer, progress: Progress) -> int:

@@ -47,6 +47,13 @@ class Schedule:
         is_last = self.evaluates_last and iteration == self.total
         return is_last or (self.eval_interval > 0 and iteration % self.eval_interval == 0)
 
+    def evaluations_after(self, iteration: int) -> int:
+        """Return how many evaluations come after so many iterations."""
+        interval = self.eval_interval
+        count = self.total // interval - iteration // interval if interval else 0
+        is_extra = self.evaluates_last and iteration < self.total and not (interval and self.total % interval == 0)
+        return count + is_extra
+
     def is_saved(self, iteration: int) -> bool:
         """Return whether a checkpoint is due after so many iterations."""
         return iteration > 0 and self.save_interval > 0 and iteration % self.save_interval == 0

@@ -110,11 +110,14 @@ def test_fine_tuning_keeps_its_best_policy_and_ends_early(
 ) -> None:
     """A success rate of 0 is reached by the first evaluation; evaluated between steps, and while it trains."""
     for name, more in (("turns", "runner.eval_async=false"), ("meanwhile", "runner.eval_async=true")):
-        arguments = ["sft.eval_interval=10", "runner.stop_at_success=0", "sft.max_steps=30", more]
+        arguments = ["sft.eval_interval=10", "sft.val_episodes=2", "runner.stop_at_success=0", "sft.max_steps=30", more]
         outcome = sft(config, stopped[0], tmp_path / name, *arguments)
         assert outcome.code == 0 and "solved" in outcome.stdout, outcome.stderr
         rows = [json.loads(row) for row in (tmp_path / name / "sft_metrics.jsonl").read_text().splitlines()]
         evaluated = [row for row in rows if "eval/success_rate" in row]
+        assert any(row.get("sft/val_loss", 0.0) > 0 for row in rows) and "2 episodes are held out" in outcome.stdout
+        assert "next: embodrl eval" in outcome.stdout
+        assert "held-out episodes" in (tmp_path / name / "report.html").read_text()
         assert [row["iteration"] for row in evaluated] == [10]
         assert (tmp_path / name / "policy_best" / "model.safetensors").is_file()
 

@@ -34,6 +34,7 @@ from embodrl.config.rules.verbs import concerns, settings_of_other_verbs
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.errors import ConfigProblem
+from embodrl.names import import_object
 from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
 
 __all__ = [
@@ -112,7 +113,7 @@ def run_rules(
     chosen = (context.simulator, context.family, context.loss, actor, *engines.values(), *protocols)
     specs = [spec for spec in chosen if spec is not None]
     specs += _specs_of_verb(verb, context)
-    sets = [rules for spec in specs for rules in spec.rules]
+    sets = [_imported(rules) for spec in specs for rules in spec.rules]
     every = [*RULES, *(rule for one in sets for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in sets for note in one.notes)]
     later = [rule for rule in every if verb == "plan" and rule.here]
@@ -129,11 +130,16 @@ def _specs_of_verb(verb: Verb | None, context: Context) -> list[VerbSpec]:
     return [spec for spec in VERBS.all() if further & spec.sections.keys()] if further else []
 
 
+def _imported(rules: RuleSet | str) -> RuleSet:
+    return import_object(rules) if isinstance(rules, str) else rules
+
+
 def shipped_rules() -> RuleSet:
     """Return all rules that come with embodrl, for the references in docs/."""
     registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, SERVE_PROTOCOLS, VERBS)
     specs = [registry.entry(name) for registry in registries for name in registry.shipped()]
-    sets = {id(rules): rules for spec in specs for rules in spec.rules}.values()  # families share some
+    found = [_imported(rules) for spec in specs for rules in spec.rules]
+    sets = {id(rules): rules for rules in found}.values()  # families share some
     return RuleSet(
         [*RULES, *(rule for one in sets for rule in one.rules)], [*NOTES, *(note for one in sets for note in one.notes)]
     )

@@ -67,7 +67,9 @@ def there_is_a_simulator(context: Context) -> Iterator[Finding]:
     hint = "name a simulator (env=NAME, see `embodrl list envs`)"
     if context.verb != "sft":
         message = f"`embodrl {context.verb}` needs a simulator, and {spec.name} is none"
-        yield Finding("env.env_type", message, f"{hint}; {spec.name} is for `embodrl sft`")
+        offline = "compare actions with `embodrl data check DATA --policy RUN/policy`, or "
+        instead = f"{offline if context.verb == 'eval' else ''}{hint}; {spec.name} is for `embodrl sft`"
+        yield Finding("env.env_type", message, instead)
     elif config.sft.eval_interval:
         message = f"evaluations need a simulator, and env.env_type {spec.name} is none"
         yield Finding("sft.eval_interval", message, f"set it to 0, or {hint}", "0", others=("env.env_type",))

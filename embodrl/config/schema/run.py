@@ -83,6 +83,11 @@ class RunnerConfig(Section):
         default="auto", description="directory of the run; auto is outputs/<name>"
     )
     max_iterations: Annotated[PositiveInt, RL] = Field(default=40, le=10_000_000, description="rollout + update cycles")
+    fit_batches: Annotated[bool, RL] = Field(
+        default=False,
+        description="lower actor.global_batch_size and micro_batch_size, where nobody has given them, to the largest"
+        " that divide a rollout",
+    )
     max_staleness: Annotated[NonNegativeInt, RL] = Field(
         default=0,
         description="updates that rollouts may run ahead: 0 takes turns, 1 runs the next rollout while training, more"
@@ -239,6 +244,11 @@ class SftConfig(Section):
     random_shift_px: NonNegativeInt = Field(default=0, description="largest random shift of the image, in pixels")
     max_episodes: Annotated[PositiveInt | None, ReadBy("sft")] = Field(
         default=None, description="use only the first episodes"
+    )
+    val_episodes: Annotated[NonNegativeInt, ReadBy("sft")] = Field(
+        default=0,
+        description="episodes at the end that are held out: never trained on, and sft/val_loss is the loss of frames"
+        " spread evenly over them, four batches at most, at every logged step",
     )
     micro_batch_size: PositiveInt | None = Field(
         default=None,

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="bench", target="embodrl.extras.bench.cli:bench")
+VERB = VerbSpec(
+    name="bench",
+    target="embodrl.extras.bench.cli:bench",
+    description="Measure this machine against a baseline.",
+)

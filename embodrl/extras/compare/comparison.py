@@ -13,7 +13,7 @@ from embodrl.config.load import leaf_keys
 from embodrl.errors import OutputError, without_controls
 from embodrl.reporting.charts import Series, line_chart
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
-from embodrl.reporting.metrics_file import METRICS_FILE, Row, read_metrics
+from embodrl.reporting.metrics_file import METRICS_FILE, Row, is_imitation, metrics_path, read_metrics
 from embodrl.reporting.page import Html, page, table
 from embodrl.reporting.rows import elapsed_s, is_number, lookup, number, points, setting_text, task_names
 from embodrl.reporting.run_files import CONFIG_FILE, read_run_config
@@ -38,6 +38,8 @@ CURVES = (
     ("Explained variance of the critic", "train/explained_variance", False),
     ("Gradient norm", "train/grad_norm", False),
     ("Seconds per iteration", "time/total_s", False),
+    ("Imitation loss", "loss", False),
+    ("Imitation loss of held-out episodes", "sft/val_loss", False),
 )
 
 
@@ -48,7 +50,7 @@ class RunView:
     Attributes:
         directory: of the run.
         name: unique among the runs that are shown together.
-        rows: of metrics.jsonl.
+        rows: of metrics.jsonl, or of sft_metrics.jsonl.
         config: of config.yaml; empty without one.
         status: ``running``, ``finished`` or ``stopped``.
         age_s: seconds since the last row was written.
@@ -86,7 +88,7 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
 
 
 def _runs_below(directory: Path, depth: int) -> Iterable[Path]:
-    if (directory / METRICS_FILE).is_file():
+    if metrics_path(directory).is_file():
         yield directory
         return
     if depth:
@@ -112,7 +114,7 @@ def run_names(directories: Sequence[Path]) -> list[str]:
 
 
 def _read(directory: Path, name: str) -> RunView:
-    path = directory / METRICS_FILE
+    path = metrics_path(directory)
     problems = list[str]()
     try:
         rows = read_metrics(path)
@@ -131,6 +133,8 @@ def _is_finished(rows: list[Row], config: Mapping[str, object]) -> bool:
     last, rate, count = (
         lookup(config, f"runner.{name}") for name in ("max_iterations", "stop_at_success", "stop_evaluations")
     )
+    if is_imitation(rows):
+        last = lookup(config, "sft.max_steps")
     if is_number(rate) and isinstance(count, int) and count > 0 and is_solved(rows, float(rate), count):
         return True
     return bool(rows) and isinstance(last, int) and rows[-1]["iteration"] >= last
@@ -159,6 +163,8 @@ class Figures:
         interval: of the last one.
         best: of the best one.
         best_iteration: when.
+        loss: of the last step that imitates.
+        val_loss: of held-out demonstrations after it.
     """
 
     iterations: int
@@ -170,6 +176,8 @@ class Figures:
     interval: tuple[float, float] | None
     best: float | None
     best_iteration: int | None
+    loss: float | None = None
+    val_loss: float | None = None
 
 
 def figures_of(run: RunView) -> Figures:
@@ -180,15 +188,23 @@ def figures_of(run: RunView) -> Figures:
     steps = int(number(run.rows[-1], "env_steps"))
     rate = steps / seconds if seconds and steps else None
     evaluated = [row for row in run.rows if is_number(row.get("eval/success_rate"))]
-    start = Figures(run.rows[-1]["iteration"], steps, seconds / 60, rate, None, None, None, None, None)
+    losses = [_last(run.rows, name) for name in ("loss", "sft/val_loss")]
+    start = Figures(run.rows[-1]["iteration"], steps, seconds / 60, rate, None, None, None, None, None, *losses)
     if not evaluated:
         return start
     best = max(evaluated, key=lambda row: row["eval/success_rate"])
     rates = [float(row["eval/success_rate"]) for row in (evaluated[0], evaluated[-1], best)]
     done = (start.iterations, start.env_steps, start.minutes, start.steps_per_s)
-    return Figures(*done, rates[0], rates[1], eval_interval(evaluated[-1]), rates[2], best["iteration"])
+    return Figures(*done, rates[0], rates[1], eval_interval(evaluated[-1]), rates[2], best["iteration"], *losses)
 
 
+def _last(rows: Sequence[Row], name: str) -> float | None:
+    found = points(rows, name)
+    return found[-1][1] if found else None
+
+
+LOSS = "loss"
+HELD_OUT = "held out"
 COLUMNS: tuple[tuple[str, Callable[[RunView, Figures], str]], ...] = (
     ("run", lambda run, _: run.name),
     ("status", lambda run, _: f"{run.status}{_silence(run)}"),
@@ -202,6 +218,8 @@ COLUMNS: tuple[tuple[str, Callable[[RunView, Figures], str]], ...] = (
     ),
     (CONFIDENCE_TEXT, lambda _, f: f"{100 * f.interval[0]:.0f} to {100 * f.interval[1]:.0f}" if f.interval else ""),
     ("best (iter)", lambda _, f: f"{_percent(f.best)} ({f.best_iteration})" if f.best is not None else ""),
+    (LOSS, lambda _, f: "" if f.loss is None else f"{f.loss:.3f}"),
+    (HELD_OUT, lambda _, f: "" if f.val_loss is None else f"{f.val_loss:.3f}"),
 )
 
 
@@ -218,9 +236,11 @@ def _silence(run: RunView) -> str:
 
 
 def figure_rows(runs: Sequence[RunView]) -> tuple[list[str], list[list[str]]]:
-    """Return titles and cells of the table of figures."""
+    """Return titles and cells of the table of figures; losses are left out where no run imitates."""
     cells = [[text(run, found) for _, text in COLUMNS] for run in runs for found in (figures_of(run),)]
-    return [title for title, _ in COLUMNS], cells
+    titles = [title for title, _ in COLUMNS]
+    shown = [n for n, title in enumerate(titles) if title not in (LOSS, HELD_OUT) or any(row[n] for row in cells)]
+    return [titles[n] for n in shown], [[row[n] for n in shown] for row in cells]
 
 
 def differing_settings(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="convert", target="embodrl.extras.converters.cli:convert")
+VERB = VerbSpec(
+    name="convert",
+    target="embodrl.extras.converters.cli:convert",
+    description="Convert demonstrations of another layout for `embodrl sft`.",
+)

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="data", target="embodrl.extras.data_check.cli:app")
+VERB = VerbSpec(
+    name="data",
+    target="embodrl.extras.data_check.cli:app",
+    description="Look at demonstrations: what makes fine-tunes fail, and statistics.",
+)

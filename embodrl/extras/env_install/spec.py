@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="env", target="embodrl.extras.env_install.cli:app")
+VERB = VerbSpec(
+    name="env",
+    target="embodrl.extras.env_install.cli:app",
+    description="Manage isolated Python environments of simulators; serve simulators to runs on other machines.",
+)

@@ -10,4 +10,8 @@ TCP = EnvServerSpec(
     description="`embodrl env serve`",
     relay="embodrl.extras.env_server.relay",
 )
-VERB = VerbSpec(name="env.serve", target="embodrl.extras.env_server.cli:serve")
+VERB = VerbSpec(
+    name="env.serve",
+    target="embodrl.extras.env_server.cli:serve",
+    description="Run simulators for training runs on other machines (env.remote), until Ctrl-C or SIGTERM.",
+)

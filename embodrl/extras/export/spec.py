@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="export", target="embodrl.extras.export.cli:export")
+VERB = VerbSpec(
+    name="export",
+    target="embodrl.extras.export.cli:export",
+    description="Write the policy of a checkpoint in its public layout.",
+)

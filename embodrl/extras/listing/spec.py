@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="list", target="embodrl.extras.listing.cli:list_names")
+VERB = VerbSpec(
+    name="list",
+    target="embodrl.extras.listing.cli:list_names",
+    description="List models, environments, algorithms, pipelines, axes and protocols of evaluations, presets"
+    " and recipes.",
+)

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="model", target="embodrl.extras.model_tools.cli:app")
+VERB = VerbSpec(
+    name="model",
+    target="embodrl.extras.model_tools.cli:app",
+    description="Make model checkpoints, and check models of your own.",
+)

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="parity", target="embodrl.extras.parity.cli:parity")
+VERB = VerbSpec(
+    name="parity",
+    target="embodrl.extras.parity.cli:parity",
+    description="Compare a model family with outputs that its reference implementation gave.",
+)

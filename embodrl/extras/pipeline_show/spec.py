@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="pipeline", target="embodrl.extras.pipeline_show.cli:app")
+VERB = VerbSpec(
+    name="pipeline",
+    target="embodrl.extras.pipeline_show.cli:app",
+    description="Look at the graph that an iteration of training walks.",
+)

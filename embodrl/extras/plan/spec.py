@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="plan", target="embodrl.extras.plan.cli:app", reads_as="train")
+VERB = VerbSpec(
+    name="plan",
+    target="embodrl.extras.plan.cli:app",
+    description="Work out a run without starting it.",
+    reads_as="train",
+)

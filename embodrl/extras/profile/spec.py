@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="profile", target="embodrl.extras.profile.cli:profile")
+VERB = VerbSpec(
+    name="profile",
+    target="embodrl.extras.profile.cli:profile",
+    description="Train some iterations and show where the time of every process goes.",
+)

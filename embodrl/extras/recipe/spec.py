@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="run", target="embodrl.extras.recipe.cli:run")
+VERB = VerbSpec(
+    name="run",
+    target="embodrl.extras.recipe.cli:run",
+    description="Do a recipe: collect demonstrations, fine-tune on them, train by RL. Given again, it continues.",
+)

@@ -4,5 +4,13 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-REWARD = VerbSpec(name="reward", target="embodrl.extras.rewards.cli:app")
-LABEL = VerbSpec(name="label", target="embodrl.extras.rewards.label_cli:label")
+REWARD = VerbSpec(
+    name="reward",
+    target="embodrl.extras.rewards.cli:app",
+    description="Rewards that are learned from recorded episodes.",
+)
+LABEL = VerbSpec(
+    name="label",
+    target="embodrl.extras.rewards.label_cli:label",
+    description="Label a dataset for algorithm=recap: values, advantages, and which of them are positive.",
+)

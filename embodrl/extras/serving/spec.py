@@ -23,4 +23,8 @@ REMOTE = EngineSpec(
     rollout="embodrl.extras.serving.remote_engine:make_remote",
     description="acts by policy servers, which take the published weights",
 )
-VERB = VerbSpec(name="serve", target="embodrl.extras.serving.cli:serve")
+VERB = VerbSpec(
+    name="serve",
+    target="embodrl.extras.serving.cli:serve",
+    description="Serve a policy to robots and benchmarks, until Ctrl-C or SIGTERM.",
+)

@@ -24,7 +24,12 @@ RLT = SmallActorSpec(
     rules=(RULES,),
     engine="embodrl.extras.small_actors.rlt_engine:RltEngine",
 )
-VERB = VerbSpec(name="model.token", target="embodrl.extras.small_actors.cli:token")
+VERB = VerbSpec(
+    name="model.token",
+    target="embodrl.extras.small_actors.cli:token",
+    description="Train an RL token of a frozen VLA: one small vector of what it makes of pictures and prompt"
+    " (algorithm=rlt).",
+)
 RLT_LOSS = FunctionSpec(
     name="rlt",
     target="embodrl.extras.small_actors.loss:rlt",

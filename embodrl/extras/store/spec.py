@@ -1,15 +1,15 @@
-"""The verbs `embodrl store`."""
+"""The verbs `embodrl store`: `embodrl --help` reads this, so it names what it needs and imports none of it."""
 
 from __future__ import annotations
 
-from embodrl.extras.store.config import StoreConfig
-from embodrl.extras.store.rules import RULES
 from embodrl.specs import VerbSpec
 
 VERB = VerbSpec(
     name="store",
     target="embodrl.extras.store.cli:app",
-    sections={"store": StoreConfig},
-    rules=(RULES,),
+    description="Collector, trainer and evaluator as processes that share nothing but a store: episodes, weights,"
+    " results.",
+    sections={"store": "embodrl.extras.store.config:StoreConfig"},
+    rules=("embodrl.extras.store.rules:RULES",),
     resumes={"store_metrics.jsonl": "embodrl.extras.store.train:resume"},
 )

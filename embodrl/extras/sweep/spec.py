@@ -8,5 +8,6 @@ SWEEP_FILE = "sweep.json"
 VERB = VerbSpec(
     name="sweep",
     target="embodrl.extras.sweep.cli:sweep",
+    description="Train with every combination of settings that have several values.",
     resumes={SWEEP_FILE: "embodrl.extras.sweep.cli:resume"},
 )

@@ -4,4 +4,9 @@ from __future__ import annotations
 
 from embodrl.specs import VerbSpec
 
-VERB = VerbSpec(name="watch", target="embodrl.extras.watch.cli:watch")
+VERB = VerbSpec(
+    name="watch",
+    target="embodrl.extras.watch.cli:watch",
+    description="Show runs on a local web page: curves, success per task, videos, differing settings;"
+    " renewed while they train.",
+)

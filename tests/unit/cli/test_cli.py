@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,12 +15,13 @@ from expect import raises_code
 from shared_file import as_file
 from typer.testing import CliRunner, Result
 
-from embodrl.cli.app import complete_settings
+from embodrl.cli.app import complete_settings, summary
 from embodrl.cli.common import describe_os_error, execute
 from embodrl.cli.main import app
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
 from embodrl.runs import policies
+from embodrl.specs import VERBS as REGISTERED
 
 
 def run(*arguments: str) -> Result:
@@ -267,6 +269,32 @@ def test_validate_finds_packages_that_are_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("embodrl.preflight.simulators.missing_packages", lambda *_: ["absent"])
     result = run("config", "validate", "env=toy", "model.warm_start=null")
     assert result.exit_code == 2 and "code:     missing-dependency" in result.stderr and "absent" in result.stderr
+
+
+def test_help_names_the_verbs_without_importing_them() -> None:
+    """Neither the schema nor a verb's own module: the list of commands is there at once."""
+    code = (
+        "import sys\n"
+        "sys.argv = ['embodrl', '--help']\n"
+        "from embodrl.cli.main import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print('LOADED', *sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    loaded = done.stdout.partition("LOADED")[2].split()
+    heavy = {"pydantic", "yaml", "omegaconf", "hydra", "numpy", "rich", "torch"}
+    assert not heavy & {name.partition(".")[0] for name in loaded}
+    assert not [name for name in loaded if name.startswith("embodrl.extras.") and name.endswith("cli")]
+    assert not [name for name in loaded if name.startswith("embodrl.config.")]
+
+
+@pytest.mark.parametrize("name", REGISTERED.shipped())
+def test_the_list_of_commands_shows_the_first_line_of_each_help(name: str) -> None:
+    target: Any = REGISTERED.get(name)
+    if isinstance(target, typer.Typer):
+        assert target.registered_callback is not None
+        target = target.registered_callback.callback
+    assert REGISTERED.entry(name).description == summary(target)
 
 
 def test_a_broken_verb_of_another_package_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,7 @@ def parse(arguments: list[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
     while isinstance(command, TyperGroup):
         # a group leaves the name of the verb aside, and what follows it in ``args``
         name, *rest = arguments[len(path) :]
-        found = command.get_command(context, name)
+        found = command.resolve_command(context, [name, *rest])[1]
         assert found is not None, f"there is no `embodrl {' '.join((*path, name))}`"
         command, path = found, (*path, name)
         context = command.make_context(name, rest, parent=context)

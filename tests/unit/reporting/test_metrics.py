@@ -20,9 +20,10 @@ from rich.console import Console as RichConsole
 from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.reporting import sinks
-from embodrl.reporting.console import Console, sparkline
+from embodrl.reporting.console import Console, TimeLeft, sparkline
 from embodrl.reporting.metrics_file import read_metrics
 from embodrl.reporting.sinks import MetricsLogger, MetricValue, TensorBoardTracker
+from embodrl.trainer.schedule import Schedule
 
 QUIET = LoggerConfig(tensorboard=False)
 
@@ -226,6 +227,35 @@ def test_the_panel_shows_progress_time_split_and_messages() -> None:
     text = stream.getvalue()
     for expected in ("run [x]", "2/4", "training", "checkpoint step_2", "50 %", "25 %", "50.0 %", "ETA 0:04"):
         assert expected in text
+
+
+def test_the_time_left_has_the_evaluations_and_counts_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("embodrl.reporting.console.time.monotonic", lambda: now)
+    schedule = Schedule(total=10, eval_interval=4, save_interval=0, evaluates_first=True, evaluates_last=True)
+    left = TimeLeft(10, schedule.evaluations_after)
+    left.note({"iteration": 0, "env_steps": 0, "time/total_s": 60.0, "time/eval_s": 50.0})
+    assert left.text() == ""
+    left.note({"iteration": 1, "env_steps": 100, "time/total_s": 10.0})
+    assert left.text() == "4:30"  # nine iterations of 10 s; after 4, 8 and 10 an evaluation of 60 s
+    now += 70.0
+    assert left.text() == "3:20"
+    left.note({"iteration": 4, "env_steps": 400, "time/total_s": 70.0, "time/eval_s": 60.0})
+    assert left.text() == "3:00"
+    now += 1000.0
+    assert left.text() == "0:00"
+    unknown = TimeLeft(2, schedule.evaluations_after)
+    unknown.note({"iteration": 1, "env_steps": 100, "time/total_s": 10.0})
+    assert unknown.text() == "0:10 and evaluations"
+
+
+@pytest.mark.parametrize(
+    "schedule", [Schedule(10, 4, 0), Schedule(10, 5, 0, True, True), Schedule(7, 0, 0, False, True)]
+)
+def test_evaluations_are_counted_ahead(schedule: Schedule) -> None:
+    for done in range(schedule.total + 1):
+        ahead = range(done + 1, schedule.total + 1)
+        assert schedule.evaluations_after(done) == sum(map(schedule.is_evaluated, ahead))
 
 
 def test_a_long_phase_prints_how_far_it_is_and_the_panel_ticks(monkeypatch: pytest.MonkeyPatch) -> None:

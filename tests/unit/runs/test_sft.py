@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,16 @@ from embodrl.config.schema import (
 )
 from embodrl.data.batch import Batch
 from embodrl.data.demos import Demos
-from embodrl.data.imitation import DatasetBatches, FrameBatches, check_demos, shift_images
+from embodrl.data.imitation import DatasetBatches, FrameBatches, check_demos, hold_out, shift_images
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
-from embodrl.learners.imitation import engine_config, learning_rate
+from embodrl.learners.imitation import HeldOut, engine_config, learning_rate
 from embodrl.runs import sft as verb
 from embodrl.runs.sft import sft
 from embodrl.specs import LOSSES
 from embodrl.trainer import imitation_parts
+from embodrl.trainer.imitation_parts import step_text
 
 
 def demos(num_frames: int) -> Demos:
@@ -231,6 +233,72 @@ def test_a_decoding_that_the_policy_lacks_is_refused_before_the_first_step(tmp_p
     ]
     with raises_code("policy-has-no-decoding"):
         sft(load_config(["env=toy", "model.warm_start=null", *settings]))
+
+
+def whole(num_episodes: int) -> Demos:
+    """Return episodes of three frames each, whose actions are the numbers of their frames."""
+    count = 3 * num_episodes
+    columns = {
+        "images": np.zeros((count, 1, 4, 4, 3), np.uint8),
+        "state": np.zeros((count, 0), np.float32),
+        "actions": np.arange(count, dtype=np.float32)[:, None],
+    }
+    return Demos.of_episodes(columns, [3] * num_episodes, ["go"] * num_episodes, ["task"] * num_episodes)
+
+
+def test_the_last_episodes_are_held_out_and_never_trained_on() -> None:
+    settings = SftConfig(val_episodes=2, batch_size=4)
+    trained, held_out = hold_out(whole(5), settings)
+    assert held_out is not None and (trained.num_episodes, held_out.num_episodes) == (3, 2)
+    stream = FrameBatches(trained, settings, 2, seed=0)
+    seen = {float(action) for _ in range(20) for action in stream.next()[1].flatten()}
+    assert seen == set(range(9)) and held_out.actions[:, 0].tolist() == list(range(9, 15))
+    assert held_out.last.tolist() == [2, 2, 2, 5, 5, 5]
+    assert hold_out(whole(5), SftConfig())[1] is None
+    with raises_code("sft-val-episodes"):
+        hold_out(whole(2), settings)
+
+
+def test_the_held_out_loss_is_that_of_all_its_frames_and_disturbs_no_random_state(monkeypatch) -> None:
+    policy = ToyPolicy()
+    generator = torch.Generator().manual_seed(1)
+    inputs = {"features": torch.randn(6, 6, generator=generator), "tokens": torch.zeros(6, 2, 3, dtype=torch.long)}
+    drawn: list[float] = []
+
+    def sft_inputs(observation: Any, actions: torch.Tensor) -> dict[str, torch.Tensor]:
+        drawn.append(float(torch.rand(())))
+        rows = actions[:, 0, 0].long()
+        return {name: tensor[rows] for name, tensor in inputs.items()}
+
+    monkeypatch.setattr(policy, "sft_inputs", sft_inputs)
+    monkeypatch.setattr(ToyPolicy, "action_horizon", 2, raising=False)
+    run = config().model_copy(
+        update={"sft": SftConfig(batch_size=4), "actor": ActorConfig(precision="fp32", own_process=False)}
+    )
+    engine: Any = SimpleNamespace(fetch=lambda: None)
+    measure = HeldOut(run, policy, engine, whole(2))
+    torch.manual_seed(7)
+    expected_next = torch.rand(())
+    torch.manual_seed(7)
+    first, again = measure(), measure()
+    assert torch.rand(()) == expected_next and first == again and drawn[:2] == drawn[2:]
+    mask = torch.tensor([[True, True], [True, True], [True, False]] * 2)
+    loss, _ = policy.sft_loss({**inputs, "action_mask": mask}, run.sft.label_smoothing_bins)
+    assert first["sft/val_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+def test_the_line_of_a_step_has_the_rate_and_the_held_out_loss() -> None:
+    row = {"loss": 0.25, "l1": 0.5, "grad_norm": 1.0, "lr": 3.94e-4, "sft/val_loss": 0.75}
+    assert step_text(row) == "loss 0.250 held-out loss 0.750 l1 0.500 grad_norm 1.000 lr 3.9e-04"
+
+
+def test_what_follows_imitation_is_named() -> None:
+    simulated = load_config(["env=toy", "model.warm_start=null"], verb="sft").config
+    assert verb.next_lines(simulated, Path("out"))[0] == "next: embodrl eval out"
+    mere_data = simulated.model_copy(update={"env": simulated.env.model_copy(update={"env_type": "dataset"})})
+    lines = " ".join(verb.next_lines(mere_data, Path("out")))
+    assert "embodrl data check data/demos --policy out/policy" in lines and "embodrl serve out" in lines
+    assert "embodrl eval" not in lines
 
 
 def test_imitation_has_no_critics_of_an_off_policy_algorithm() -> None:

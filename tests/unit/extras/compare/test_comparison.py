@@ -18,11 +18,13 @@ from embodrl.extras.compare.comparison import (
     ABSENT,
     comparison_page,
     differing_settings,
+    figure_rows,
     figures_of,
     find_runs,
     read_runs,
 )
 from embodrl.reporting.page import table
+from embodrl.reporting.report import write_report
 from embodrl.trainer.lock import run_lock
 
 
@@ -145,3 +147,21 @@ def test_cells_carry_the_titles_that_a_narrow_page_shows() -> None:
     shown = table(("run", "95 %"), [("a<b", "1 to 2")])
     assert re.findall(r'<td [^>]*data-title="([^"]*)">([^<]*)<', shown) == [("run", "a&lt;b"), ("95 %", "1 to 2")]
     assert "data-title" not in table((), [("seed", "1")])
+
+
+def test_fine_tuning_stands_beside_training(runs: list[Path], tmp_path: Path) -> None:
+    tuned = tmp_path / "tuned"
+    tuned.mkdir()
+    steps = [{"iteration": n, "step": n, "loss": 2.0 / n, "lr": 1e-4, "time/total_s": 1.0} for n in (1, 2)]
+    steps[-1]["sft/val_loss"] = 1.5
+    (tuned / "sft_metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in steps))
+    (tuned / "config.yaml").write_text("sft: {max_steps: 2}\n")
+    assert tuned in find_runs([tmp_path])
+    (view,) = read_runs([tuned])
+    assert view.status == "finished"
+    titles, (alone,) = figure_rows([view])
+    assert (alone[titles.index("loss")], alone[titles.index("held out")]) == ("1.000", "1.500")
+    assert "loss" not in figure_rows(read_runs(runs))[0]
+    assert "Imitation loss of held-out episodes" in comparison_page([view, *read_runs(runs)])
+    report = write_report(tuned).read_text()
+    assert "Imitation loss" in report and "last loss, held-out episodes" in report and "environment steps" not in report
