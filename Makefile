@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: bench-check help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test soak lint format docs wheel warm-start clean
+.PHONY: bench-check help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test chaos soak lint format docs wheel warm-start clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -84,6 +84,13 @@ test-vllm: ## create .venv-vllm with vLLM for CPUs and run its tests there
 # ARGS="--scenario train --sample 50" for a part; --json FILE writes every trial.
 crash-test: setup ## cut power after every file operation of a run, damage every file, and judge the recoveries
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/crash/crash.py $(ARGS)
+
+# The output names the seed; SEED=N repeats its trials. ARGS="--learner sac --keep DIR" for a part. Bash has a variable
+# SECONDS of its own, so the default is not taken from the environment.
+SECONDS := 600
+SEED ?=
+chaos: setup ## send random signals to whole runs, resume them and compare (SECONDS=600, SEED=N)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/crash/chaos.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # SOAK_ENV takes any arguments of `embodrl train`; SOAK_ARGS takes options of benchmarks/soak.py.
 SOAK_MINUTES ?= 120

@@ -232,8 +232,21 @@ class _Loading:
             logger.warning(what, self.directory, len(longer), ", ".join(longer[:3]) + ", ..." * (len(longer) > 3))
 
     def _shown_at(self, key: str, place: int) -> NDArray[np.float64]:
-        """Return when each frame of an episode is to be shown in the file of a camera, in seconds."""
-        return self.times[self.starts[place] : self.starts[place + 1]] + self.episodes[place].videos[key][1]
+        """Return when each frame of an episode is to be shown in the file of a camera, in seconds.
+
+        Raises:
+            EmbodrlError: a frame is earlier than the one before it.
+        """
+        times = self.times[self.starts[place] : self.starts[place + 1]]
+        if len(earlier := np.flatnonzero(np.diff(times) < 0)):
+            at = int(earlier[0]) + 1
+            raise EmbodrlError(
+                f"{self._data_of(self.episodes[place])}: timestamp of {self._name(int(self.starts[place]) + at)} is"
+                f" {times[at]:.4f} s, and {times[at - 1]:.4f} s of the frame before it",
+                "correct timestamp or frame_index: pictures are found by the one, and actions by the other",
+                code="dataset-frame-times",
+            )
+        return times + self.episodes[place].videos[key][1]
 
     def _name(self, row: int) -> str:
         place = int(np.searchsorted(self.starts, row, side="right")) - 1

@@ -260,7 +260,8 @@ def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | 
     stats = entry.fields(part)
     lacking = [name for name in _FIELDS[method] if stats.content.get(name) is None]
     if lacking:
-        stats.refuse(f"no {' and no '.join(lacking)}: compute them from the dataset")
+        has = ", ".join(sorted(stats.content)[:8]) or "nothing"
+        stats.refuse(f"no {' and no '.join(lacking)}: compute them from the dataset; it has {has}")
     if method == "quantiles":
         return Quantiles(*read_range(stats, "q01", "q99"), eps)
     mean = read_values(stats, "mean")

@@ -56,6 +56,13 @@ def test_a_row_without_a_frame_at_its_time_is_refused(tmp_path: Path, version: s
     assert "episode 0, frame" in refused.value.message
 
 
+def test_times_that_go_back_are_refused(tmp_path: Path) -> None:
+    build(tmp_path, columns=lambda c: c.update(timestamp=c["timestamp"][::-1].copy()))
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path)
+    assert "episode 0, frame 1 is 1.0000 s, and 1.1000 s" in refused.value.message
+
+
 def test_two_rows_with_one_frame_are_refused(tmp_path: Path) -> None:
     build(tmp_path, version="v3.0", episodes=lambda c: c.update({f"videos/{KEY}top/from_timestamp": [0.0, 0.0]}))
     with raises_code("dataset-frame-times") as refused:

@@ -193,7 +193,7 @@ def test_the_choice_of_statistics_says_what_there_is(tmp_path: Path):
     assert "model.unnorm_key=trossen" in error.value.hint
     with raises_code("statistics-size", CheckpointError, "'trossen'", "14", "7"):
         choose(sets, "trossen", BY_DEVIATION, 7, "here")
-    with raises_code("policy-file", CheckpointError, "q01", "q99"):
+    with raises_code("policy-file", CheckpointError, "q01", "q99", "it has mean, std"):
         choose(sets, "droid", BY_QUANTILES, 1, "here")
     with raises_code("statistics-missing", CheckpointError):
         choose({}, None, BY_DEVIATION, 7, "here")
