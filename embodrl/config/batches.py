@@ -17,7 +17,7 @@ STEPS, CHUNK = "env.train.max_steps_per_rollout_epoch", "model.num_action_chunks
 
 
 def fill_batches(tree: Node, schema: type[Config]) -> None:
-    """Lower batch sizes that nobody has given to the largest that divide a rollout, if ``runner.fit_batches`` is on."""
+    """Lower batch sizes that are not given to the largest that divide a rollout, if ``runner.fit_batches`` is on."""
     wanted = lookup(tree, KEY)
     if wanted is None or wanted.value is not True:
         return

@@ -70,15 +70,6 @@ def names_output() -> Iterator[None]:
         raise OutputError(error.message, hint, code=error.code) from error
 
 
-<<<<<<< HEAD
-def readable(value: float) -> str:
-    """Return a number for a line of progress: learning rates of 4e-4 must not look like 0."""
-    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.3f}"
-
-
-def make_hooks(session: RunSession, policy: VLAPolicy, progress: Progress) -> ImitationHooks:
-    """Return what a try does for its learner; the simulators of an evaluation start for it, and end with it."""
-=======
 def make_hooks(
     session: RunSession, policy: VLAPolicy, progress: Progress, validate: HeldOut | None = None
 ) -> ImitationHooks:
@@ -90,7 +81,6 @@ def make_hooks(
         progress: shows every step.
         validate: measures demonstrations that are held out; None if there are none.
     """
->>>>>>> piece-b
     config = session.config
     shown = dict[str, float]()
 
@@ -98,12 +88,8 @@ def make_hooks(
         return bool(session.stop)
 
     def on_step(step: int, row: Mapping[str, float]) -> None:
-<<<<<<< HEAD
-        progress.update(step, " ".join(f"{name} {readable(value)}" for name, value in row.items()))
-=======
         shown.update(row)  # the held-out loss stands until it is measured again
         progress.update(step, step_text(shown))
->>>>>>> piece-b
 
     def play(video_dir: Path | None) -> Row:
         acting = make_acting(config, policy)

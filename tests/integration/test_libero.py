@@ -169,8 +169,8 @@ def test_it_is_libero(suite: str, number: int):
     task = list(SUITES[suite].tasks)[number]
     command = [str(PYTHON), str(Path(__file__).with_name("libero_stock.py")), suite, task, "73"]
     found = json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
-    # libero_spatial: 1e-15. In libero_10 a free object settles 9.1e-7 away during the first still steps, and stays there,
-    # on two kinds of processors alike; within the tolerance of the contact solver, the operation is not known.
+    # In libero_10 a free object settles 9.1e-7 away during the first still steps, and stays there, on two kinds of
+    # processors alike; that is within the tolerance of the contact solver, the operation is not known.
     assert found["qpos"] < (1e-12 if suite == "libero_spatial" else 1e-5)
     assert found["decisions"] == 0
     assert found["state"] < 0.01  # LIBERO's observation is a physics step of 2 ms older

@@ -85,7 +85,7 @@ class RunnerConfig(Section):
     max_iterations: Annotated[PositiveInt, RL] = Field(default=40, le=10_000_000, description="rollout + update cycles")
     fit_batches: Annotated[bool, RL] = Field(
         default=False,
-        description="lower actor.global_batch_size and micro_batch_size, where nobody has given them, to the largest"
+        description="lower actor.global_batch_size and micro_batch_size, where they are not given, to the largest"
         " that divide a rollout",
     )
     max_staleness: Annotated[NonNegativeInt, RL] = Field(
