@@ -27,7 +27,7 @@ has its own optimizer, its own order of episodes and its own defaults.
 ## RLinf
 
 ```bash
-embodrl import rlinf RLinf/examples/embodiment/config/maniskill_ppo_openvla.yaml --out mine.yaml
+embodrl import rlinf examples/embodiment/config/NAME.yaml --out mine.yaml
 embodrl config validate --config mine.yaml
 ```
 

@@ -22,7 +22,7 @@ from embodrl.reporting.report import write_report
 from embodrl.specs import ENGINES, ENVS
 from embodrl.storage.checkpoint import CheckpointManager, preflight
 from embodrl.trainer.afterwards import afterwards
-from embodrl.trainer.files import LEAST_FREE_BYTES, LOG_FILE, POLICY_DIR, is_exported, removed_if_empty
+from embodrl.trainer.files import LEAST_FREE_BYTES, LOG_FILE, POLICY_DIR, is_exported, offline_lines, removed_if_empty
 from embodrl.trainer.imitation_parts import (
     ImitationView,
     make_hooks,
@@ -140,9 +140,9 @@ def work(session: RunSession) -> int:
         progress.message(f"saved {directory / POLICY_DIR}")
         with afterwards("report.html", f"embodrl watch {shlex.quote(str(directory))}"):
             progress.message(f"report: {write_report(directory)}")
-        if trainer.is_finished:
-            for line in next_lines(config, directory):
-                progress.message(line)
+        following = next_lines(config, directory) if trainer.is_finished else []
+        for line in (*offline_lines(config, directory), *following):
+            progress.message(line)
     return code
 
 

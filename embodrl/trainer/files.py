@@ -265,6 +265,13 @@ def summary_lines(run_dir: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]
     return [*lines, f"next: embodrl eval {shlex.quote(str(run_dir))}"]
 
 
+def offline_lines(config: Config, run_dir: Path) -> list[str]:
+    """Return where the W&B run of a directory is and how it is uploaded, if it was written offline."""
+    if config.runner.logger.wandb_mode != "offline":
+        return []
+    return [f"W&B, offline: `wandb sync {shlex.quote(str(run_dir / 'wandb'))}/offline-run-*` uploads it"]
+
+
 def drop_missing_warm_start(config: Config) -> Config:
     """Start from random weights where the warm start is gone; the checkpoint replaces them all."""
     model = config.model

@@ -18,6 +18,7 @@ from embodrl.trainer.files import (
     POLICY_DIR,
     REPORT_FILE,
     export_policy,
+    offline_lines,
     saved_metrics,
     summary_lines,
     unsaved_run_message,
@@ -98,6 +99,8 @@ def conclude(
         rows = read_metrics(run_dir / METRICS_FILE)
         if rows:
             console.message(f"report: {write_report(run_dir)}")
+    for line in offline_lines(config, run_dir):
+        console.message(line)
     if rows and finished:
         console.phase("finished")
         with afterwards("the summary", f"embodrl compare {quoted}"):

@@ -161,6 +161,7 @@ SITES = {
     "config/__init__.py": "",
     "config/isolated.py": "env.python",
     "config/load.py": "extensions",
+    "config/rules/__init__.py": "",  # rules of a verb, which its spec names
     "config/schema/optional.py": "",
     "config/schema/tagged.py": "",
     "data/lerobot.py": "",

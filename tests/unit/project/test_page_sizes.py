@@ -13,7 +13,7 @@ WIDEST_COMMAND = 84
 """Characters of a code block that a window of 1300 pixels shows."""
 BLOCK = re.compile(r"^ *```(?:bash|sh)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 WORD = re.compile(r"""(?:[^\s'"]|'[^']*'|"[^"]*")+""")
-MADE_BY_SCRIPTS = {"configuration.md", "errors.md", "capabilities.md", "api.md"}
+MADE_BY_SCRIPTS = {"configuration.md", "errors.md", "capabilities.md", "migration.md", "api.md"}
 
 
 def user_pages(mkdocs: str) -> list[str]:

@@ -30,6 +30,7 @@ from embodrl.runs import sft as verb
 from embodrl.runs.sft import sft
 from embodrl.specs import LOSSES
 from embodrl.trainer import imitation_parts
+from embodrl.trainer.files import offline_lines
 from embodrl.trainer.imitation_parts import step_text
 
 
@@ -299,6 +300,15 @@ def test_what_follows_imitation_is_named() -> None:
     lines = " ".join(verb.next_lines(mere_data, Path("out")))
     assert "embodrl data check data/demos --policy out/policy" in lines and "embodrl serve out" in lines
     assert "embodrl eval" not in lines
+
+
+def test_an_offline_run_of_weights_and_biases_is_named() -> None:
+    given = load_config(["env=toy", "model.warm_start=null"]).config
+    assert offline_lines(given, Path("out")) == []
+    logger = given.runner.logger.model_copy(update={"wandb_mode": "offline"})
+    offline = given.model_copy(update={"runner": given.runner.model_copy(update={"logger": logger})})
+    [line] = offline_lines(offline, Path("my runs/a"))
+    assert "wandb sync 'my runs/a/wandb'/offline-run-*" in line
 
 
 def test_imitation_has_no_critics_of_an_off_policy_algorithm() -> None:
