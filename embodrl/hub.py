@@ -284,7 +284,7 @@ def _transport_error() -> type[Exception]:
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
     """Turn what huggingface_hub raises in the block into ``HubError``. Messages have no URL and no token."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, get_token
 
     denied = "accept its licence on the hub if it asks for that, and log in with `hf auth login`, or set HF_TOKEN"
     try:
@@ -293,6 +293,10 @@ def explained(name: HubName) -> Iterator[None]:
         raise HubError(f"{name}: there is no such revision", "check the part after @", code="hub-missing") from error
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
+        if status == 401 and get_token():
+            problem = f"{name}: the hub refuses the token that is set (status 401)"
+            hint = f"check HF_TOKEN, or `hf auth whoami`; if the token is right, check the name; {denied}"
+            raise HubError(problem, hint, code="hub-token") from error
         if isinstance(error, errors.GatedRepoError) or status in (401, 403):
             problem = f"{name} does not exist on the hub, or is private or gated (status {status})"
             raise HubError(problem, f"check the name; {denied}", code="hub-access") from error

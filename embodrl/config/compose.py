@@ -384,6 +384,25 @@ def taken_back(arguments: list[Argument]) -> list[ConfigProblem]:
     ]
 
 
+def repeated(arguments: list[Argument]) -> list[ConfigProblem]:
+    """Return a note for each key that the command line gives several values: the last one counts."""
+    given: dict[str, list[Argument]] = {}
+    for argument in arguments:
+        if not argument.file and argument.key != DIRS:
+            given.setdefault(argument.key, []).append(argument)
+    return [
+        ConfigProblem(
+            key,
+            f"is given {len(found)} times: {found[-1].text} counts, and {', '.join(one.text for one in others)} not",
+            str(found[-1].origin),
+            hint="leave one of them",
+            code="argument-repeated",
+        )
+        for key, found in given.items()
+        if (others := [one for one in found[:-1] if (one.value, one.delete) != (found[-1].value, found[-1].delete)])
+    ]
+
+
 def file_choices(tree: Node) -> tuple[dict[str, tuple[Any, str]], list[ConfigProblem]]:
     """Take ``presets: {group: name}`` out of a user's file."""
     problems: list[ConfigProblem] = []
@@ -530,7 +549,7 @@ def compose(overrides: list[str], config_file: Path | Mapping[str, Any] | None) 
     merge(tree, user)
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a) and a.key != DIRS])
     chosen = {group: name for group, name in choices.items() if name}
-    notes = taken_back(arguments) + _experiment_overridden(choices, wanted, own)
+    notes = taken_back(arguments) + repeated(arguments) + _experiment_overridden(choices, wanted, own)
     return Composition(tree, chosen, problems, notes, (*untrusted, *foreign), own)
 
 
@@ -559,4 +578,4 @@ def compose_resolved(path: Path, overrides: list[str], text: str | None = None) 
                 )
             )
     problems += apply_arguments(tree, [a for a in arguments if not is_choice(a)])
-    return Composition(tree, {}, problems, taken_back(arguments), untrusted)
+    return Composition(tree, {}, problems, taken_back(arguments) + repeated(arguments), untrusted)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import HINT, damaged
-from embodrl.errors import EmbodrlError, FileDamagedError
+from embodrl.errors import EmbodrlError, FileDamagedError, UsageError
 from embodrl.fields import read_fields
 from embodrl.hub import DATASET_FACTS, cached, parse_dataset
 from embodrl.storage.integrity import check_checksums
@@ -63,7 +63,7 @@ def missing(directory: Path) -> EmbodrlError:
         problem = f"{directory} does not exist"
         hint = "correct the path"
     collect = f"`embodrl collect env=NAME collect.output_dir={directory}` makes demonstrations"
-    return EmbodrlError(problem, f"{hint}; {collect}", code="dataset-missing")
+    return UsageError(problem, f"{hint}; {collect}", code="dataset-missing")
 
 
 def read_facts(directory: Path, keys: Mapping[str, str] | None = None) -> DatasetFacts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from embodrl.processes.restarts import RestartBudget
 from embodrl.reporting.log import RunLog
 from embodrl.storage.checkpoint import Checkpoint, CheckpointManager
 from embodrl.trainer.files import LOG_FILE, drop_missing_warm_start, resume_hint
-from embodrl.trainer.lock import RunLock, run_lock
+from embodrl.trainer.lock import LOCK_FILE, RunLock, run_lock
 from embodrl.trainer.provenance import add_provenance, changes_so_far
 from embodrl.trainer.settings import last_settings, write_settings
 from embodrl.trainer.stop import StopSignal
@@ -130,9 +130,29 @@ class RunSession:
 
 @contextmanager
 def run_directory_of(directory: Path) -> Iterator[RunLock]:
-    """Lock the directory of a run, and write its log there."""
-    with run_lock(directory) as lock, RunLog(directory / LOG_FILE):
-        yield lock
+    """Lock the directory of a run, and write its log there; a new one that a refused start leaves empty is removed."""
+    is_new = not directory.exists()
+    with run_lock(directory) as lock:
+        try:
+            with RunLog(directory / LOG_FILE):
+                yield lock
+        except EmbodrlError:
+            if is_new:
+                _remove_empty_start(directory)
+            raise
+
+
+def _remove_empty_start(directory: Path) -> None:
+    """Remove a directory with nothing but the lock and the main log, whose error the command prints, too."""
+    log = directory / LOG_FILE
+    own = {log, log.parent, directory / LOCK_FILE}
+    if not set(directory.rglob("*")) <= own:
+        return
+    with suppress(OSError):  # the error that ended the start is the one to report
+        log.unlink(missing_ok=True)
+        log.parent.rmdir()
+        (directory / LOCK_FILE).unlink(missing_ok=True)
+        directory.rmdir()
 
 
 def run_tries(

@@ -155,7 +155,7 @@ def test_a_damaged_cache_is_found_on_request(server: FakeHub) -> None:
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(401, "hub-access"), (403, "hub-access"), (404, "hub-missing"), (503, "hub-unreachable")],
+    [(401, "hub-token"), (403, "hub-access"), (404, "hub-missing"), (503, "hub-unreachable")],
 )
 def test_what_the_hub_refuses(server: FakeHub, status: int, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)

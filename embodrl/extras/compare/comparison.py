@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from embodrl.config.load import leaf_keys
-from embodrl.errors import OutputError, without_controls
+from embodrl.errors import OutputError, UsageError, without_controls
 from embodrl.reporting.charts import Series, line_chart
 from embodrl.reporting.intervals import CONFIDENCE_TEXT, eval_interval
 from embodrl.reporting.metrics_file import METRICS_FILE, Row, is_imitation, metrics_path, read_metrics
@@ -70,15 +70,15 @@ def find_runs(directories: Iterable[Path]) -> list[Path]:
     """Return the runs in or below directories, sorted by path; what lies inside a run is not searched.
 
     Raises:
-        OutputError: one of them is not a directory, or holds no run.
+        UsageError: one of them is not a directory, or holds no run.
     """
     found: dict[Path, None] = {}
     for directory in directories:
         if not directory.is_dir():
-            raise OutputError(f"{directory} is not a directory", "name runs, or directories of runs", code="no-run")
+            raise UsageError(f"{directory} is not a directory", "name runs, or directories of runs", code="no-run")
         below = list(_runs_below(directory, MAX_DEPTH))
         if not below:
-            raise OutputError(
+            raise UsageError(
                 f"{directory} holds no run: there is no {METRICS_FILE} in it or up to {MAX_DEPTH} levels below",
                 "name the directory of a run, or one above runs",
                 code="no-run",

@@ -37,6 +37,9 @@ _PASSING = ("[server-stopping]", "[server-model-hangs]")
 def unreachable(url: str, error: object) -> RemotePolicyError:
     """Return the error for a server that does not answer."""
     text = str(error) or type(error).__name__
+    if getattr(error, "status", None) in (401, 403):
+        hint = f"put the token that the server printed into the environment variable {TOKEN_VARIABLE}"
+        return RemotePolicyError(f"{url} refuses the token: {text}", hint, code="remote-token")
     hint = f"check model.url, the environment variable {TOKEN_VARIABLE}, and that the server is ready"
     return RemotePolicyError(f"{url} can't be reached: {text}", hint, code="remote-unreachable")
 

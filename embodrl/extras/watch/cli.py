@@ -39,13 +39,13 @@ def watch(
         import asyncio
         import secrets
 
-        from embodrl.errors import OutputError
+        from embodrl.errors import UsageError
         from embodrl.extras.watch.server import RunPages, serve
 
         chosen = directories or [Path("outputs")]
         for directory in chosen:
             if not directory.is_dir():
-                raise OutputError(f"{directory} is not a directory", "name a directory of runs", code="no-run")
+                raise UsageError(f"{directory} is not a directory", "name a directory of runs", code="no-run")
         used = None if token == NO_TOKEN else token or secrets.token_urlsafe(16)
 
         def ready(url: str) -> None:

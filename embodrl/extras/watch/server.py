@@ -13,7 +13,7 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import quote
 
-from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError
+from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError, UsageError
 from embodrl.extras.compare.comparison import (
     RunView,
     comparison_json,
@@ -119,7 +119,7 @@ class RunPages:
         """Return all runs, the newest first."""
         try:
             paths = find_runs(self._directories)
-        except OutputError:
+        except UsageError:
             if not all(directory.is_dir() for directory in self._directories):
                 raise
             return []  # none yet

@@ -235,6 +235,11 @@ def test_a_missing_run_has_one_exit_code(tmp_path: Path) -> None:
         assert run(verb, str(tmp_path / "nothing")).exit_code == 2
 
 
+@pytest.mark.parametrize("verb", [("compare",), ("watch",), ("data", "check")])
+def test_a_missing_path_has_the_same_exit_code_in_every_verb(verb: tuple[str, ...], tmp_path: Path) -> None:
+    assert run(*verb, str(tmp_path / "nothing")).exit_code == 2
+
+
 def test_an_option_of_another_system_is_answered_with_the_setting() -> None:
     result = run("train", "--lr", "3e-4")
     assert result.exit_code == 2

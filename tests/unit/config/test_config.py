@@ -422,3 +422,13 @@ def test_rollouts_follow_the_precision_of_training() -> None:
     for setting, acting in (("actor.precision=fp32", "fp32"), ("actor.precision=auto", "auto")):
         for more in ([], ["rollout.precision=auto"]):
             assert load_config(["env=toy", "model.warm_start=null", setting, *more]).config.rollout.precision == acting
+
+
+def test_a_setting_that_is_given_twice_is_noted() -> None:
+    def noted(*arguments: str) -> list[str]:
+        notes = load_config([*arguments, "model.warm_start=null"]).notes
+        return [note.key for note in notes if note.code == "argument-repeated"]
+
+    assert noted("env=toy", "runner.seed=1", "runner.seed=2") == ["runner.seed"]
+    assert noted("env=maniskill", "env=toy") == ["env"]
+    assert noted("env=toy", "runner.seed=2", "runner.seed=2") == []

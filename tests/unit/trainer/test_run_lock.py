@@ -11,7 +11,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import load_config
-from embodrl.errors import OutputError
+from embodrl.errors import EmbodrlError, OutputError
 from embodrl.runs import train as runner
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.trainer import files as run_files
@@ -148,3 +148,19 @@ def test_an_export_that_is_larger_than_the_shell_allows_says_so(tmp_path: Path) 
     with pytest.raises(OutputError) as info:
         run_files.export_policy(policy, tmp_path / "policy", Mock())
     assert "ulimit -f" in info.value.hint and "disk space" not in info.value.hint
+
+
+def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
+    from embodrl.trainer.session import run_directory_of
+
+    def refuse(name: str, *files: str) -> bool:
+        with raises_code("refused"), run_directory_of(tmp_path / name):
+            for file in files:
+                (tmp_path / name / file).write_text("what a simulator said")
+            raise EmbodrlError("no such task", code="refused")
+        return (tmp_path / name).exists()
+
+    assert not refuse("new")
+    assert refuse("with-output", "logs/env-0.log")
+    (tmp_path / "mine").mkdir()
+    assert refuse("mine")

@@ -13,7 +13,7 @@ from expect import raises_code
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
-from embodrl.errors import OutputError
+from embodrl.errors import UsageError
 from embodrl.extras.compare.comparison import (
     ABSENT,
     comparison_page,
@@ -82,7 +82,7 @@ def test_runs_are_found_below_directories_but_not_in_runs(runs: list[Path], tmp_
     assert find_runs([runs[1], tmp_path]) == [runs[1], runs[0]]
     (tmp_path / "empty").mkdir()
     for wrong in (tmp_path / "empty", tmp_path / "absent"):
-        with raises_code("no-run", OutputError, str(wrong)):
+        with raises_code("no-run", UsageError, str(wrong)):
             find_runs([runs[0], wrong])
 
 
@@ -128,7 +128,7 @@ def test_the_command(runs: list[Path], tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["compare", str(tmp_path)], env={"COLUMNS": "200"})
     assert "25.0 → 75.0" in shown.output and "algorithm.gamma" in shown.output
     wrong = CliRunner().invoke(app, ["compare", str(tmp_path / "none")])
-    assert wrong.exit_code == 1
+    assert wrong.exit_code == 2
 
 
 def test_the_table_keeps_keys_whole_and_says_what_it_leaves_out(tmp_path: Path) -> None:

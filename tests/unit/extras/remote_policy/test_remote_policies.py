@@ -210,3 +210,11 @@ def test_a_protocol_from_outside_brings_its_client(monkeypatch):
     assert (ask(policy, seen(1, 2)) == seen(1, 2).state[:, None]).all()
     policy.connection.close()
     assert remote_clients()["ws"] == "embodrl.extras.serving.clients:OpenpiClient"
+
+
+def test_a_wrong_token_is_named() -> None:
+    class Answer(Exception):
+        status = 401
+
+    assert clients.unreachable("http://server", Answer()).code == "remote-token"
+    assert clients.unreachable("http://server", OSError("refused")).code == "remote-unreachable"
