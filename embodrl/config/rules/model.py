@@ -77,7 +77,7 @@ def checkpoint_exists(context: Context) -> Iterator[Finding]:
 
 
 @rule("model.model_type", "model.model_path", "model.warm_start")
-def checkpoint_family(context: Context) -> Iterator[Finding]:
+def checkpoint_is_of_the_family(context: Context) -> Iterator[Finding]:
     """The config.json of the policy is of the chosen family."""
     model = context.config.model
     key, path = ("warm_start", model.warm_start) if model.model_path is None else ("model_path", model.model_path)

@@ -61,7 +61,7 @@ def test_a_checkpoint_of_another_family_is_found_before_anything_starts(
     content: str, near: str, key: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(content)
-    with raises_code("checkpoint-family") as caught:
+    with raises_code("checkpoint-is-of-the-family") as caught:
         load_config(["env=toy", "model=openvla", f"model.{key}='{tmp_path}'"])
     (problem,) = caught.value.problems
     assert (problem.key, problem.nearest) == (f"model.{key}", near)

@@ -25,9 +25,3 @@ def test_a_run_that_has_lost_its_directory_saves_nothing(tmp_path: Path) -> None
     with pytest.raises(OutputError):
         Saver(session, ScriptedLearner([], []), has_reference=False).save(1, {}, bytearray())
     assert not list(tmp_path.iterdir())
-
-
-def test_small_learning_rates_do_not_look_like_zero() -> None:
-    from embodrl.trainer.imitation_parts import readable
-
-    assert [readable(value) for value in (4e-4, 0.0, 0.25, -2e-5)] == ["4.0e-04", "0.000", "0.250", "-2.0e-05"]
