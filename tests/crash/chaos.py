@@ -30,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 import psutil
 from chaos_learners import LEARNERS, Learner, References, check_store, difference, fill_in, run_result
 from runs import environment, is_running
+from scenarios import Result
+
+from embodrl.errors import EmbodrlError
 
 SIGNALS = ("KILL", "TERM", "INT", "HUP", "USR1", "STOP/CONT", "TERM+KILL")
 PROGRAMS = {"simulator": "bootstrap.py", "worker": "process_main", "guard": "guard.py"}
@@ -236,7 +239,7 @@ class Trial:
             self._disturb()
             self.record.codes = [code for role in self._roles for code in role.codes]
             self._check_leftovers(shared)
-            wrong = check_store(self._run) if expected is None else self._difference(expected)
+            wrong = self._judge(expected)
             if wrong:
                 raise Fell(wrong)
         except Fell as error:
@@ -256,8 +259,13 @@ class Trial:
         for role in self._roles:
             role.log.unlink()
 
-    def _difference(self, expected: dict[str, object]) -> str:
-        return difference(expected, run_result(self._run), self._learner.exact)
+    def _judge(self, expected: Result | None) -> str:
+        try:
+            if expected is None:
+                return check_store(self._run)
+            return difference(expected, run_result(self._run), self._learner.exact)
+        except (OSError, ValueError, KeyError, StopIteration, AssertionError, EmbodrlError) as error:
+            return f"exit 0, and the result can't be read: {type(error).__name__} {error}"
 
     def _disturb(self) -> None:
         inputs = self._references.place
@@ -344,6 +352,8 @@ def main() -> int:
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(10**6)
     print(f"seed {seed}", flush=True)
+    if options.keep:
+        options.keep.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="embodrl-chaos-", dir=options.keep))
     held: Counter[str] = Counter()
     tried: Counter[str] = Counter()
