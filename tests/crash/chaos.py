@@ -60,7 +60,7 @@ class Blow:
         who: one of MEMBERS; where the family has none of them, the driver.
         pick: between 0 and 1: which of those of a kind, and of the command lines that run beside each other.
         working: it comes once the run makes progress, otherwise counted from its start.
-        after_s: seconds from there.
+        after_s: seconds from there, or from the blow before it.
     """
 
     signals: str
@@ -229,6 +229,7 @@ class Trial:
         self._learner: Learner = LEARNERS[record.learner]
         self._run = place / f"run_{record.number}"
         self._roles: list[Role] = []
+        self._hit_at = 0.0
 
     def run(self) -> None:
         """Run it to its end and judge it; its record says how it went."""
@@ -289,13 +290,14 @@ class Trial:
 
     def _is_due(self, blow: Blow) -> bool:
         begun = self._role(blow).begun(blow.working)
-        return begun is not None and time.monotonic() >= begun + blow.after_s
+        return begun is not None and time.monotonic() >= max(begun, self._hit_at) + blow.after_s
 
     def _hit(self, blow: Blow) -> None:
         role = self._role(blow)
         targets = members(role, blow)
         names = [_name(process, role) for process in targets]
         deliver(blow, targets)
+        self._hit_at = time.monotonic()
         self.record.hit.append(f"{blow.signals} to {', '.join(names)} after {time.monotonic() - role.started:.1f} s")
 
     def _check_leftovers(self, shared: set[str]) -> None:
