@@ -197,7 +197,9 @@ def divisor(deviation: Tensor, size: Tensor) -> Tensor:
     return torch.where(deviation > ROUNDING * size, deviation, torch.inf)
 
 
-def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None) -> Tensor:
+def normalize(
+    advantages: Tensor, valid: Tensor, weights: Tensor | None = None, returns: Tensor | None = None
+) -> Tensor:
     """Return the advantages at zero mean and unit (population) variance over the valid entries, 0 elsewhere.
 
     Advantages that are equal but for the rounding of float32 give 0, whatever their size.
@@ -207,6 +209,7 @@ def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None) 
         valid: ``bool[...]`` of the same shape.
         weights: ``[...]`` of the same shape, how often each entry counts; None for once. A loss that averages over
             actions sees the advantage of a chunk once for each of its valid actions.
+        returns: ``float32[...]`` of the same shape, what the advantages are differences of; None for themselves.
     """
     # float64: sums over a whole rollout lose no precision.
     selected = advantages[valid].double()
@@ -216,7 +219,10 @@ def normalize(advantages: Tensor, valid: Tensor, weights: Tensor | None = None) 
         share = share / share.sum()
         centred = selected - (share * selected).sum()
         deviation = (share * centred.square()).sum().sqrt()
-        result[valid] = (centred / divisor(deviation, selected.abs().max())).to(advantages.dtype)
+        size = selected.abs().max()
+        if returns is not None:
+            size = torch.maximum(size, returns[valid].double().abs().max())
+        result[valid] = (centred / divisor(deviation, size)).to(advantages.dtype)
     return result
 
 
@@ -336,7 +342,7 @@ def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advan
     by_action = config.loss_agg == "token_mean" and config.logprob_type != "chunk_level"
     if by_action and estimate.advantages.shape[-1] == 1:
         weights = batch.valid.sum(-1, keepdim=True)
-    return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid, weights))
+    return replace(estimate, advantages=normalize(estimate.advantages, estimate.valid, weights, estimate.returns))
 
 
 def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:

@@ -1045,9 +1045,9 @@ RLINF_KEYS: tuple[RlinfKey, ...] = (
     _absent("actor.model.safe_get_logprob", "", "", (False,)),
     _absent("actor.model.**", "a setting of a model that is not built in", "model"),
     # reward, critic, the rest
-    _absent("reward.use_reward_model", "write a reward model as module:function", "reward.model", (False,)),
-    _absent("reward.**", "write a reward model as module:function (docs/algorithms.md)", "reward.model"),
-    _absent("router_server_args.**", "write a reward model as module:function", "reward.model"),
+    _absent("reward.use_reward_model", "write a reward as module:function", "reward.fn", (False,)),
+    _absent("reward.**", "write a reward as module:function (docs/algorithms.md)", "reward.fn"),
+    _absent("router_server_args.**", "write a reward as module:function", "reward.fn"),
     _not_needed("critic.use_critic_model", "the loss says it", "algorithm.loss_type"),
     _absent(
         "data.(task_name|dataset_type|dataset_path)",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +174,8 @@ class _Loading:
                 if name not in OTHERS:  # of these only offline learning has need
                     check_numbers(table.path, features[name].column, every[rows], episode.number)
             instructions += _instructions(table, rows, episode, tasks)
-            self.times[start : start + episode.length] = self._times_of(table, rows)
+            if len(pictures) < len(self.keys):  # only videos are read by time
+                self.times[start : start + episode.length] = self._times_of(table, rows)
             for key, feature in pictures.items():
                 for frame, encoded in enumerate(table.pictures(feature.column, rows)):
                     what = f"episode {episode.number}, frame {frame}: {feature.column}"
@@ -209,7 +210,7 @@ class _Loading:
 
     def _times_of(self, table: Table, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         if "timestamp" in table.names:
-            return table.vectors("timestamp", 1)[rows, 0].astype(np.float64)
+            return table.seconds("timestamp")[rows]
         return np.arange(len(rows)) / self.info.fps
 
     def _fill_from_videos(self, view: int, key: str) -> None:
@@ -222,7 +223,10 @@ class _Loading:
         for path, places in files.items():
             rows = np.concatenate([np.arange(self.starts[n], self.starts[n + 1]) for n in places])
             shown_at = np.concatenate([self._shown_at(key, n) for n in places])
-            numbers, surplus = frames_at(path, shown_at, self.info.fps, lambda at, rows=rows: self._name(int(rows[at])))
+            begins = min(self.episodes[n].videos[key][1] for n in places)
+            is_whole = path not in partly and begins * self.info.fps < 0.5
+            name = partial(self._name_of, rows)
+            numbers, surplus = frames_at(path, shown_at, self.info.fps, name, is_whole)
             for at, frame in frames_of(path, numbers, self.info.features[key].picture_size):
                 self.images[rows[at], view] = resized(frame, self.size)
             if surplus and path not in partly:
@@ -238,6 +242,13 @@ class _Loading:
             EmbodrlError: a frame is earlier than the one before it.
         """
         times = self.times[self.starts[place] : self.starts[place + 1]]
+        if len(unknown := np.flatnonzero(~np.isfinite(times))):
+            raise EmbodrlError(
+                f"{self._data_of(self.episodes[place])}: timestamp of"
+                f" {self._name(int(self.starts[place] + unknown[0]))} is not finite",
+                "correct timestamp, or leave the column out: rows are then 1/fps apart",
+                code="dataset-frame-times",
+            )
         if len(earlier := np.flatnonzero(np.diff(times) < 0)):
             at = int(earlier[0]) + 1
             raise EmbodrlError(
@@ -247,6 +258,9 @@ class _Loading:
                 code="dataset-frame-times",
             )
         return times + self.episodes[place].videos[key][1]
+
+    def _name_of(self, rows: NDArray[np.int64], at: int) -> str:
+        return self._name(int(rows[at]))
 
     def _name(self, row: int) -> str:
         place = int(np.searchsorted(self.starts, row, side="right")) - 1

@@ -22,7 +22,7 @@ LEAST_TOLERANCE_S = 1e-4
 
 
 def frames_at(
-    path: Path, times_s: NDArray[np.float64], fps: float, name: Callable[[int], str]
+    path: Path, times_s: NDArray[np.float64], fps: float, name: Callable[[int], str], is_whole: bool = True
 ) -> tuple[NDArray[np.int64], int]:
     """Return the number of the frame that a file shows at each time, and how many frames follow the last of them.
 
@@ -31,6 +31,7 @@ def frames_at(
         times_s: ``float64[n]``, seconds in the file.
         fps: rows per second.
         name: says which row a place in ``times_s`` is.
+        is_whole: the rows are all that the file is of, from its beginning.
 
     Raises:
         FileDamagedError: the file is missing, can't be read, or ends too early.
@@ -42,7 +43,7 @@ def frames_at(
         shown = frame_times(path)
     except OSError as error:
         raise damaged(path, error) from error
-    if len(shown) == len(times_s):  # a frame a row, whenever the clock of the rows was started
+    if is_whole and len(shown) == len(times_s):  # a frame a row, whenever the clock of the rows was started
         times_s = times_s - times_s.min() + shown[0]
     tolerance = max(LEAST_TOLERANCE_S, TOLERANCE / fps)
     last = int(np.argmax(times_s))
@@ -53,8 +54,8 @@ def frames_at(
     numbers = np.where(times_s - shown[after - 1] <= np.abs(shown[after % len(shown)] - times_s), after - 1, after)
     off = np.abs(shown[numbers] - times_s)
     hint = "correct timestamp, from_timestamp and fps, or the video; pictures would be of other moments than actions"
-    if off.max() > tolerance:
-        at = int(np.argmax(off > tolerance))
+    if not off.max() <= tolerance:
+        at = int(np.argmax(~(off <= tolerance)))
         raise EmbodrlError(
             f"{path} has no frame at {times_s[at]:.4f} s, the time of {name(at)}; the nearest is at"
             f" {shown[numbers[at]]:.4f} s, and {tolerance:.4f} s are allowed",

@@ -131,6 +131,21 @@ class Table:
         with np.errstate(over="ignore"):  # what overflows is infinite, which is reported with its frame
             return np.asarray(values.to_numpy(zero_copy_only=False), np.float32).reshape(-1, size)
 
+    def seconds(self, name: str) -> NDArray[np.float64]:
+        """Return a column of seconds or of timestamps as ``float64[N]``, NaN where it is null."""
+        values = self._table[name].combine_chunks()
+        if str(values.type).startswith("timestamp"):
+            nanoseconds = values.cast("timestamp[ns]").cast("int64")
+            first = nanoseconds[0].as_py() if len(nanoseconds) else 0  # float64 holds no nanoseconds since 1970
+            return np.array([np.nan if x is None else (x - (first or 0)) * 1e-9 for x in nanoseconds.to_pylist()])
+        if hasattr(values.type, "value_type"):  # lists of one number
+            values = values.flatten()
+        if not str(values.type).startswith(("int", "uint", "float", "double", "halffloat")):
+            raise self._unlike(f"{name} is {values.type}, not seconds")
+        if len(values) != self.num_rows:
+            raise self._unlike(f"{name} has {len(values)} numbers in {self.num_rows} rows")
+        return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
+
     def pictures(self, name: str, rows: NDArray[np.int64]) -> list[bytes]:
         """Return the encoded pictures in some rows of a column."""
         values: list[object] = self._table[name].take(rows).to_pylist()

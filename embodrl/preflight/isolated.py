@@ -127,7 +127,7 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
         _empty(prefix)
         start = time.monotonic()
         tell(f"making {prefix} with Python {sys.version_info.major}.{sys.version_info.minor}")
-        _run([sys.executable, "-m", "venv", str(prefix)], prefix, tell)
+        _run([sys.executable, "-I", "-m", "venv", str(prefix)], prefix, tell)
         python = python_of(prefix)
         tell(f"installing {_count(name)} pinned packages, without their dependencies")
         pip = [str(python), "-m", "pip", "install", "--no-input", "--no-deps", "--progress-bar=off"]

@@ -257,7 +257,7 @@ def check_mujoco_rendering(timeout_s: float = RENDER_TIMEOUT_S) -> MachineFindin
         return MachineFinding(name, "warning", missing_gl(), hint)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", DRAW], capture_output=True, text=True, timeout=timeout_s, check=False
+            [sys.executable, "-P", "-c", DRAW], capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
         return MachineFinding(name, "warning", f"no frame within {timeout_s:g} s", hint)

@@ -41,6 +41,14 @@ _STACK_DUMP_PAUSE_S = 0.05  # the dump comes in several writes; a pause as long 
 _REAP_S = 10.0
 
 
+def module_command(module: str) -> list[str]:
+    """Return the command that runs a module by this interpreter.
+
+    The current directory, which may be a run of somebody else, is not searched: without -P its files would come first.
+    """
+    return [sys.executable, "-P", "-m", module]
+
+
 def importable_in_other_python() -> list[str]:
     """Return the entries of ``sys.path`` outside this interpreter's installation: the user's own code."""
     names = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]

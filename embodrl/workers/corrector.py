@@ -18,7 +18,7 @@ from embodrl.algorithms.dagger import beta_of, dagger, distance
 from embodrl.config.schema import DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY, encode_words
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.real_time.devices import Device
+from embodrl.envs.real_time.devices import Device, wanted_action
 from embodrl.errors import EnvTimeout, EnvWorkerDied
 from embodrl.types import EnvStep, Observation, PolicyOutput
 
@@ -63,7 +63,7 @@ class PersonCorrector:
         """Nothing to do: a person sees that an episode begins."""
 
     def correct(self, observation: Observation, output: PolicyOutput) -> Corrected:
-        wanted = self.device.read()
+        wanted = wanted_action(self.device, output.actions.shape[-1])
         source = torch.full((len(output.actions),), POLICY if wanted is None else HUMAN, dtype=torch.int8)
         if wanted is not None:
             output = replace(output, actions=np.broadcast_to(wanted, output.actions.shape).copy())

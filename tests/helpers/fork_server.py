@@ -158,7 +158,7 @@ class WarmPopen(subprocess.Popen):
     def _is_warm(self, args: Any) -> bool:
         if isinstance(args, str | bytes) or len(args) < 3 or args[0] != sys.executable:
             return False
-        is_worker = args[1] == "-m" and args[2].startswith("embodrl.")
+        is_worker = list(args[1:3]) == ["-P", "-m"] and args[3].startswith("embodrl.")
         return is_worker or (self.simulators and str(args[1]).startswith(_PACKAGE))
 
 
@@ -280,8 +280,9 @@ def set_command_line(arguments: Sequence[str]) -> None:
 def run_child(request: dict[str, Any]) -> None:
     """Do what the interpreter does with its arguments."""
     _, first, *rest = request["arguments"]
-    if first == "-m":
-        sys.path[:] = [str(Path.cwd()), *_python_path(), *request["plain_path"]]
+    if first == "-P":
+        rest = rest[1:]  # without -m
+        sys.path[:] = [*_python_path(), *request["plain_path"]]
         sys.argv = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:

@@ -56,6 +56,25 @@ class Device(Protocol):
         ...
 
 
+def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None:
+    """Return what the person does now, ``float32[A]``; None if nothing.
+
+    Raises:
+        UsageError: the device returned something else.
+    """
+    found = device.read()
+    if found is None:
+        return None
+    action = np.asarray(found)
+    if action.shape != (action_dim,) or action.dtype.kind not in "fiu" or not np.isfinite(action).all():
+        raise UsageError(
+            f"the device {type(device).__name__} returned {action.dtype}{list(action.shape)}, or what is not finite",
+            f"return float32[{action_dim}], one number per dimension of an action, or None",
+            code="device-result",
+        )
+    return action.astype(np.float32)
+
+
 def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
     """Return a device, opened.
 

@@ -31,6 +31,7 @@ from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.extras.bench import inference, render
 from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.weight_sync.memory import MemoryReceiver, MemorySender
+from embodrl.processes.child import module_command
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair
 from embodrl.scheduler.channel import SharedChannel
 from embodrl.storage.json_file import write_json_result
@@ -181,8 +182,8 @@ def weights() -> Iterator[Sides]:
 def start() -> Iterator[Sides]:
     """``embodrl --help``, and Python with typer, its command-line library."""
     yield (
-        lambda: subprocess.run([sys.executable, "-m", "embodrl", "--help"], check=True, stdout=subprocess.DEVNULL),
-        lambda: subprocess.run([sys.executable, "-c", "import typer.main"], check=True),
+        lambda: subprocess.run([*module_command("embodrl"), "--help"], check=True, stdout=subprocess.DEVNULL),
+        lambda: subprocess.run([sys.executable, "-P", "-c", "import typer.main"], check=True),
     )
 
 

@@ -66,7 +66,11 @@ def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> MachineFin
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code, *extra.modules], capture_output=True, text=True, timeout=timeout_s, check=False
+            [sys.executable, "-P", "-c", code, *extra.modules],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return MachineFinding(name, "warning", f"not imported within {timeout_s:g} s", hint)

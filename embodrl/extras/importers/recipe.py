@@ -13,6 +13,8 @@ from embodrl.errors import ConfigError
 
 MAX_DEFAULTS = 4
 """Files that name others, one after the other."""
+MAX_FILES = 64
+"""Files that a recipe includes in all; further ones count as missing."""
 MAX_REFERENCES = 8
 """Interpolations whose values are interpolations."""
 _DEFAULT = re.compile(r"([\w-]+(?:/[\w-]+)*)/([\w.-]+)(?:@([\w.]+))?")
@@ -27,11 +29,13 @@ class HydraRecipe:
         values: dotted key -> value; lists are values.
         missing: entries of ``defaults`` whose files are not there.
         unresolved: keys whose interpolation does not point into the recipe.
+        num_files: files that were included.
     """
 
     values: dict[str, object] = field(default_factory=dict[str, object])
     missing: list[str] = field(default_factory=list[str])
     unresolved: list[str] = field(default_factory=list[str])
+    num_files: int = 0
 
 
 def read_recipe(path: Path) -> HydraRecipe:
@@ -69,9 +73,10 @@ def _include(entry: object, tree: dict[str, object], root: Path, recipe: HydraRe
         return
     group, name, package = found.groups()
     path = root / group / f"{name}.yaml"
-    if depth >= MAX_DEFAULTS or not path.is_file():
+    if depth >= MAX_DEFAULTS or recipe.num_files >= MAX_FILES or not path.is_file():
         recipe.missing.append(str(entry))
         return
+    recipe.num_files += 1
     inner: dict[str, object] = _read(path, root, recipe, depth + 1)
     for part in reversed((package or group.replace("/", ".")).split(".")):
         inner = dict[str, object]({part: inner})

@@ -12,7 +12,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -34,6 +33,7 @@ from embodrl.errors import ConfigError, ConfigProblem, OutputError, UsageError
 from embodrl.fields import read_fields
 from embodrl.pipelines.load import load_config
 from embodrl.preflight.simulators import preflight_videos
+from embodrl.processes.child import module_command
 from embodrl.processes.ending import stop_with_parent
 from embodrl.specs import LOSSES
 from embodrl.storage.integrity import check_checksums
@@ -443,7 +443,7 @@ def _do(recipe: Recipe, stage: Stage) -> int:
     """Run the command of a stage to its end; return its exit code, 128 + N for one that signal N has killed."""
     verb, *arguments = stage.command()
     options = [option for option in recipe.options if verb != "resume" or option == "--trust"]
-    command = [sys.executable, "-m", "embodrl", verb, *options, *arguments]
+    command = [*module_command("embodrl"), verb, *options, *arguments]
     process = subprocess.Popen(command, start_new_session=True, preexec_fn=stop_with_parent)
     with _forwarding(process):
         code = process.wait()

@@ -17,7 +17,7 @@ from embodrl.algorithms.dagger import dagger, distance
 from embodrl.config.schema import DEVICES, Config, DaggerConfig
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.envs.real_time.devices import Device, open_device
+from embodrl.envs.real_time.devices import Device, open_device, wanted_action
 from embodrl.errors import EnvTimeout, EnvWorkerDied, UsageError
 from embodrl.extras.robot.spec import EXPERT as SCRIPTED
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
@@ -116,7 +116,7 @@ class Person:
         """Nothing to do: a person sees that an episode begins."""
 
     def correct(self, observation: Observation, actions: Actions) -> Corrected:
-        wanted = self._device.read()
+        wanted = wanted_action(self._device, actions.shape[-1])
         if wanted is None:
             return actions, np.full(len(actions), POLICY)
         return np.broadcast_to(wanted, actions.shape).copy(), np.full(len(actions), HUMAN)

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from embodrl.extras.sweep.combinations import SweptRun, expand_sweep
 from embodrl.extras.sweep.spec import SWEEP_FILE
 from embodrl.fields import open_descriptor, read_fields
 from embodrl.pipelines.load import load_config
+from embodrl.processes.child import module_command
 from embodrl.processes.ending import stop_with_parent
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.reporting.progress import Progress
@@ -42,7 +42,7 @@ LOGS = "logs"
 SETTINGS = "settings"
 APPROVAL = "approval"
 """In sweep.json: the digest of all the rest, keyed with the secret of the user who started the sweep."""
-_EMBODRL = (sys.executable, "-m", "embodrl")
+_EMBODRL = module_command("embodrl")
 STOP_S = 30.0
 POLL_S = 1.0
 

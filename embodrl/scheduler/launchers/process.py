@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from embodrl.config.schema import ClusterConfig
 from embodrl.deployment import ProcessPlace
 from embodrl.errors import ChannelError, EmbodrlError, WorkerDied, WorkerError, WorkerTimeout
-from embodrl.processes.child import ChildHungError, ChildProcess
+from embodrl.processes.child import ChildHungError, ChildProcess, module_command
 from embodrl.processes.frames import Frame, Kind, PeerGoneError
 from embodrl.processes.liveness import Limits
 from embodrl.scheduler.channel import Channel, SharedChannel
@@ -57,7 +56,7 @@ class _ProcessWorker(Running):
         # The child imports embodrl from where this process has it, installed or not.
         search_path = os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]))
         self._child = ChildProcess(
-            [sys.executable, "-m", MODULE],
+            module_command(MODULE),
             start,
             CODEC,
             {"PYTHONPATH": search_path, **environment(job.place, job.world_size)},

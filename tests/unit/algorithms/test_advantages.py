@@ -250,6 +250,15 @@ def test_equal_advantages_normalise_to_zero(size: float) -> None:
     assert normalize(x, everywhere)[0].min() > 1
 
 
+def test_the_rounding_of_returns_is_no_advantage() -> None:
+    returns = torch.full((6, 4, 1), 102.0)
+    values = torch.nextafter(returns, torch.tensor(torch.inf))
+    values[::2] = returns[::2]
+    everywhere = torch.ones_like(returns, dtype=torch.bool)
+    assert (normalize(returns - values, everywhere, returns=returns) == 0).all()
+    assert (normalize(returns - values, everywhere) != 0).all(), "of numbers near 0 the same differences count"
+
+
 def test_rewards_of_a_chunk_are_summed_in_float64() -> None:
     rollout = plain(1, 1, 3, 1)
     rollout.rewards[0, 0] = torch.tensor([1e8, 1.0, -1e8])

@@ -63,6 +63,26 @@ def test_times_that_go_back_are_refused(tmp_path: Path) -> None:
     assert "episode 0, frame 1 is 1.0000 s, and 1.1000 s" in refused.value.message
 
 
+def test_a_file_that_lacks_the_frames_of_an_episode_does_not_show_another_one(tmp_path: Path) -> None:
+    def shoot(episode: int) -> tuple[np.ndarray, float]:
+        return (pictures(0), FPS) if episode == 0 else (pictures(1)[:0], FPS)
+
+    build(tmp_path, version="v3.0", shoot=shoot, info=lambda i: i.update(splits={"train": "1:2"}))
+    with raises_code("file-damaged"):
+        load_demos(tmp_path)
+
+
+def test_a_time_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    def unknown(columns: dict[str, np.ndarray]) -> None:
+        columns["timestamp"] = columns["timestamp"].copy()
+        columns["timestamp"][5] = np.nan
+
+    build(tmp_path, columns=unknown)
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path)
+    assert "episode 0, frame 5" in refused.value.message
+
+
 def test_two_rows_with_one_frame_are_refused(tmp_path: Path) -> None:
     build(tmp_path, version="v3.0", episodes=lambda c: c.update({f"videos/{KEY}top/from_timestamp": [0.0, 0.0]}))
     with raises_code("dataset-frame-times") as refused:

@@ -85,3 +85,27 @@ def test_a_run_starts_without_slow_libraries() -> None:
         assert not any(slow.values()), {name: names for name, names in slow.items() if names}
         packages = {name.rpartition(".")[0] for name in new}
         new = (packages.union(*found.values()) & set(sources)) - reached
+
+
+def test_no_test_makes_folders_of_features_importable() -> None:
+    """pytest puts the folder of a test file on the path, and tests/unit/extras has one called mujoco."""
+    assert not list((ROOT / "tests" / "unit" / "extras").glob("*.py"))
+
+
+def runs_python(node: ast.AST) -> bool:
+    """Return whether a list or tuple is a command of this interpreter that runs a module or a text."""
+    if not isinstance(node, ast.List | ast.Tuple):
+        return False
+    texts = [ast.unparse(element) for element in node.elts]
+    return "sys.executable" in texts and bool({"'-m'", "'-c'"} & set(texts)) and not {"'-P'", "'-I'"} & set(texts)
+
+
+def test_no_process_finds_modules_in_the_current_directory() -> None:
+    """It may be a run or a sweep of somebody else: -P or -I leaves it out."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "embodrl").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if runs_python(node)
+    ]
+    assert not found, found

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from embodrl.config import load_config
 from embodrl.config.rlinf import RLINF_KEYS, find_key
 from embodrl.errors import ConfigError
 from embodrl.extras.importers.cli import report
-from embodrl.extras.importers.recipe import read_recipe
+from embodrl.extras.importers.recipe import MAX_FILES, read_recipe
 from embodrl.extras.importers.rlinf import import_rlinf
 
 RECIPES = Path(__file__).resolve().parents[5] / "shared" / "rlinf_recipes"
@@ -125,7 +126,7 @@ def test_each_pattern_is_reached() -> None:
         ("runner.logger.log_path", "runner.output_dir"),
         ("rollout.model", "model"),
         ("runner.resume_dir", ""),
-        ("env.eval.video_cfg.save_video", "env.video.enabled"),
+        ("env.eval.video_cfg.save_video", "env.video"),
         ("name", "runner.name"),
         ("steps", "runner.max_iterations"),
     ],
@@ -149,3 +150,12 @@ def test_the_recipes_of_rlinf_are_read() -> None:
 def test_recipes_of_rlinf_whose_parts_exist_are_valid(name: str) -> None:
     document = import_rlinf(RECIPES / f"{name}.yaml").document()
     load_config(["model.model_path=null", "model.unnorm_key=null"], document)
+
+
+def test_files_that_name_each_other_come_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "env").mkdir()
+    many = [f"env/f{number}" for number in range(40)]
+    for name in ("recipe.yaml", *(f"{entry}.yaml" for entry in many)):
+        (tmp_path / name).write_text(yaml.safe_dump({"defaults": many}))
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert recipe.num_files == MAX_FILES and recipe.missing

@@ -47,7 +47,7 @@ class Verbs:
         self.codes: dict[str, int] = {}
 
     def __call__(self, command: list[str], **_: object) -> Verbs:
-        arguments = command[3:]
+        arguments = command[4:]
         self.started.append(arguments)
         verb, last = arguments[0], arguments[-1]
         keys = {"collect": "collect.output_dir=", "sft": "sft.output_dir=", "train": "runner.output_dir="}

@@ -13,7 +13,7 @@ from embodrl.data.demos import ACTED_BY, Demos
 from embodrl.data.imitation import corrected_frames
 from embodrl.data.replay import EXPERT, HUMAN, POLICY
 from embodrl.envs.real_time.controls import Controls
-from embodrl.envs.real_time.devices import HOLD_S, Keyboard, SpaceMouse, open_device, open_space_mouse
+from embodrl.envs.real_time.devices import HOLD_S, Keyboard, SpaceMouse, open_device, open_space_mouse, wanted_action
 from embodrl.errors import EnvWorkerDied
 from embodrl.extras.robot.intervention import Gate, Person
 
@@ -148,3 +148,11 @@ def test_a_function_that_makes_no_device_is_refused(tmp_path):
     assert open_device("scripted_device:Device", 3, str(tmp_path)).read().tolist() == [0.5] * 3
     with raises_code("device-result"):
         open_device("scripted_device:no_device", 3, str(tmp_path))
+
+
+@pytest.mark.parametrize("action", [[np.nan, 0.0, 0.0], [1.0], [0.0, 0.0], ["a", "b", "c"]])
+def test_what_a_device_returns_is_an_action(action):
+    device = SimpleNamespace(read=lambda: action, close=lambda: None)
+    with raises_code("device-result"):
+        wanted_action(device, 3)
+    assert wanted_action(SimpleNamespace(read=lambda: [1, 0, -1], close=None), 3).dtype == np.float32
