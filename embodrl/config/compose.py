@@ -385,10 +385,10 @@ def taken_back(arguments: list[Argument]) -> list[ConfigProblem]:
 
 
 def repeated(arguments: list[Argument]) -> list[ConfigProblem]:
-    """Return a note for each key that the command line gives several values: the last one counts."""
+    """Return a note for each key that the command line gives several values, of which the last one counts."""
     given: dict[str, list[Argument]] = {}
     for argument in arguments:
-        if not argument.file and argument.key != DIRS:
+        if not (argument.file or argument.delete) and argument.key != DIRS:
             given.setdefault(argument.key, []).append(argument)
     return [
         ConfigProblem(

@@ -14,7 +14,7 @@ NAMES = re.compile("|".join([*ENVS.builtin, *FAMILIES, "mujoco", "sapien", "mani
 WORDS = re.compile(rf"\b(?:{NAMES.pattern})\b", re.IGNORECASE)
 
 
-ABOUT_NAMES = {"foreign.py"}
+ABOUT_NAMES = {"foreign.py", "rlinf.py"}
 """What users of other systems type, and the names that it has here."""
 
 CONVENTIONS = {("model.py", "libero"), ("serve.py", "gr00t")}
