@@ -106,7 +106,7 @@ def test_a_wrong_token_is_not_shown(server: FakeHub, run: Path, caplog: pytest.L
     server.token = "hf_another"
     with pytest.raises(EmbodrlError) as refused:
         pushed(run)
-    assert refused.value.code == "hub-access"
+    assert refused.value.code == "hub-token"
     assert TOKEN not in str(refused.value) + caplog.text
 
 
