@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_named(protocol, monkeypatch):
             monkeypatch.setenv("EMBODRL_TOKEN", "wrong-token")
             with pytest.raises(RemotePolicyError) as error:
                 await asyncio.to_thread(build, url)
-            assert error.value.code in ("remote-unreachable", "remote-refused")
+            assert error.value.code in ("remote-token", "remote-unreachable", "remote-refused")
         with raises_code("remote-unreachable", RemotePolicyError):
             await asyncio.to_thread(build, url, answer_timeout_s=0.2)
 
