@@ -192,19 +192,20 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_slurm_gets_one_array_whose_jobs_start_or_continue_their_runs(
     slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package = tmp_path / "embodrl"
-    package.mkdir()
+    package = tmp_path / "stand_in" / "embodrl"
+    package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text("import sys; print(*sys.argv[1:])\n")
+    # What lies in the current directory, perhaps the sweep of somebody else, is not imported.
+    (tmp_path / "embodrl.py").write_text("print('foreign code ran')\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     sweep = new_sweep(["env=toy", "runner.seed=0,1,2"], None, slurm, 2, "slurm", ["--gpus=1"])
     assert submit_to_slurm(sweep) == "17"
     script = slurm / "sweep.sbatch"
     assert "#SBATCH --array=0,1,2%2\n" in script.read_text() and "#SBATCH --gpus=1\n" in script.read_text()
 
     def job(index: int) -> str:
-        environment = {"SLURM_ARRAY_TASK_ID": str(index), "PATH": "/usr/bin:/bin"}
+        environment = {"SLURM_ARRAY_TASK_ID": str(index), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(package.parent)}
         return subprocess.check_output(["bash", script], env=environment, text=True, timeout=60)
 
     settings = slurm / "settings" / "seed-1.yaml"
