@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from embodrl.config.schema import Config, SftConfig
+from embodrl.config.schema import Config
 from embodrl.data.demos import RECORDED, REWARDS, Demos, Outcomes
 from embodrl.data.facts import RAW_INDEX
 from embodrl.data.imitation import load_checked_demos, observed
@@ -43,6 +43,11 @@ def reward_settings(config: Config) -> dict[str, object]:
     return settings
 
 
+def with_data(config: Config, directory: str) -> Config:
+    """Return the configuration with another dataset, which is read as ``sft`` says: its keys, cameras and robot."""
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": directory})})
+
+
 def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStores:
     """Return an empty replay buffer, and the demonstrations that the configuration names.
 
@@ -58,7 +63,7 @@ def make_stores(config: Config, policy: VLAPolicy, pool: EnvPool) -> ReplayStore
     online = ReplayBuffer(settings.capacity, int(settings.memory_gb * GB))
     if settings.demos is None:
         return ReplayStores(online)
-    config = config.model_copy(update={"sft": SftConfig(data_dir=settings.demos)})
+    config = with_data(config, settings.demos)
     if config.reward.model is None:
         check_rewards(Path(settings.demos).expanduser(), config)
     demos = load_checked_demos(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, path_kind, rule
+from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
 from embodrl.names import is_misspelt, nearest
 from embodrl.specs import ENVS
 
@@ -33,6 +33,17 @@ def experts_show_the_tasks(context: Context) -> Iterator[Finding]:
     elif lacking := [task for task in env.tasks if task not in shown]:
         message = f"there is no scripted expert for {', '.join(lacking)}"
         yield Finding("env.tasks", message, "choose tasks that have one", ", ".join(shown))
+
+
+@note("sft", "algorithm.off_policy.demos")
+def layout_of_data_that_is_not_read(context: Context) -> Iterator[Finding]:
+    """How a dataset is read says nothing to a run without one."""
+    if context.verb not in ("train", "plan") or context.config.algorithm.off_policy.demos is not None:
+        return
+    for key in ("sft.keys", "sft.cameras", "sft.check_robot"):
+        if context.by_user(key):
+            message = "has no effect: the run reads no demonstrations"
+            yield Finding(key, message, "leave it out", others=("algorithm.off_policy.demos",))
 
 
 @rule("collect.format", "collect.fps", "collect.video_crf")

@@ -211,11 +211,11 @@ class SftConfig(Section):
         description="made by `embodrl collect` or `convert`, or any LeRobot dataset; of the hub it is"
         " hf://datasets/OWNER/NAME[@REVISION]",
     )
-    cameras: Annotated[tuple[str, ...] | None, ReadBy("sft")] = Field(
+    cameras: Annotated[tuple[str, ...] | None, ReadBy("sft", "train")] = Field(
         default=None,
         description="cameras of a LeRobot dataset, in the order of env.cameras; null takes those of the same names",
     )
-    keys: Annotated[dict[str, str], ReadBy("sft")] = Field(
+    keys: Annotated[dict[str, str], ReadBy("sft", "train")] = Field(
         default={},
         description="features of a LeRobot dataset under other names than embodrl's action, state and images.NAME, e.g."
         " {action: actions, state: state, images.top: image}",
@@ -229,7 +229,7 @@ class SftConfig(Section):
     max_clipped: Fraction = Field(
         default=0.05, description="share of out-of-range values of an action dimension above which data are refused"
     )
-    check_robot: Annotated[bool, ReadBy("sft")] = Field(
+    check_robot: Annotated[bool, ReadBy("sft", "train")] = Field(
         default=True, description="refuse data that state another robot or frame rate than the environment's"
     )
     output_dir: PathText = Field(default="outputs/sft", description="directory of the policy")

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from embodrl.algorithms.off_policy import chunk_return, n_step_return
-from embodrl.config.schema import AlgorithmConfig, Config, SftConfig
+from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.demos import Demos, Outcomes
 from embodrl.data.imitation import load_checked_demos, observed
 from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import EmbodrlError
 from embodrl.extras.offline.labels import read_indicator
-from embodrl.learners.replay import check_rewards, no_rewards, rewarded
+from embodrl.learners.replay import check_rewards, no_rewards, rewarded, with_data
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_model import network_inputs
 from embodrl.models.common.observation_net import LARGEST_IMAGE, ObservationSpec
@@ -44,7 +44,7 @@ def load_offline(config: Config, policy: VLAPolicy) -> tuple[OfflineData, Observ
     """
     source = config.algorithm.off_policy.demos
     assert source is not None, "the configuration was checked"
-    config = config.model_copy(update={"sft": SftConfig(data_dir=source)})
+    config = with_data(config, source)
     directory = Path(source).expanduser()
     conditions = config.algorithm.loss_type == RECAP
     if not conditions and config.reward.model is None:

@@ -11,7 +11,7 @@ from expect import raises_code
 
 from embodrl.data.load import load_demos
 from embodrl.errors import EmbodrlError
-from embodrl.learners.replay import check_rewards, no_rewards
+from embodrl.learners.replay import check_rewards, no_rewards, with_data
 from embodrl.pipelines.load import load_config
 
 pytest.importorskip("pyarrow")
@@ -63,3 +63,12 @@ def test_what_is_missing_is_listed(tmp_path: Path) -> None:
 def test_rewards_that_are_no_numbers_do_not_matter_to_imitation(tmp_path: Path) -> None:
     demos = load_demos(dataset(tmp_path / "d", reward=np.full(LENGTH, np.nan, np.float32), done=LAST))
     assert demos.outcomes is None and len(demos.actions) == 2 * LENGTH
+
+
+def test_offline_learning_reads_features_under_other_names(tmp_path: Path) -> None:
+    given = ["env=toy", "model=mlp", "env.state=full", "algorithm=iql", f"algorithm.off_policy.demos={tmp_path}"]
+    config = load_config([*given, "sft.keys={action: actions}", "sft.check_robot=false"], None, "train").config
+    read = with_data(config, "there")
+    assert (read.sft.data_dir, read.sft.keys, read.sft.check_robot) == ("there", {"action": "actions"}, False)
+    loaded = load_config(["env=toy", "model=mlp", "env.state=full", "sft.keys={action: actions}"], None, "train")
+    assert [note.key for note in loaded.notes if note.code == "layout-of-data-that-is-not-read"] == ["sft.keys"]
