@@ -79,7 +79,8 @@ def ask(python: str, code: str, *arguments: str) -> subprocess.CompletedProcess[
         subprocess.TimeoutExpired: it hangs.
     """
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    command = [python, "-c", code, *arguments]
+    # Without the current directory, which may be a run of somebody else; -P is not known before Python 3.11.
+    command = [python, "-c", f"import sys; sys.path.pop(0)\n{code}", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environ)
 
 

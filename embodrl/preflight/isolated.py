@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,11 +68,17 @@ def state_of(name: str, prefix: Path) -> str:
     marker = read_marker(prefix)
     if marker is None and (not prefix.exists() or (prefix.is_dir() and not any(prefix.iterdir()))):
         return "absent"
-    if marker is None or marker.get("name") != name:
+    if marker is None or marker.get("name") != name or not _is_of(marker, name, prefix):
         return "foreign"
     if not is_whole(name, prefix):
         return "incomplete"
     return "ready" if marker["requirements"] == fingerprint(name) else "outdated"
+
+
+def _is_of(marker: Mapping[str, object], name: str, prefix: Path) -> bool:
+    """Tell whether a marker was written for this directory, and has not come with a copy or an archive."""
+    stated = marker.get("prefix", str(default_prefix(name)))
+    return isinstance(stated, str) and os.path.realpath(stated) == os.path.realpath(prefix)
 
 
 def list_environments() -> list[Installed]:
@@ -130,10 +136,10 @@ def install(name: str, prefix: Path | None, force: bool, tell: Callable[[str], N
         _run([sys.executable, "-I", "-m", "venv", str(prefix)], prefix, tell)
         python = python_of(prefix)
         tell(f"installing {_count(name)} pinned packages, without their dependencies")
-        pip = [str(python), "-m", "pip", "install", "--no-input", "--no-deps", "--progress-bar=off"]
+        pip = [str(python), "-I", "-m", "pip", "install", "--no-input", "--no-deps", "--progress-bar=off"]
         _run([*pip, "-r", str(requirements(name))], prefix, tell)
         tell("importing them")
-        _run([str(python), "-c", f"import {', '.join(ENVS.entry(name).imports)}"], prefix, tell)
+        _run([str(python), "-I", "-c", f"import {', '.join(ENVS.entry(name).imports)}"], prefix, tell)
         _write_marker(name, prefix, requirements=fingerprint(name), made_with=sys.version)
         tell(f"{name} is ready after {time.monotonic() - start:.0f} s")
     return python_of(prefix)
@@ -220,6 +226,6 @@ def _run(command: list[str], prefix: Path, tell: Callable[[str], None]) -> None:
 
 
 def _write_marker(name: str, prefix: Path, **facts: str) -> None:
-    content = {"name": name, **facts}
+    content = {"name": name, "prefix": str(prefix), **facts}
     with atomic_file(prefix / MARKER) as partial:
         partial.write_text(json.dumps(content))

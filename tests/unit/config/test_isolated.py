@@ -146,6 +146,17 @@ def test_a_foreign_directory_is_left_alone(of_venv: bool, by_option: bool, tmp_p
     assert sorted(folder.rglob("*")) == before and (folder / "work" / "thesis.tex").read_text() == "mine"
 
 
+@pytest.mark.parametrize("content", [{"name": "libero"}, {"name": "libero", "prefix": "/elsewhere"}])
+def test_a_marker_of_another_directory_proves_nothing(content: dict[str, str], tmp_path: Path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / places.MARKER).write_text(json.dumps(content))
+    (folder / "thesis.tex").write_text("mine")
+    with raises_code("env-directory-foreign", UsageError, folder):
+        isolated.remove("libero", folder, lambda _: None)
+    assert (folder / "thesis.tex").read_text() == "mine"
+
+
 def test_the_marker_is_written_first_and_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise OSError("the disk is full")
