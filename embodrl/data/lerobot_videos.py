@@ -49,7 +49,11 @@ def frames_at(
     last = int(np.argmax(times_s))
     if not len(shown) or times_s[last] > shown[-1] + 0.5 / fps:
         needed = f"{times_s[last]:.3f} s is needed for {name(last)}"
-        raise damaged(path, f"it ends after {len(shown)} frames, at {shown.max(initial=0):.3f} s, and {needed}")
+        short = f"ends after {len(shown)} frames, at {shown.max(initial=0):.3f} s, and {needed}"
+        if len(shown) < len(times_s) or not is_whole:
+            raise damaged(path, f"it {short}")
+        hint = "correct timestamp, from_timestamp, fps or the rate of the video; all of them are in seconds"
+        raise EmbodrlError(f"{path} {short}", hint, code="dataset-frame-times")
     after = np.clip(np.searchsorted(shown, times_s), 1, max(1, len(shown) - 1))
     numbers = np.where(times_s - shown[after - 1] <= np.abs(shown[after % len(shown)] - times_s), after - 1, after)
     off = np.abs(shown[numbers] - times_s)

@@ -72,6 +72,15 @@ def test_a_file_that_lacks_the_frames_of_an_episode_does_not_show_another_one(tm
         load_demos(tmp_path)
 
 
+def test_milliseconds_are_no_damage(tmp_path: Path) -> None:
+    def in_milliseconds(columns: dict[str, np.ndarray]) -> None:
+        columns["timestamp"] = (columns["timestamp"] * 1000).astype(np.int64)
+
+    build(tmp_path, columns=in_milliseconds)
+    with raises_code("dataset-frame-times"):
+        load_demos(tmp_path)
+
+
 def test_a_time_that_is_no_number_is_refused(tmp_path: Path) -> None:
     def unknown(columns: dict[str, np.ndarray]) -> None:
         columns["timestamp"] = columns["timestamp"].copy()
