@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts
+from embodrl.models.common.norm_stats import is_constant
 
 NORMALIZE = "sft.stats=data normalises by statistics of the data"
 LARGE = 1.5
@@ -82,7 +83,7 @@ class Checked:
     @property
     def moving(self) -> list[int]:
         """Action dimensions that are neither constant nor binary."""
-        return [i for i, span in enumerate(np.ptp(self.demos.actions, axis=0)) if span > 0 and i not in self.binary]
+        return [i for i, still in enumerate(_still(self.demos.actions)) if not still and i not in self.binary]
 
 
 def inspect(demos: Demos, facts: DatasetFacts) -> list[DataFinding]:
@@ -112,9 +113,15 @@ def _scale(data: Checked) -> Iterator[DataFinding]:
         yield DataFinding("warning", "action-scale-small", message, f"{NORMALIZE}; 256 bins would not resolve them")
 
 
+def _still(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Return which dimensions of ``[N,D]`` do not move, ``bool[D]``: those that normalisation takes for constant."""
+    low, high = values.min(0).astype(np.float64), values.max(0).astype(np.float64)
+    return is_constant(high - low, low, high)
+
+
 def _constant(data: Checked) -> Iterator[DataFinding]:
     for name, values in (("action", data.demos.actions), ("state", data.demos.state)):
-        if len(still := np.flatnonzero(np.ptp(values, axis=0) == 0)):
+        if len(still := np.flatnonzero(_still(values))):
             message = f"{name} dimensions {shown(still)} never change"
             yield DataFinding("warning", f"{name}-constant", message, "check the recording, or leave them out")
 

@@ -102,7 +102,9 @@ class KeyStats:
         if self.mode == "identity":
             return x
         low, span = self._range(x)
-        empty = np.isclose(span + low, low) if self.mode == "bounded" else is_constant(span, low, low + span)
+        empty = is_constant(span, low, low + span)
+        if self.mode == "bounded":
+            empty |= np.isclose(span + low, low)
         scaled = 2.0 * (x - low) / np.where(empty, 1.0, span) - 1.0
         return np.where(empty, x if self.mode in ("mean_std", "q99") else 0.0, scaled)
 

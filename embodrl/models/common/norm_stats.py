@@ -27,6 +27,10 @@ logger = logging.getLogger(__name__)
 COMPUTE = "compute them: `embodrl sft sft.stats=data`, or `embodrl data stats` and model.stats_path"
 ROUNDING = 1e-6
 """Relative; of numbers that went through float32."""
+SMALLEST_MOVE = 1e-6
+"""Absolute, in environment units (metres, radians, or what is normalised to about 1): a micrometre or a microradian is
+less than robots' encoders resolve. What moves less is noise, and around 0 no noise is small relative to the values:
+normalised by a range of 1e-9, a thousandth of movement later would be a million."""
 MAX_STATISTIC = 1e6
 """Environment units are metres, radians, at most encoder ticks; beyond this a file is damaged."""
 
@@ -70,13 +74,13 @@ def read_mask(fields: Fields, length: int) -> NDArray[np.bool_]:
 
 
 def is_constant(spread: NDArray[np.float64], low: NDArray[np.float64], high: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return of which dimensions the spread is nothing but rounding, relative to values from ``low`` to ``high``.
+    """Return of which dimensions the spread is nothing but noise, or rounding of values from ``low`` to ``high``.
 
     Such a dimension is normalised by 1: by its spread, a thousandth of movement later would be thousands. Back from a
     model it has its one value, whatever the model says, as the references have it up to their epsilons: a joint that
     training never moved holds still.
     """
-    return spread <= ROUNDING * np.maximum(np.abs(low), np.abs(high))
+    return spread <= np.maximum(SMALLEST_MOVE, ROUNDING * np.maximum(np.abs(low), np.abs(high)))
 
 
 def unsaid(values: NDArray[np.floating], constant: NDArray[np.bool_], said: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from embodrl.data.statistics import dimension_stats
 from embodrl.extras.gr00t.robots import KeyStats
 from embodrl.extras.openvla_oft.config import ProprioStats
 from embodrl.extras.pi.config import Normalization
@@ -62,7 +63,47 @@ def test_a_line_names_the_actions_that_are_held_still(caplog: pytest.LogCaptureF
     assert [record.args[1] for record in caplog.records if isinstance(record.args, tuple)] == [[0, 1], [0, 1]]
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e5])
+NOISE = np.array([2e-8, 2e-8, 1e-3])
+"""Ranges of two dimensions around 0 that are noise, and of one that is small and moves."""
+LEAST, MOST = -NOISE / 2, NOISE / 2
+AROUND_0 = {
+    "mean_std": MeanStd(np.zeros(3), MOST, 1e-8),
+    "quantiles": Quantiles(LEAST, MOST, 1e-8),
+    "actions": ActionStats("x", LEAST, MOST, ALL),
+    "proprio": ProprioStats(LEAST, MOST, ALL),
+    "gr00t mean_std": KeyStats("x", "mean_std", LEAST, MOST),
+    "gr00t min_max": KeyStats("x", "min_max", LEAST, MOST),
+    "gr00t q99": KeyStats("x", "q99", LEAST, MOST),
+    "gr00t bounded": KeyStats("x", "bounded", LEAST, MOST),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND_0)
+def test_noise_around_0_is_no_movement_and_a_millimetre_is(kind: str) -> None:
+    normalize = AROUND_0[kind].normalize
+    moved = np.abs(normalize(LEAST + 1e-3) - normalize(LEAST))
+    assert moved[:2].max() <= 2.1e-3
+    assert np.ptp([normalize(LEAST)[2], normalize(MOST)[2]]) == pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mean_std", "quantiles", "actions"])
+def test_an_action_that_is_noise_is_held_still_and_its_noise_can_be_said(kind: str) -> None:
+    stats = AROUND_0[kind]
+    assert isinstance(stats, MeanStd | Quantiles | ActionStats)
+    np.testing.assert_allclose(stats.unnormalize(np.full(3, 3.0))[:2], 0, atol=1e-7)
+    assert stats.constant.tolist() == [True, True, False]
+    if isinstance(stats, ActionStats):
+        assert not stats.outside(MOST).any()
+    else:
+        assert np.isfinite(stats.scale(MOST)).all()
+
+
+def test_statistics_of_noise_around_0_are_told_as_constant() -> None:
+    values = np.random.default_rng(0).normal(size=(200, 3)) * [1e-9, 1e-8, 1e-3]
+    assert constant_dimensions(dimension_stats(values)[0]) == [0, 1]
+
+
+@pytest.mark.parametrize("scale", [1e-1, 1.0, 1e5])
 def test_what_moves_is_normalised_as_before_at_any_scale(scale: float) -> None:
     mean, std, x = np.array([0.2, -3.0]) * scale, np.array([0.5, 1e-4]) * scale, np.array([0.4, 1.0]) * scale
     assert (MeanStd(mean, std).normalize(x) == (x - mean) / (std + 1e-6)).all()
