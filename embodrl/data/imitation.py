@@ -139,6 +139,33 @@ def hold_out(demos: Demos, settings: SftConfig) -> tuple[Demos, Demos | None]:
     return demos.split(kept)
 
 
+def load_untrained_demos(config: Config) -> tuple[Demos, Demos]:
+    """Return the episodes that a fine-tune of this configuration is trained on, and those that it is not.
+
+    The latter are the last ``sft.val_episodes`` of those that it loads; without such, those after the first
+    ``sft.max_episodes``.
+
+    Raises:
+        EmbodrlError: it is trained on all of them, or as ``load_configured_demos``.
+    """
+    settings = config.sft
+    if settings.val_episodes:
+        trained, apart = hold_out(load_configured_demos(config), settings)
+        assert apart is not None
+        return trained, apart
+    without_limit = settings.model_copy(update={"max_episodes": None})
+    every = load_configured_demos(config.model_copy(update={"sft": without_limit}))
+    if settings.max_episodes is None or settings.max_episodes >= every.num_episodes:
+        stated = "null" if settings.max_episodes is None else settings.max_episodes
+        raise EmbodrlError(
+            f"all {every.num_episodes} episodes of {settings.data_dir} are trained on: sft.val_episodes is 0, and"
+            f" sft.max_episodes {stated}",
+            "train with sft.val_episodes=N, which holds the last N episodes out, or name a dataset with more episodes",
+            code="no-held-out-episodes",
+        )
+    return every.split(settings.max_episodes)
+
+
 def check_demos(demos: Demos, config: Config) -> None:
     """Reject demonstrations of another robot or view than the configured one.
 

@@ -151,7 +151,8 @@ def next_lines(config: Config, directory: Path) -> list[str]:
     run, policy = (shlex.quote(str(path)) for path in (directory, directory / POLICY_DIR))
     if not ENVS.entry(config.env.env_type).simulates:
         data = shlex.quote(config.sft.data_dir)
-        return [f"next: embodrl data check {data} --policy {policy}", f"      embodrl serve {run}"]
+        apart = " --held-out" if config.sft.val_episodes else ""
+        return [f"next: embodrl data check {data} --policy {policy}{apart}", f"      embodrl serve {run}"]
     return [f"next: embodrl eval {run}", f"      embodrl train --config {run} model.warm_start={policy}"]
 
 

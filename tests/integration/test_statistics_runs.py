@@ -51,7 +51,7 @@ def test_a_replay_succeeds_again_and_one_of_other_actions_does_not(data: Path, m
 
 def test_a_run_without_a_simulator_is_exported(data: Path, tmp_path: Path):
     directory = f"sft.output_dir={tmp_path}/run"
-    few = "sft.max_episodes=6"
+    few = "sft.val_episodes=2"
     policy = embodrl.sft(["env=dataset", "model=pi0", f"sft.data_dir={data}", directory, few, *STEPS]).policy_dir
     for path in (tmp_path / "run", policy):
         loaded = embodrl.load_policy(path, "cpu")
@@ -59,7 +59,7 @@ def test_a_run_without_a_simulator_is_exported(data: Path, tmp_path: Path):
         assert np.isfinite(loaded.predict(demos.images[0], "go", demos.state[0])).all()
     held = check_data(data, None, policy.parent, 4, [], held_out=True).policy
     last = demos.select([6, 7])
-    assert held is not None and held.frames == len(last.actions)
+    assert held is not None and (held.episodes, held.frames) == (2, len(last.actions))
     assert np.argmin(held.of_zero) == np.argmin(np.abs(last.actions).mean(0))
     for layout in ("public", "lerobot"):
         export_checkpoint(tmp_path / "run", tmp_path / layout, [], layout=layout)

@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 from embodrl.config.schema import Config
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
-from embodrl.data.imitation import check_demos, check_robot, load_checked_demos, load_configured_demos, observed
+from embodrl.data.imitation import (
+    check_demos,
+    check_robot,
+    load_checked_demos,
+    load_configured_demos,
+    load_untrained_demos,
+    observed,
+)
 from embodrl.data.load import is_lerobot, load_demos
 from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.errors import EmbodrlError, FileDamagedError, UsageError
+from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.extras.data_check.checks import Checked, DataFinding, inspect, shown
 from embodrl.learners.imitation_policy import check_instructions, policy_with_statistics
 from embodrl.models.base import VLAPolicy
@@ -58,6 +65,7 @@ class PolicyErrors:
 
     Attributes:
         frames: how many were looked at.
+        episodes: of how many they are; with ``held_out``, only of those.
         mean_abs_error: of each action dimension, in units of the data, over the chunk.
         of_the_mean: the same of a policy that always says the mean action, of the training data if that is known.
         of_zero: the same of a policy that always says 0.
@@ -65,6 +73,7 @@ class PolicyErrors:
     """
 
     frames: int
+    episodes: int
     mean_abs_error: list[float]
     of_the_mean: list[float]
     of_zero: list[float]
@@ -123,7 +132,7 @@ def check_data(
         episodes: that are replayed, at most.
         overrides: for the policy's configuration.
         keys: ``sft.keys``.
-        held_out: compare the policy only with the episodes after those that it was trained on.
+        held_out: compare the policy only with episodes that it was not trained on (``load_untrained_demos``).
         model: a fine-tune on the data, for whose model all instructions are encoded; None encodes none.
 
     Raises:
@@ -289,22 +298,14 @@ def _compare(
     source = find_policy(policy_dir)
     loaded = source.load_config([*overrides, f"sft.data_dir={directory}"], verb="sft")
     config = loaded.config
-    trained = config.sft.max_episodes if held_out else None
-    if held_out and trained is None:
-        raise UsageError(
-            f"{policy_dir} was trained on all episodes: sft.max_episodes is null",
-            "train with sft.max_episodes=N: the episodes after the first N are held out",
-            code="no-held-out-episodes",
-        )
     mean: NDArray[np.float32] | None = None
     try:
-        if trained is not None:
-            config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_episodes": None})})
-        demos = load_configured_demos(config)
+        if held_out:
+            trained, demos = load_untrained_demos(config)
+            mean = trained.actions.mean(axis=0)
+        else:
+            demos = load_configured_demos(config)
         check_demos(demos, config)
-        if trained is not None:
-            mean = demos.select(range(min(trained, demos.num_episodes))).actions.mean(axis=0)
-            demos = _after(demos, trained, directory)
     except FileDamagedError:
         raise
     except EmbodrlError as error:
@@ -316,17 +317,6 @@ def _compare(
         return None, [DataFinding("error", error.code, error.message, error.hint)]
     errors = policy_errors(policy, demos, config.env.include_state, mean)
     return errors, list(_policy_findings(errors, policy, demos, config))
-
-
-def _after(demos: Demos, trained: int, directory: Path) -> Demos:
-    """Return the episodes after the first ``trained``."""
-    if trained >= demos.num_episodes:
-        raise EmbodrlError(
-            f"{directory} has {demos.num_episodes} episodes, and the policy was trained on the first {trained}",
-            "name a dataset with more episodes, or leave out --held-out",
-            code="no-held-out-episodes",
-        )
-    return demos.select(range(trained, demos.num_episodes))
 
 
 def policy_errors(
@@ -355,7 +345,7 @@ def policy_errors(
     zero = np.abs(wanted)[inside]
     outside = policy.out_of_range(demos.actions, demos.state).mean(axis=0)
     mae, of_the_mean, of_zero = (values.mean(axis=0).tolist() for values in (error, plain, zero))
-    return PolicyErrors(len(frames), mae, of_the_mean, of_zero, outside.tolist())
+    return PolicyErrors(len(frames), demos.num_episodes, mae, of_the_mean, of_zero, outside.tolist())
 
 
 def _policy_findings(errors: PolicyErrors, policy: VLAPolicy, demos: Demos, config: Config) -> Iterator[DataFinding]:

@@ -45,7 +45,7 @@ def check(
     ] = None,
     held_out: Annotated[
         bool,
-        typer.Option("--held-out", help="compare only with episodes after sft.max_episodes", show_default=False),
+        typer.Option("--held-out", help="compare only with episodes that it was not trained on", show_default=False),
     ] = False,
     episodes: Annotated[int, typer.Option("--episodes", metavar="N", min=1, help="replayed at most")] = 16,
     json: JsonFile = None,
@@ -89,7 +89,7 @@ def check(
         if policy is None and any(text.startswith("model") for text in named):
             model = load_config(["env=dataset", f"sft.data_dir={directory}", *named], verb="sft").config
         report = check_data(directory, config, policy, episodes, for_policy, keys, held_out, model)
-        show(report, suggest_replay=env is None)
+        show(report, env is None, held_out)
         if json is not None:
             write_json_result(json, report.to_dict())
         return EXIT_ERROR if report.has_errors else EXIT_OK
@@ -106,8 +106,14 @@ def _keys(directory: Path, overrides: list[str] | None) -> dict[str, str]:
     return dict(load_config(of_data, verb="sft").config.sft.keys) if names else {}
 
 
-def show(report: DataReport, suggest_replay: bool) -> None:
-    """Print a report, and with ``suggest_replay`` what a replay would find."""
+def show(report: DataReport, suggest_replay: bool, held_out: bool = False) -> None:
+    """Print a report, and with ``suggest_replay`` what a replay would find.
+
+    Args:
+        report: to print.
+        suggest_replay: the episodes were not replayed.
+        held_out: the policy was compared only with episodes that it was not trained on.
+    """
     from rich.table import Table
 
     from embodrl.reporting.terminal import safe_console
@@ -125,8 +131,9 @@ def show(report: DataReport, suggest_replay: bool) -> None:
         console.print(f"replayed {report.replay.episodes} episodes: success {again:.0%}, recorded {before:.0%}")
     if report.policy is not None:
         on = report.policy
+        apart = " that it was not trained on" if held_out else ""
         names = ("dimension", "mean error", "of the mean action", "of zero", "out of range")
-        table = Table(*names, title=f"policy on {on.frames} frames of the data")
+        table = Table(*names, title=f"policy on {on.frames} frames of {on.episodes} episodes{apart}")
         rows = zip(on.mean_abs_error, on.of_the_mean, on.of_zero, on.out_of_range, strict=True)
         for index, (error, plain, zero, outside) in enumerate(rows):
             table.add_row(str(index), f"{error:.4g}", f"{plain:.4g}", f"{zero:.4g}", f"{outside:.1%}")

@@ -299,7 +299,9 @@ def test_what_follows_imitation_is_named() -> None:
     mere_data = simulated.model_copy(update={"env": simulated.env.model_copy(update={"env_type": "dataset"})})
     lines = " ".join(verb.next_lines(mere_data, Path("out")))
     assert "embodrl data check data/demos --policy out/policy" in lines and "embodrl serve out" in lines
-    assert "embodrl eval" not in lines
+    assert "embodrl eval" not in lines and "--held-out" not in lines
+    holding = mere_data.model_copy(update={"sft": SftConfig(val_episodes=2)})
+    assert verb.next_lines(holding, Path("out"))[0].endswith("--policy out/policy --held-out")
 
 
 def test_an_offline_run_of_weights_and_biases_is_named() -> None:

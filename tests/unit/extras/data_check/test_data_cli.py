@@ -6,9 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from expect import raises_code
 
 from embodrl.cli.main import app
+from embodrl.data.imitation import hold_out, load_configured_demos, load_untrained_demos
+from embodrl.data.load import load_demos
+from embodrl.pipelines.load import load_config
 
 pytest.importorskip("pyarrow")
 from lerobot_files import build
@@ -56,3 +61,33 @@ def test_instructions_are_encoded_where_a_model_is_named(tmp_path: Path, capsys:
 def test_held_out_episodes_are_those_of_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("data", "check", str(tmp_path), "--held-out") == 2
     assert "held-out-without-policy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("held_out", ["sft.val_episodes=1", "sft.max_episodes=1"])
+def test_episodes_that_a_policy_was_not_trained_on_are_those_of_its_settings(tmp_path: Path, held_out: str) -> None:
+    data = build(tmp_path / "d")
+    config = load_config(["env=dataset", "model=cnn", f"sft.data_dir={data}", held_out], verb="sft").config
+    trained, apart = load_untrained_demos(config)
+    whole = load_demos(data)
+    for episode, found in enumerate((trained, apart)):
+        assert found.num_episodes == 1
+        np.testing.assert_array_equal(found.actions, whole.actions[whole.episode == episode])
+    if config.sft.val_episodes:
+        kept, held = hold_out(load_configured_demos(config), config.sft)  # as `embodrl sft` does
+        assert held is not None and (held.checksum, kept.checksum) == (apart.checksum, trained.checksum)
+
+
+def test_with_both_settings_the_held_out_episodes_are_among_the_first(tmp_path: Path) -> None:
+    data = build(tmp_path / "d")
+    both = ["sft.max_episodes=2", "sft.val_episodes=1"]
+    config = load_config(["env=dataset", "model=cnn", f"sft.data_dir={data}", *both], verb="sft").config
+    whole = load_demos(data)
+    np.testing.assert_array_equal(load_untrained_demos(config)[1].actions, whole.actions[whole.episode == 1])
+
+
+@pytest.mark.parametrize("settings", [(), ("sft.max_episodes=2",)])
+def test_a_policy_that_was_trained_on_all_episodes_has_none_held_out(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    data = build(tmp_path / "d")
+    config = load_config(["env=dataset", "model=cnn", f"sft.data_dir={data}", *settings], verb="sft").config
+    with raises_code("no-held-out-episodes"):
+        load_untrained_demos(config)
