@@ -16,12 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from embodrl.data.lerobot import require
+from embodrl.errors import EmbodrlError
 
 # A reader that wants one frame decodes from the last key frame on.
 KEY_FRAME_INTERVAL = 10
 CODEC = "h264"
-NOT_ASKED = ("-nostdin",)
-"""Of a reading ffmpeg: else it prints that q stops it, now and then within the lines that the size is read from."""
+CONTAINERS = "mov,matroska,avi"
+"""ffmpeg's names of the formats that are read: mp4 and its kin, mkv and webm, avi. Each has its pictures in itself; a
+playlist (ffconcat, HLS, ...), which ffmpeg knows by its content whatever the file is called, opens other files."""
+READING = ("-nostdin", "-protocol_whitelist", "file", "-format_whitelist", CONTAINERS)
+"""Of a reading ffmpeg, which is given the video of a stranger: it opens that file and no other. Without -nostdin it
+prints that q stops it, now and then within the lines that the size is read from."""
 
 NOT_SHOWN = 4
 """Flag of a packet: its frame is decoded for others, and cut off by the file's edit list."""
@@ -109,8 +114,25 @@ class VideoEncoder:
             self._log.close()
 
 
+def _source(path: Path) -> str:
+    """Return how ffmpeg is told a file: a name with a colon would be a protocol."""
+    return f"file:{path}"
+
+
+def _undecodable(path: Path, reason: object) -> OSError | EmbodrlError:
+    """Return the error of a file that ffmpeg does not decode."""
+    if "Format not on whitelist" in str(reason):
+        return EmbodrlError(
+            f"{path} is no mp4, mkv, webm or avi file by its content; playlists and others that name further files are"
+            " not followed",
+            "store the pictures in an mp4 file: ffmpeg -i VIDEO -c copy NEW.mp4",
+            code="dataset-video-format",
+        )
+    return OSError(f"{path} can't be decoded: {str(reason)[-500:].strip()}")
+
+
 def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDArray[np.uint8]]:
-    """Yield the frames ``uint8[H,W,3]`` of a file from number ``first`` on, of any codec that ffmpeg knows.
+    """Yield the frames ``uint8[H,W,3]`` of a file in ``CONTAINERS`` from number ``first`` on, of any codec.
 
     Args:
         path: of the file.
@@ -119,19 +141,20 @@ def read_video(path: Path, first: int = 0, strict: bool = False) -> Iterator[NDA
 
     Raises:
         OSError: it can't be read.
+        EmbodrlError: it is of another format than ``CONTAINERS``.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
     # Every stored frame once: by default ffmpeg repeats or drops some to keep the rate.
     stream = imageio_ffmpeg.read_frames(
-        str(path), input_params=[*NOT_ASKED, *["-xerror"] * strict], output_params=["-fps_mode", "passthrough"]
+        _source(path), input_params=[*READING, *["-xerror"] * strict], output_params=["-fps_mode", "passthrough"]
     )
     try:
         width, height = next(stream)["size"]
         for number, frame in enumerate(stream):
             if number >= first:
                 yield np.frombuffer(frame, np.uint8).reshape(height, width, 3)
-    except (RuntimeError, StopIteration, KeyError) as error:
-        raise OSError(f"{path} can't be decoded: {error}") from error
+    except (OSError, RuntimeError, StopIteration, KeyError) as error:
+        raise _undecodable(path, error) from error
     finally:
         stream.close()
 
@@ -141,14 +164,15 @@ def frame_times(path: Path) -> NDArray[np.float64]:
 
     Raises:
         OSError: it can't be read.
+        EmbodrlError: it is of another format than ``CONTAINERS``.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
-    command = [imageio_ffmpeg.get_ffmpeg_exe(), *NOT_ASKED, "-v", "error", "-copyts", "-i", str(path)]
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), *READING, "-v", "error", "-copyts", "-i", _source(path)]
     command += ["-map", "0:v:0", "-c", "copy", "-f", "framecrc", "-"]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     unit = re.search(r"^#tb 0: (\d+)/(\d+)$", done.stdout, re.MULTILINE)
     if done.returncode or unit is None:
-        raise OSError(f"{path} can't be decoded: {done.stderr[-500:].strip()}")
+        raise _undecodable(path, done.stderr)
     ticks: list[int] = []
     for line in done.stdout.splitlines():
         # stream, time of decoding, time of presentation, duration, bytes, checksum, and flags where there are some
@@ -166,12 +190,13 @@ def frame_rate(path: Path) -> float:
 
     Raises:
         OSError: it can't be read.
+        EmbodrlError: it is of another format than ``CONTAINERS``.
     """
     (imageio_ffmpeg,) = require("imageio_ffmpeg")
-    stream = imageio_ffmpeg.read_frames(str(path), input_params=[*NOT_ASKED])
+    stream = imageio_ffmpeg.read_frames(_source(path), input_params=[*READING])
     try:
         return float(next(stream)["fps"])
-    except (RuntimeError, StopIteration, KeyError) as error:
-        raise OSError(f"{path} can't be decoded: {error}") from error
+    except (OSError, RuntimeError, StopIteration, KeyError) as error:
+        raise _undecodable(path, error) from error
     finally:
         stream.close()

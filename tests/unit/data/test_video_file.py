@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from expect import raises_code
 
-from embodrl.data.video_file import frame_rate, read_video
+from embodrl.data.video_file import VideoEncoder, frame_rate, frame_times, read_video
 
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
 
@@ -25,3 +28,36 @@ def test_ffmpeg_is_not_to_print_what_stops_it(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(OSError):
             read(Path("video.mp4"))
     assert len(asked) == 3 and all("-nostdin" in each for each in asked)
+
+
+READERS = {"pictures": lambda path: list(read_video(path)), "times": frame_times, "rate": frame_rate}
+
+
+def encode(path: Path) -> Path:
+    encoder = VideoEncoder(path, 32, 48, 10, 0)
+    encoder.add(np.full((3, 32, 48, 3), 7, np.uint8))
+    encoder.close()
+    return path
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_playlist_is_not_followed_to_another_file(tmp_path: Path, read: str) -> None:
+    encode(tmp_path / "other.mp4")
+    playlist = tmp_path / "video.mp4"
+    playlist.write_text("ffconcat version 1.0\nfile other.mp4\n")
+    with raises_code("dataset-video-format"):
+        READERS[read](playlist)
+    playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nother.mp4\n#EXT-X-ENDLIST\n")
+    with pytest.raises(OSError):
+        READERS[read](playlist)
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_a_name_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    encode(tmp_path / "other.mp4")
+    monkeypatch.chdir(tmp_path)
+    name = Path("concat:other.mp4|other.mp4")
+    with pytest.raises(OSError):
+        READERS[read](name)
+    shutil.copyfile("other.mp4", name)
+    READERS[read](name)
