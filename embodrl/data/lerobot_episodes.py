@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,25 @@ from embodrl.data.parquet import Table
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, parse_fields, read_regular_file, with_whole_numbers
 
+logger = logging.getLogger(__name__)
+
 MAX_TASK_LENGTH = 10_000
 MAX_JSONL_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Clip:
+    """The pictures of an episode from one camera.
+
+    Attributes:
+        path: of the video file.
+        begin_s: time of the first frame there, in seconds.
+        end_s: time there at which another episode begins; infinite where only the file's end is known.
+    """
+
+    path: Path
+    begin_s: float = 0.0
+    end_s: float = math.inf
 
 
 @dataclass
@@ -25,8 +44,7 @@ class Located:
         number: its episode_index.
         length: frames.
         data: the parquet file with its rows.
-        videos: file, and time of the first frame there in seconds, by camera feature; without those stored as pictures
-            in ``data``.
+        videos: by camera feature; without those stored as pictures in ``data``.
         task: name of the task, None where the dataset has only instructions.
         outcome: reset seed and success, None where the dataset does not tell.
     """
@@ -34,7 +52,7 @@ class Located:
     number: int
     length: int
     data: Path
-    videos: dict[str, tuple[Path, float]]
+    videos: dict[str, Clip]
     task: str | None = None
     outcome: tuple[int | None, bool | None] = (None, None)
 
@@ -61,14 +79,16 @@ def locate(directory: Path, info: Info, keys: Sequence[str]) -> list[Located]:
 
 
 def _check_totals(info: Info, episodes: list[Located]) -> None:
-    """Compare meta/episodes with what info.json states."""
+    """Compare meta/episodes with what info.json states: if that is more, a part is missing; if less, it is stale."""
     numbers = [episode.number for episode in episodes]
     if len(set(numbers)) < len(numbers):
         raise damaged(info.path.parent / "episodes", "an episode_index appears twice")
     found = (len(episodes), sum(episode.length for episode in episodes))
     for name, stated, actual in zip(("episodes", "frames"), info.totals, found, strict=True):
-        if stated is not None and stated != actual:
+        if stated is not None and stated > actual:
             raise damaged(info.path, f"it states {stated} {name}, and meta/episodes has {actual}")
+        if stated is not None and stated < actual:
+            logger.warning("%s states %d %s, and meta/episodes has %d, which are read", info.path, stated, name, actual)
 
 
 def of_the_train_split(info: Info, episodes: list[Located]) -> tuple[list[Located], str | None]:
@@ -79,8 +99,7 @@ def of_the_train_split(info: Info, episodes: list[Located]) -> tuple[list[Locate
     """
     if info.train is None:
         return episodes, None
-    first, end = info.train
-    kept = [episode for episode in episodes if first <= episode.number < end]
+    kept = [one for one in episodes if any(first <= one.number < end for first, end in info.train)]
     stated = f"splits.{TRAIN} of {info.path}"
     if not kept:
         raise layout_error(info.path, f"splits.{TRAIN} has none of its {len(episodes)} episodes", f"correct {stated}")
@@ -98,11 +117,14 @@ def _locate(directory: Path, info: Info, videos: Sequence[str]) -> list[Located]
     episodes: list[Located] = []
     for path in sorted((directory / "meta" / "episodes").glob("*/*.parquet")):
         for row in Table(path, exclude="stats/").rows():
-            files: dict[str, tuple[Path, float]] = {}
+            files: dict[str, Clip] = {}
             for key in videos:
                 column = info.features[key].column
-                start_s = row.number(f"videos/{column}/from_timestamp", low=0, high=MAX_FRAMES / info.fps)
-                files[key] = (place(info.video_path or "", f"videos/{column}", row, video_key=column), start_s)
+                begin_s = row.number(f"videos/{column}/from_timestamp", low=0, high=MAX_FRAMES / info.fps)
+                stated = row.content.get(f"videos/{column}/to_timestamp") is not None
+                end_s = row.number(f"videos/{column}/to_timestamp") if stated else math.inf
+                path = place(info.video_path or "", f"videos/{column}", row, video_key=column)
+                files[key] = Clip(path, begin_s, end_s)
             data = place(info.data_path, "data", row)
             outcome = (row.integer(layout.OWN_SEED, None), row.flag(layout.OWN_SUCCESS, None))
             episodes.append(Located(*_counts(row), data, files, row.text(layout.OWN_TASK, None), outcome))
@@ -117,7 +139,7 @@ def _locate_v2(directory: Path, info: Info, videos: Sequence[str]) -> list[Locat
         at = {"episode_index": number, "episode_chunk": number // info.chunks_size}
         template = info.video_path or ""
         files = {
-            key: (_moved(directory, template, at | {"video_key": info.features[key].column}), 0.0) for key in videos
+            key: Clip(_moved(directory, template, at | {"video_key": info.features[key].column})) for key in videos
         }
         episodes.append(Located(number, length, _moved(directory, info.data_path, at), files))
     return episodes

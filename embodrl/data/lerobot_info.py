@@ -69,7 +69,8 @@ class Info:
         chunks_size: episodes per directory, in v2.
         totals: stated numbers of episodes and frames, None where they are not stated.
         robot_type: as its writer has named it; None where it is not stated.
-        train: first episode_index of the split ``train`` and the one after its last; None where it is not stated.
+        train: the split ``train`` as ranges of episode_index, first and the one after the last; None where it is not
+            stated.
         left_out: why a camera is not used, by feature.
     """
 
@@ -82,7 +83,7 @@ class Info:
     chunks_size: int
     totals: tuple[int | None, int | None]
     robot_type: str | None = None
-    train: tuple[int, int] | None = None
+    train: tuple[tuple[int, int], ...] | None = None
     left_out: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
@@ -157,16 +158,38 @@ def _is_depth(fields: Fields) -> bool:
     return any(section.flag(f"{kind}is_depth_map", False) for section in sections for kind in ("", "video."))
 
 
-def _train_split(info: Fields) -> tuple[int, int] | None:
-    splits = info.fields("splits", {})
-    if TRAIN not in splits:
+def _train_split(info: Fields) -> tuple[tuple[int, int], ...] | None:
+    """Return the ranges of ``splits.train``: a text FIRST:END, or a list of such or of numbers of episodes."""
+    splits = info.content.get("splits")
+    if splits is None or (isinstance(splits, Mapping) and TRAIN not in splits):
         return None
-    stated = splits.text(TRAIN)
-    found = re.fullmatch(r"(\d{1,9})?:(\d{1,9})?", stated.strip())
-    if found is None:
+    stated = cast(Mapping[str, object], splits)[TRAIN] if isinstance(splits, Mapping) else splits
+    parts = cast(list[object], stated) if isinstance(stated, list) else [stated]
+    ranges = [_episode_range(part, alone=part is stated) for part in parts]
+    found = tuple(each for each in ranges if each is not None)
+    if len(found) < len(ranges) or not isinstance(splits, Mapping):
         raise layout_error(
-            Path(info.source), f"splits.{TRAIN} is {stated!r:.60}, not FIRST:END", "write the episodes as, e.g., 0:50"
+            Path(info.source),
+            f"splits.{TRAIN} is {stated!r:.60}, not FIRST:END, nor a list of these or of episodes",
+            'write the episodes as, e.g., {"train": "0:50"}',
         )
+    if len(parts) == 2 and all(isinstance(part, int) for part in parts):
+        first, second = parts
+        raise layout_error(
+            Path(info.source),
+            f"splits.{TRAIN} is {stated!r}: from {first} up to {second}, or these two episodes",
+            f'write "{first}:{second}", or ["{first}:{found[0][1]}", "{second}:{found[1][1]}"]',
+        )
+    return found
+
+
+def _episode_range(part: object, alone: bool) -> tuple[int, int] | None:
+    """Return the first episode of a part of a split and the one after its last; None if it is neither."""
+    if isinstance(part, int) and not isinstance(part, bool) and not alone and 0 <= part < MAX_INDEX:
+        return part, part + 1
+    found = re.fullmatch(r"(\d{1,9})?:(\d{1,9})?", part.strip()) if isinstance(part, str) else None
+    if found is None:
+        return None
     return int(found[1] or 0), MAX_INDEX if found[2] is None else int(found[2])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,13 +28,18 @@ from embodrl.data.demos import (
 from embodrl.data.lerobot_episodes import Located, locate, of_the_train_split, read_tasks
 from embodrl.data.lerobot_info import Feature, Info, choose_cameras, missing_action, read_info
 from embodrl.data.lerobot_outcomes import OTHERS, SUCCESS, outcome_columns, read_outcomes
-from embodrl.data.lerobot_videos import check_size, frames_at, frames_of
+from embodrl.data.lerobot_videos import check_size, frames_at, frames_of, shown_in
 from embodrl.data.parquet import MEMORY_FRACTION, Table
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import read_fields
 from embodrl.storage.integrity import check_checksums
 
 logger = logging.getLogger(__name__)
+
+OTHER_CLOCK_S = 86_400.0
+"""No episode begins a day into its video: such times are of another clock, e.g. seconds since 1970."""
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+"""Those that Pillow decodes itself; of others, e.g. EPS, it starts further programs."""
 
 
 def load_lerobot(
@@ -57,7 +63,7 @@ def load_lerobot(
     episodes = kept[:max_episodes]
     if checked:
         files = {episode.data for episode in episodes}
-        files |= {path for episode in episodes for path, _ in episode.videos.values()}
+        files |= {clip.path for episode in episodes for clip in episode.videos.values()}
         check_checksums(directory, sorted(path.relative_to(directory).as_posix() for path in files), complete=True)
     others = [episode for episode in every if episode not in episodes]
     return _Loading(directory, info, episodes, others, chosen, size).load(read_tasks(directory, info))
@@ -115,6 +121,10 @@ class _Loading:
         self.images = np.zeros((frames, len(keys), *self.size, 3), np.uint8)
         self.times = np.zeros(frames)
         """Seconds since the first frame of the episode."""
+        self.unlisted = 0
+        """Rows of episodes that are not listed."""
+        self.restarted = 0
+        """Episodes whose times are of another clock than their videos."""
 
     def load(self, tasks: dict[int, str]) -> Demos:
         """Return all frames; ``tasks`` are the instructions by task_index."""
@@ -122,6 +132,12 @@ class _Loading:
         for view, key in enumerate(self.keys):
             if self.info.features[key].dtype == "video":
                 self._fill_from_videos(view, key)
+        if self.unlisted:
+            what = "%s: %d rows are left out: they are of episodes that meta/episodes does not list"
+            logger.warning(what, self.directory, self.unlisted)
+        if self.restarted:
+            what = "%s: timestamp of %d episodes is of a clock, e.g. since 1970: it is counted from their first rows"
+            logger.warning(what, self.directory, self.restarted)
         columns = {name: np.concatenate(parts) for name, parts in vectors.items()}
         columns.setdefault(layout.STATE, np.zeros((len(self.images), 0), np.float32))
         features = self.info.features
@@ -166,8 +182,9 @@ class _Loading:
         for episode, start in zip(self.episodes, self.starts, strict=False):
             path = self._data_of(episode)
             if table is None or table.path != path:
-                table = Table(path, columns, optional=[*layout.COUNTERS], max_rows=self.info.totals[1])
+                table = Table(path, columns, optional=[*layout.COUNTERS])
                 values = {name: table.vectors(one.column, one.size) for name, one in features.items()}
+                self._count_unlisted(table)
             rows = _rows_of(table, episode)
             for name, every in values.items():
                 vectors[name].append(every[rows])
@@ -182,6 +199,11 @@ class _Loading:
                     picture = _decode(table.path, what, encoded, feature.picture_size)
                     self.images[start + frame, self.keys.index(key)] = resized(picture, self.size)
         return vectors, instructions
+
+    def _count_unlisted(self, table: Table) -> None:
+        if "episode_index" in table.names:
+            listed = [episode.number for episode in (*self.episodes, *self.others)]
+            self.unlisted += int((~np.isin(table.integers("episode_index"), listed)).sum())
 
     def _data_of(self, episode: Located) -> Path:
         """Return the file with the rows of an episode: the one that meta/episodes names unless another has them."""
@@ -200,33 +222,38 @@ class _Loading:
             if not path.is_file():
                 lost |= numbers
             else:
-                lost |= numbers - _episodes_in(path, self.info)
+                lost |= numbers - _episodes_in(path)
         others = sorted((self.directory / "data").glob("*/*.parquet")) if lost else []
-        found = {number: path for path in others for number in _episodes_in(path, self.info) & lost}
+        found = {number: path for path in others for number in _episodes_in(path) & lost}
         if found:
             what = "%s: the rows of %d episodes are not in the files that meta/episodes names, and were found in others"
             logger.warning(what, self.directory, len(found))
         return found
 
     def _times_of(self, table: Table, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        if "timestamp" in table.names:
-            return table.seconds("timestamp")[rows]
-        return np.arange(len(rows)) / self.info.fps
+        if "timestamp" not in table.names:
+            return np.arange(len(rows)) / self.info.fps
+        times = table.seconds("timestamp", rows)
+        is_other_clock = bool(times[0] >= OTHER_CLOCK_S)
+        self.restarted += is_other_clock
+        return times - times[0] if is_other_clock else times
 
     def _fill_from_videos(self, view: int, key: str) -> None:
         """Decode every file once, as far as it is needed."""
         files: dict[Path, list[int]] = {}
         for place, episode in enumerate(self.episodes):
-            files.setdefault(episode.videos[key][0], []).append(place)
-        partly = {episode.videos[key][0] for episode in self.others}
+            files.setdefault(episode.videos[key].path, []).append(place)
+        partly = {episode.videos[key].path for episode in self.others}
         longer: list[str] = []
         for path, places in files.items():
             rows = np.concatenate([np.arange(self.starts[n], self.starts[n + 1]) for n in places])
-            shown_at = np.concatenate([self._shown_at(key, n) for n in places])
-            begins = min(self.episodes[n].videos[key][1] for n in places)
+            shown = shown_in(path)
+            begins = min(self.episodes[n].videos[key].begin_s for n in places)
             is_whole = path not in partly and begins * self.info.fps < 0.5
+            is_bounded = not is_whole or len(shown) != len(rows)
+            times_s = np.concatenate([self._shown_at(key, n, is_bounded) for n in places])
             name = partial(self._name_of, rows)
-            numbers, surplus = frames_at(path, shown_at, self.info.fps, name, is_whole)
+            numbers, surplus = frames_at(path, shown, times_s, self.info.fps, name, is_whole)
             for at, frame in frames_of(path, numbers, self.info.features[key].picture_size):
                 self.images[rows[at], view] = resized(frame, self.size)
             if surplus and path not in partly:
@@ -235,29 +262,41 @@ class _Loading:
             what = "%s: %d video files have frames after the last row: %s; do rows and pictures belong together?"
             logger.warning(what, self.directory, len(longer), ", ".join(longer[:3]) + ", ..." * (len(longer) > 3))
 
-    def _shown_at(self, key: str, place: int) -> NDArray[np.float64]:
+    def _shown_at(self, key: str, place: int, is_bounded: bool) -> NDArray[np.float64]:
         """Return when each frame of an episode is to be shown in the file of a camera, in seconds.
 
+        Args:
+            key: of the camera.
+            place: of the episode.
+            is_bounded: refuse times at which the file shows another episode.
+
         Raises:
-            EmbodrlError: a frame is earlier than the one before it.
+            EmbodrlError: a time is unknown, earlier than the one before it, or another episode's.
         """
         times = self.times[self.starts[place] : self.starts[place + 1]]
+        first = int(self.starts[place])
         if len(unknown := np.flatnonzero(~np.isfinite(times))):
-            raise EmbodrlError(
-                f"{self._data_of(self.episodes[place])}: timestamp of"
-                f" {self._name(int(self.starts[place] + unknown[0]))} is not finite",
-                "correct timestamp, or leave the column out: rows are then 1/fps apart",
-                code="dataset-frame-times",
-            )
+            hint = "correct timestamp, or leave the column out: rows are then 1/fps apart"
+            raise self._untimely(place, f"{self._name(first + int(unknown[0]))} is not finite", hint)
         if len(earlier := np.flatnonzero(np.diff(times) < 0)):
             at = int(earlier[0]) + 1
-            raise EmbodrlError(
-                f"{self._data_of(self.episodes[place])}: timestamp of {self._name(int(self.starts[place]) + at)} is"
-                f" {times[at]:.4f} s, and {times[at - 1]:.4f} s of the frame before it",
-                "correct timestamp or frame_index: pictures are found by the one, and actions by the other",
-                code="dataset-frame-times",
+            problem = f"{self._name(first + at)} is {times[at]:.4f} s, and {times[at - 1]:.4f} s of the frame before it"
+            hint = "correct timestamp or frame_index: pictures are found by the one, and actions by the other"
+            raise self._untimely(place, problem, hint)
+        clip = self.episodes[place].videos[key]
+        # The end that is stated may be stale; the number of rows is known for sure.
+        span_s = max(clip.end_s - clip.begin_s, len(times) / self.info.fps)
+        if is_bounded and clip.end_s < math.inf and times[-1] > span_s - 0.5 / self.info.fps:
+            problem = (
+                f"{self._name(first + len(times) - 1)} is {times[-1]:.4f} s, and its pictures end at {span_s:.4f} s"
             )
-        return times + self.episodes[place].videos[key][1]
+            hint = "correct timestamp, in seconds since the episode's first frame, or to_timestamp in meta/episodes"
+            raise self._untimely(place, problem, hint)
+        return times + clip.begin_s
+
+    def _untimely(self, place: int, problem: str, hint: str) -> EmbodrlError:
+        path = self._data_of(self.episodes[place])
+        return EmbodrlError(f"{path}: timestamp of {problem}", hint, code="dataset-frame-times")
 
     def _name_of(self, rows: NDArray[np.int64], at: int) -> str:
         return self._name(int(rows[at]))
@@ -267,8 +306,8 @@ class _Loading:
         return f"episode {self.episodes[place].number}, frame {row - self.starts[place]}"
 
 
-def _episodes_in(path: Path, info: Info) -> set[int]:
-    return set(Table(path, ["episode_index"], max_rows=info.totals[1]).integers("episode_index").tolist())
+def _episodes_in(path: Path) -> set[int]:
+    return set(Table(path, ["episode_index"]).integers("episode_index").tolist())
 
 
 def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
@@ -281,6 +320,9 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
         rows = np.flatnonzero(table.integers("episode_index") == episode.number)
     if len(rows) != episode.length:
         what = f"episode {episode.number} has {len(rows)} rows, and {episode.length} by meta/episodes"
+        if len(rows) > episode.length:
+            hint = "meta/episodes is older than the rows, or those of two episodes have one number: correct either"
+            raise layout_error(table.path, what, hint)
         raise damaged(table.path, what)
     if "frame_index" in table.names:
         frames = table.integers("frame_index")[rows]
@@ -290,7 +332,7 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
     if "index" in table.names:
         return rows[np.argsort(table.integers("index")[rows], kind="stable")]
     if "timestamp" in table.names:
-        return rows[np.argsort(table.vectors("timestamp", 1)[rows, 0], kind="stable")]
+        return rows[np.argsort(table.seconds("timestamp", rows), kind="stable")]
     return rows
 
 
@@ -339,7 +381,7 @@ def _decode(path: Path, what: str, encoded: bytes, size: tuple[int, int]) -> NDA
     from PIL import Image
 
     try:
-        picture = Image.open(io.BytesIO(encoded))
+        picture = Image.open(io.BytesIO(encoded), formats=PICTURE_FORMATS)
         check_size(path, what, (picture.size[1], picture.size[0]), size)
         return np.asarray(picture.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

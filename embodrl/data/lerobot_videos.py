@@ -21,28 +21,43 @@ LEAST_TOLERANCE_S = 1e-4
 """The tolerance of the lerobot package."""
 
 
+def shown_in(path: Path) -> NDArray[np.float64]:
+    """Return when each frame of a file is to be shown, in seconds, ``float64[F]``, ascending.
+
+    Raises:
+        FileDamagedError: the file is missing, or can't be read.
+        EmbodrlError: it is of a format that is not read.
+    """
+    if not path.is_file():
+        raise damaged(path, "it is missing")
+    try:
+        return frame_times(path)
+    except OSError as error:
+        raise damaged(path, error) from error
+
+
 def frames_at(
-    path: Path, times_s: NDArray[np.float64], fps: float, name: Callable[[int], str], is_whole: bool = True
+    path: Path,
+    shown: NDArray[np.float64],
+    times_s: NDArray[np.float64],
+    fps: float,
+    name: Callable[[int], str],
+    is_whole: bool = True,
 ) -> tuple[NDArray[np.int64], int]:
     """Return the number of the frame that a file shows at each time, and how many frames follow the last of them.
 
     Args:
         path: of the file.
+        shown: what ``shown_in`` says of it.
         times_s: ``float64[n]``, seconds in the file.
         fps: rows per second.
         name: says which row a place in ``times_s`` is.
         is_whole: the rows are all that the file is of, from its beginning.
 
     Raises:
-        FileDamagedError: the file is missing, can't be read, or ends too early.
+        FileDamagedError: the file ends too early.
         EmbodrlError: it has no frame at one of the times, or two rows have the same.
     """
-    if not path.is_file():
-        raise damaged(path, "it is missing")
-    try:
-        shown = frame_times(path)
-    except OSError as error:
-        raise damaged(path, error) from error
     if is_whole and len(shown) == len(times_s):  # a frame a row, whenever the clock of the rows was started
         times_s = times_s - times_s.min() + shown[0]
     tolerance = max(LEAST_TOLERANCE_S, TOLERANCE / fps)

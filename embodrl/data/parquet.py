@@ -14,12 +14,14 @@ import psutil
 from numpy.typing import NDArray
 
 from embodrl.data.demos import HINT, damaged, layout_error
-from embodrl.data.lerobot import INFO, require
+from embodrl.data.lerobot import require
 from embodrl.errors import EmbodrlError, FileDamagedError
 from embodrl.fields import Fields, check_regular_file, with_whole_numbers
 
 MEMORY_FRACTION = 0.7
 """Of the free memory, which data may fill."""
+VALUE_BYTES = 8
+"""Of the largest number in a column."""
 
 
 class Table:
@@ -30,7 +32,6 @@ class Table:
         columns: to read; None reads those that ``exclude`` does not match.
         exclude: prefix of columns that are left out.
         optional: further columns, which are read if they are there.
-        max_rows: that it may have; None for any number. A few bytes may claim to be millions of rows.
 
     Raises:
         EmbodrlError: the file is missing, damaged, lacks a column, or does not fit in memory.
@@ -42,7 +43,6 @@ class Table:
         columns: Sequence[str] | None = None,
         exclude: str | None = None,
         optional: Sequence[str] = (),
-        max_rows: int | None = None,
     ) -> None:
         pyarrow, parquet = require("pyarrow", "pyarrow.parquet")
         self.path = path
@@ -58,20 +58,22 @@ class Table:
                 if missing := [name for name in names if name not in present]:
                     problem = f"it has no column {', '.join(missing)}; it has {', '.join(present)}"
                     raise layout_error(path, problem, "sft.keys names columns that are called otherwise")
-                if max_rows is not None and file.metadata.num_rows > max_rows:
-                    raise damaged(path, f"it has {file.metadata.num_rows:,} rows, and {INFO} {max_rows:,} in all")
                 names += [name for name in optional if name in present and name not in names]
                 if twice := [name for name in names if present.count(name) > 1]:
                     raise layout_error(path, f"it has several columns {twice[0]}", "write each column once")
-                groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
-                self._check_size(sum(group.total_byte_size for group in groups))
+                self._check_size(file.metadata, names)
                 self._table: Any = file.read(columns=names)
         except (OSError, pyarrow.ArrowException) as error:
             raise damaged(path, f"{type(error).__name__} {error}") from error
         self.num_rows = int(self._table.num_rows)
         self.names: list[str] = list(self._table.column_names)
 
-    def _check_size(self, num_bytes: int) -> None:
+    def _check_size(self, metadata: Any, names: Sequence[str]) -> None:
+        """Refuse columns that do not fit in memory; by run lengths a few bytes may hold millions of rows."""
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        parts = [group.column(number) for group in groups for number in range(group.num_columns)]
+        read = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in names)]
+        num_bytes = sum(max(part.total_uncompressed_size, part.num_values * VALUE_BYTES) for part in read)
         free = psutil.virtual_memory().available
         if not 0 <= num_bytes <= MEMORY_FRACTION * free:
             raise EmbodrlError(
@@ -131,9 +133,12 @@ class Table:
         with np.errstate(over="ignore"):  # what overflows is infinite, which is reported with its frame
             return np.asarray(values.to_numpy(zero_copy_only=False), np.float32).reshape(-1, size)
 
-    def seconds(self, name: str) -> NDArray[np.float64]:
-        """Return a column of seconds or of timestamps as ``float64[N]``, NaN where it is null."""
-        values = self._table[name].combine_chunks()
+    def seconds(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return some rows of a column of seconds as ``float64[n]``, NaN where it is null.
+
+        A column of timestamps is read as seconds since the first of the rows.
+        """
+        values = self._table[name].take(rows).combine_chunks()
         if str(values.type).startswith("timestamp"):
             nanoseconds = values.cast("timestamp[ns]").cast("int64")
             first = nanoseconds[0].as_py() if len(nanoseconds) else 0  # float64 holds no nanoseconds since 1970
@@ -142,8 +147,8 @@ class Table:
             values = values.flatten()
         if not str(values.type).startswith(("int", "uint", "float", "double", "halffloat")):
             raise self._unlike(f"{name} is {values.type}, not seconds")
-        if len(values) != self.num_rows:
-            raise self._unlike(f"{name} has {len(values)} numbers in {self.num_rows} rows")
+        if len(values) != len(rows):
+            raise self._unlike(f"{name} has {len(values)} numbers in {len(rows)} rows")
         return np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
 
     def pictures(self, name: str, rows: NDArray[np.int64]) -> list[bytes]:

@@ -1,7 +1,9 @@
 """LeRobot datasets of other software: what they say about themselves is used, honoured, or refused by name."""
 
+import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +12,10 @@ from expect import raises_code
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("imageio_ffmpeg")
+pytest.importorskip("PIL")
 
 from lerobot_files import FPS, KEY, LENGTH, build, columns_of, pictures, put_table
+from PIL import EpsImagePlugin, Image
 
 from embodrl.data.facts import read_facts
 from embodrl.data.imitation import load_configured_demos
@@ -105,6 +109,80 @@ def test_frames_after_the_last_row_are_reported(tmp_path: Path, caplog: pytest.L
     assert "2 video files have frames after the last row" in caplog.text and "episode_000000.mp4 (4)" in caplog.text
 
 
+def since_1970(columns: dict[str, np.ndarray]) -> None:
+    begun_s = 1.7e9 + 100 * int(columns["episode_index"][0])
+    columns["timestamp"] = begun_s + np.asarray(columns["timestamp"], np.float64)
+
+
+def as_timestamps(columns: dict[str, np.ndarray]) -> None:
+    since_1970(columns)
+    columns["timestamp"] = (columns["timestamp"] * 1e6).round().astype("datetime64[us]")
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+@pytest.mark.parametrize("clock", [since_1970, as_timestamps])
+@pytest.mark.parametrize("frames", [1, 3])
+def test_seconds_since_1970_are_counted_from_the_episode_s_first_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str, clock: Callable[..., None], frames: int
+) -> None:
+    build(
+        tmp_path, version=version, columns=clock, shoot=lambda e: (np.repeat(pictures(e), frames, axis=0), FPS * frames)
+    )
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+    np.testing.assert_array_equal(seen(tmp_path, max_episodes=1), pictures(0))
+    assert ("timestamp of 2 episodes is of a clock" in caplog.text) == (clock is since_1970)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+@pytest.mark.parametrize("unit", [np.float32, np.int64])
+def test_clocks_that_do_not_resolve_frames_are_refused(tmp_path: Path, version: str, unit: type) -> None:
+    build(tmp_path, version=version, columns=lambda c: c.update(timestamp=(1.7e9 + c["timestamp"]).astype(unit)))
+    with raises_code("dataset-frame-times"):
+        load_demos(tmp_path)
+
+
+def test_times_at_which_the_file_shows_another_episode_are_refused(tmp_path: Path) -> None:
+    def late(columns: dict[str, np.ndarray]) -> None:
+        columns["timestamp"] = columns["timestamp"] + 0.2 * (columns["episode_index"][0] == 0)
+
+    ends = {f"videos/{KEY}top/to_timestamp": [LENGTH / FPS, 2 * LENGTH / FPS]}
+    build(tmp_path, version="v3.0", columns=late, episodes=lambda c: c.update(ends))
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path, max_episodes=1)
+    assert "episode 0, frame 11 is 1.3000 s, and its pictures end at 1.2000 s" in refused.value.message
+
+
+@pytest.mark.parametrize("stated", [None, 0.4, LENGTH / FPS])
+def test_a_stale_end_of_the_pictures_refuses_nothing(tmp_path: Path, stated: float | None) -> None:
+    ends = {f"videos/{KEY}top/to_timestamp": [stated, stated]}
+    build(tmp_path, version="v3.0", episodes=lambda c: c.update(ends))
+    np.testing.assert_array_equal(seen(tmp_path, max_episodes=1), pictures(0))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_a_video_that_names_another_file_is_refused(tmp_path: Path, version: str) -> None:
+    build(tmp_path, version=version)
+    (video, *_) = sorted(tmp_path.glob("videos/**/*.mp4"))
+    video.rename(video.with_name("other.mp4"))
+    video.write_text("ffconcat version 1.0\nfile other.mp4\n")
+    with raises_code("dataset-video-format"):
+        load_demos(tmp_path)
+
+
+def test_a_picture_starts_no_other_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = io.BytesIO()
+    Image.new("RGB", (48, 32)).save(encoded, "EPS")
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *_, **__: pytest.fail("Ghostscript was started"))
+    build(
+        tmp_path,
+        columns=lambda c: c.update({f"{KEY}top": [{"bytes": encoded.getvalue()}] * LENGTH}),
+        info=lambda i: i["features"][f"{KEY}top"].update(dtype="image"),
+    )
+    with raises_code("file-damaged"):
+        load_demos(tmp_path)
+
+
 # -- metadata that change the meaning -------------------------------------------------------------------------------
 
 
@@ -161,6 +239,23 @@ def test_only_the_train_split_is_used(tmp_path: Path, caplog: pytest.LogCaptureF
         build(tmp_path / name, info=lambda i, stated=stated: i.update(splits={"train": stated}))
         with raises_code("dataset-layout"):
             load_demos(tmp_path / name)
+
+
+@pytest.mark.parametrize("stated", [["1:2"], ["1:2", "5:9"], [1], "1:"])
+def test_a_split_may_be_a_list(tmp_path: Path, stated: object) -> None:
+    build(tmp_path, info=lambda i: i.update(splits={"train": stated}))
+    np.testing.assert_array_equal(seen(tmp_path), pictures(1))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [{"train": [0, 2]}, {"train": {"from": 0}}, {"train": [0.5]}, {"train": [[0, 1]]}, {"train": True}, ["0:2"]],
+)
+def test_a_split_that_is_not_understood_is_refused_by_its_name(tmp_path: Path, splits: object) -> None:
+    build(tmp_path, info=lambda i: i.update(splits=splits))
+    with raises_code("dataset-layout") as refused:
+        load_demos(tmp_path)
+    assert "splits.train" in refused.value.message
 
 
 def test_instructions_may_change_within_an_episode(tmp_path: Path) -> None:
@@ -301,6 +396,41 @@ def test_whole_floats_are_integers(tmp_path: Path) -> None:
     build(tmp_path / "half", version="v3.0", episodes=lambda c: c.update(length=[12.5, 11.5]))
     with raises_code("file-damaged"):
         load_demos(tmp_path / "half")
+
+
+def grow(root: Path) -> None:
+    """Add rows of a third episode to the file of the second."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = sorted((root / "data").glob("*/*.parquet"))[-1]
+    put_table(root / "more.parquet", columns_of(2))
+    pq.write_table(pa.concat_tables([pq.read_table(path), pq.read_table(root / "more.parquet")]), path)
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_rows_of_episodes_that_are_not_listed_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    grow(build(tmp_path, version=version))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+    assert "12 rows are left out: they are of episodes that meta/episodes does not list" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_stale_totals_refuse_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, version: str) -> None:
+    build(tmp_path, version=version, info=lambda i: i.update(total_episodes=1, total_frames=LENGTH))
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+    assert "states 1 episodes, and meta/episodes has 2, which are read" in caplog.text
+
+
+def test_more_rows_of_an_episode_than_are_stated_are_no_damage(tmp_path: Path) -> None:
+    build(tmp_path)
+    rows = {name: [*values, *values[:2]] for name, values in columns_of(1).items()}
+    put_table(tmp_path / "data/chunk-000/episode_000001.parquet", rows)
+    with raises_code("dataset-layout") as refused:
+        load_demos(tmp_path)
+    assert "14 rows, and 12 by meta/episodes" in refused.value.message and "damaged" not in refused.value.message
 
 
 def test_nothing_says_re_collect_of_the_data_of_others(tmp_path: Path) -> None:

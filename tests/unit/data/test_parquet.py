@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from expect import raises_code
 
@@ -24,15 +26,19 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
             Table(path, columns)
 
 
-def test_more_rows_than_stated_are_refused_before_they_are_read(
+def test_rows_that_do_not_fit_in_memory_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A few bytes may hold millions of rows."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"a": pa.array(range(30))}), path)
-    assert Table(path, max_rows=30).num_rows == 30
+    pq.write_table(pa.table({"a": pa.array([0] * 1_000_000), "b": pa.array([[0.0] * 2] * 1_000_000)}), path)
+    assert path.stat().st_size < 100_000
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=16_000_000))
+    assert Table(path, ["a"]).num_rows == 1_000_000
     monkeypatch.setattr(pq.ParquetFile, "read", lambda *_, **__: pytest.fail("it was read"))
-    with raises_code("file-damaged"):
-        Table(path, max_rows=29)
+    for columns in (["b"], None):
+        with raises_code("dataset-too-large"):
+            Table(path, columns)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
