@@ -58,6 +58,10 @@ def still_state(demos: Demos):
     demos.state[:, 2] = 0
 
 
+def noise_around_0(demos: Demos):
+    demos.state[:, 1] = np.random.default_rng(0).normal(size=len(demos.state)) * 1e-8
+
+
 def outlier(demos: Demos):
     demos.actions[77, 0] = 60
 
@@ -121,6 +125,7 @@ def idle(demos: Demos):
         (tiny, {"action-scale-small": "warning"}),
         (still, {"action-constant": "warning"}),
         (still_state, {"state-constant": "warning"}),
+        (noise_around_0, {"state-constant": "warning"}),
         (outlier, {"action-outlier": "warning"}),
         (zero_one, {"gripper-zero-one": "warning"}),
         (mixed_gripper, {"gripper-mixed": "error"}),
