@@ -65,6 +65,7 @@ def test_a_worker_outlives_signals_that_ask_a_run_to_stop(group: WorkerGroup) ->
         assert group.forked_child_ends_by(int(number)).result(SOON_S) == [True, True]
 
 
+@pytest.mark.long
 def test_a_stopped_worker_fails_the_calls_of_all_ranks_and_is_named(group: WorkerGroup) -> None:
     pids = group.pid().result(SOON_S)
     watched = os.pidfd_open(pids[1])

@@ -56,6 +56,7 @@ def resume(run_dir: Path, *args: str) -> Outcome:
     return outcome
 
 
+@pytest.mark.long
 def test_damaged_settings_and_metrics_are_restored_and_the_run_is_the_same(run_dir: Path, resumed: Path) -> None:
     (run_dir / "config.yaml").write_bytes(b"")
     path = run_dir / "metrics.jsonl"
@@ -158,8 +159,9 @@ def test_a_reward_function_that_fails_loses_no_finished_iteration(
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGUSR1, *(pytest.param(other, marks=pytest.mark.long) for other in (signal.SIGXCPU, signal.SIGQUIT))],
+    [signal.SIGUSR1, signal.SIGXCPU, signal.SIGQUIT],
 )
+@pytest.mark.long
 def test_a_preempted_run_is_saved(number: signal.Signals, config: Path, tmp_path: Path, resumed: Path) -> None:
     run_dir = tmp_path / "run"
     outcome = embodrl("train", "--config", config, f"runner.output_dir={run_dir}", stop_at=f"act:6:{number.name}")
@@ -170,7 +172,7 @@ def test_a_preempted_run_is_saved(number: signal.Signals, config: Path, tmp_path
         assert rows(run_dir) == rows(resumed)
 
 
-@pytest.mark.parametrize("fault", ["removed", "lock taken"])
+@pytest.mark.parametrize("fault", ["removed", pytest.param("lock taken", marks=pytest.mark.long)])
 def test_a_run_that_loses_its_directory_stops_with_1(fault: str, config: Path, tmp_path: Path) -> None:
     import fcntl
     import time

@@ -126,6 +126,15 @@ VARIANTS = [(name, None) for name in FAMILIES if name not in FLOW_FAMILIES] + [
 VARIANTS.append(("pi0", "cfm"))
 TEXTS = ("push the cube to the goal", "pick up the small red cube and lift it over the box", "pull")
 EVERY_VARIANT = [*VARIANTS, *((name, None) for name in POLICIES if name not in FAMILIES)]
+# The noise of one family stands for that of the others, and one of two families of one policy class.
+LONG_VARIANTS = [(name, "flow_noise") for name in FLOW_FAMILIES if name != "pi05"] + [("gr00t_n1_6", "flow_sde")]
+
+
+def with_long(variants: list[tuple[str, str | None]]) -> list[object]:
+    """Return parameters of a test: the variants, some with the mark long."""
+    return [pytest.param(*each, marks=pytest.mark.long) if each in LONG_VARIANTS else each for each in variants]
+
+
 STATE_DIM = 6
 
 

@@ -34,7 +34,7 @@ METRICS = {
     "recap": ("train/policy_loss", "train/grad_norm"),
     "sft": ("loss", "grad_norm"),
 }
-DEFAULT = {("dagger", "fsdp"), ("iql", "fsdp")}
+DEFAULT = {("dagger", "fsdp")}
 """What is tried without the mark long; the others take as long each."""
 
 Runs = Callable[[str, str], list[dict[str, float]]]

@@ -137,6 +137,7 @@ def test_examples_without_a_simulator_run() -> None:
         script(ROOT / "examples" / name)
 
 
+@pytest.mark.long
 def test_the_quick_start_runs(tmp_path: Path) -> None:
     config = yaml.safe_load(TINY_POLICY)["model"]["architecture"]
     sizes = ["env.max_episode_steps=6", "env.cameras=[{height: 16, width: 16}]", "env.num_processes=1"]

@@ -49,7 +49,8 @@ def check_ledger(run_dir: Path) -> None:
         before = trained
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.long
 def test_a_run_killed_at_random_moments_continues_without_losing_or_repeating_a_rollout(
     staleness: int, config: Path, tmp_path: Path
 ) -> None:

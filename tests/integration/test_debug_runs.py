@@ -35,8 +35,12 @@ MLP = [*TOY, "model=mlp", "env.state=full"]
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(["env=maniskill", "model=openvla", "runner=debug"], marks=with_simulator, id="maniskill"),
-        pytest.param(TOY, id="toy", marks=pytest.mark.long),
+        pytest.param(
+            ["env=maniskill", "model=openvla", "runner=debug"],
+            marks=[*with_simulator, pytest.mark.long],
+            id="maniskill",
+        ),
+        pytest.param(TOY, id="toy"),
         # One iteration, in which the critic alone trains: a divergence of 1e-14 is all that there is to draw.
         pytest.param(
             [*TOY, "model=mlp", "env.state=full", "runner=default", "runner.max_iterations=1"], id="one point"

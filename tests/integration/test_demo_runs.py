@@ -177,6 +177,7 @@ def test_fine_tuning_restarts_its_training_process_to_the_same_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fine_tuning_in_two_processes_has_the_losses_of_one(
     stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:

@@ -140,10 +140,11 @@ def test_float32_copies_of_bf16_weights_continue_bit_exactly(two: WorkerGroup) -
 
 @pytest.mark.parametrize(
     "actor",
-    [pytest.param({}, marks=pytest.mark.long), {"tensor_parallel_size": 2}],
+    [{}, {"tensor_parallel_size": 2}],
     ids=["fsdp", "tensor parallel"],
 )
-@pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.long
 def test_offload_between_updates_changes_no_bit(two: WorkerGroup, actor: dict[str, Any], reference: bool) -> None:
     config = fsdp_config(actor=actor, algorithm=ALGORITHM | {"kl": {"coef": 0.1 if reference else 0.0}})
     for apart, left, reports in two.offload(config).result(CALL_S):

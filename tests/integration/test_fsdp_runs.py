@@ -60,6 +60,7 @@ def test_native_in_its_own_process_is_the_same_run(config: Path, tmp_path: Path)
     assert all(left[name].equal(right[name]) for name in left | right)
 
 
+@pytest.mark.long
 def test_a_run_whose_training_process_was_killed_continues_from_its_checkpoint_to_the_same_numbers(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -384,7 +384,9 @@ def test_the_goal_of_pick_cube_is_drawn(mixed: Any) -> None:
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("task", ALL_TASKS)
+@pytest.mark.parametrize(
+    "task", [t if t == "StackCube-v1" else pytest.param(t, marks=pytest.mark.long) for t in ALL_TASKS]
+)
 def test_experts_succeed_under_perturbation(mixed: Any, task: str) -> None:
     success, _ = play_expert(mixed, np.arange(200, 205), ALL_TASKS.index(task), 80, noise_std=0.12)
     assert success.sum() >= 4

@@ -81,9 +81,8 @@ def whole(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize(
-    ("level", "signal"), [("process", "SIGKILL"), pytest.param("simulator", "SIGINT", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("level", "signal"), [("process", "SIGKILL"), ("simulator", "SIGINT")])
+@pytest.mark.long
 def test_an_interrupted_run_with_offload_resumes_bit_exactly(
     config: Path, whole: Path, tmp_path: Path, level: str, signal: str
 ) -> None:

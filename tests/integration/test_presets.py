@@ -73,7 +73,7 @@ EXPECTED = {
 
 
 # What a preset adds to the graph, the batch or the loss trains in short; the others differ by their advantages.
-SHORT = ("ppo", "grpo", "branch", "cpgd", "srpo")
+SHORT = ("ppo", "grpo", "srpo")
 
 
 @pytest.mark.parametrize("preset", [p if p in SHORT else pytest.param(p, marks=pytest.mark.long) for p in EXPECTED])
@@ -90,7 +90,8 @@ def test_a_preset_trains(preset: str, tmp_path: Path) -> None:
     assert preset == "dapo" or any(row["train/num_updates"] for row in rows)
 
 
-@pytest.mark.parametrize("preset", ["srpo", pytest.param("dapo", marks=pytest.mark.long)])
+@pytest.mark.parametrize("preset", ["srpo", "dapo"])
+@pytest.mark.long
 def test_memory_and_reference_survive_a_stop(preset: str, tmp_path: Path) -> None:
     kl = ("algorithm.kl.coef=0.1", "env.max_episode_steps=12", "env.train.max_steps_per_rollout_epoch=12")
     for name in ("whole", "halves"):

@@ -60,7 +60,7 @@ def test_a_rollout_process_that_is_killed_plays_again(config: Path, plain: list,
 @pytest.mark.parametrize(
     ("sync", "stop_at"),
     [
-        ("collective", "optimizer_step:6:SIGKILL:worker"),
+        pytest.param("collective", "optimizer_step:6:SIGKILL:worker", marks=pytest.mark.long),
         pytest.param("collective", "take_weights:3:SIGKILL:rank_1_once", marks=pytest.mark.long),
         pytest.param("collective", "join:1:SIGKILL:rank_1_once", marks=pytest.mark.long),
         pytest.param("collective", "decide:6:SIGKILL:rank_1_once", marks=pytest.mark.long),
@@ -106,6 +106,7 @@ def test_an_interrupted_rollout_is_undone_and_resumed_bit_exactly(config: Path, 
     assert metrics(run_dir) == plain
 
 
+@pytest.mark.long
 def test_simulators_of_rollout_processes_are_restarted(config: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     order = (f"runner.output_dir={run_dir}", TWO)

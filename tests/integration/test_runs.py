@@ -125,6 +125,7 @@ def assert_same_figures(run_dir: Path, whole: Path) -> None:
     assert cards[0]["iteration"] == cards[1]["iteration"]
 
 
+@pytest.mark.long
 def test_evaluations_beside_training_have_the_same_figures(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_run_killed_anywhere_is_resumed_bit_exactly(
     assert_same_run(run_dir, whole[0])
 
 
+@pytest.mark.long
 def test_a_run_continues_without_its_warm_start_and_from_another_directory(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ def test_a_simulator_that_dies_while_it_has_nothing_to_do_costs_a_restart(
     assert "restart 1 of 10" in outcome.stderr
 
 
+@pytest.mark.long
 def test_a_closed_terminal_costs_the_screen_only(config: Path, tmp_path: Path) -> None:
     process = start("train", "--config", config, f"runner.output_dir={tmp_path}")
     assert process.stdout is not None and process.stderr is not None

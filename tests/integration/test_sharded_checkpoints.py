@@ -27,6 +27,7 @@ def two() -> Iterator[WorkerGroup]:
         yield group
 
 
+@pytest.mark.long
 def test_shards_of_two_processes_are_read_by_others_bit_exactly(two: WorkerGroup, tmp_path: Path) -> None:
     others = {"tp": config_of(tensor_parallel_size=2)}
     for found in two.reshard(config_of(), others, str(tmp_path)).result(CALL_S):

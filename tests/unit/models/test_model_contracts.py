@@ -24,6 +24,7 @@ from tiny_families import (
     observation,
     tiny_config,
     tiny_sizes,
+    with_long,
 )
 from torch import Tensor
 
@@ -65,7 +66,7 @@ def unused(directory: Path) -> VLAPolicy:
 # Rollout and training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
+@pytest.mark.parametrize(("family", "method"), with_long(EVERY_VARIANT))
 def test_training_reproduces_the_rollout(family: str, method: str | None) -> None:
     policy = stir(build(family, method))
     output = rollout(policy, family)
@@ -87,7 +88,7 @@ def test_training_reproduces_the_rollout(family: str, method: str | None) -> Non
     assert without.entropy is None and without.values is None
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
+@pytest.mark.parametrize(("family", "method"), with_long(EVERY_VARIANT))
 def test_other_weights_give_other_log_probs(family: str, method: str | None) -> None:
     """What makes the comparison above one that can fail."""
     policy = build(family, method)
@@ -121,7 +122,7 @@ def test_a_detached_value_trains_its_head_only(family: str) -> None:
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
+@pytest.mark.parametrize(("family", "method"), with_long(EVERY_VARIANT))
 def test_rows_do_not_depend_on_their_company(family: str, method: str | None) -> None:
     """Neither the other rows nor their longer or shorter prompts change a row."""
     subject = Subject(stir(build(family, method)), observation(family), SAMPLING, load=unused)
@@ -147,7 +148,7 @@ def test_an_l1_head_keeps_the_contract_of_what_acts_alone(tmp_path: Path) -> Non
     np.testing.assert_allclose(act(again, [0, 1, 2]), together, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("family", "method"), VARIANTS)
+@pytest.mark.parametrize(("family", "method"), with_long(VARIANTS))
 def test_padding_of_the_prompt(family: str, method: str | None) -> None:
     """The same weights with prompts padded to a greater length."""
     policy = stir(build(family, method))
@@ -163,7 +164,7 @@ def test_padding_of_the_prompt(family: str, method: str | None) -> None:
     close(a.logprobs, b.logprobs)
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
+@pytest.mark.parametrize(("family", "method"), with_long(EVERY_VARIANT))
 def test_forward_inputs_survive_splitting(family: str, method: str | None) -> None:
     policy = stir(build(family, method))
     output = rollout(policy, family, batch=4)
@@ -178,7 +179,7 @@ def test_forward_inputs_survive_splitting(family: str, method: str | None) -> No
     close(torch.cat([part.values for part in parts]), output.values[order])
 
 
-@pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
+@pytest.mark.parametrize(("family", "method"), with_long(EVERY_VARIANT))
 def test_seeds_decide(family: str, method: str | None) -> None:
     policy = build(family, method)
     first, again, other = rollout(policy, family, 1), rollout(policy, family, 1), rollout(policy, family, 2)
@@ -302,7 +303,7 @@ def test_gradient_checkpointing_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["warm_start", "model_path"])
-@pytest.mark.parametrize(("family", "method"), EVERY_VARIANT)
+@pytest.mark.parametrize(("family", "method"), with_long(EVERY_VARIANT))
 def test_save_and_load_bit_exactly(family: str, method: str | None, source: str, tmp_path: Path) -> None:
     policy = stir(build(family, method))
     policy.save_pretrained(tmp_path / "saved")

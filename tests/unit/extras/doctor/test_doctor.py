@@ -231,6 +231,7 @@ def test_lacking_memory_gpu_and_wandb() -> None:
     assert lacks(small, machine(gpus_gib=(24,), has_wandb=True)) == ""
 
 
+@pytest.mark.long
 def test_every_preset_is_judged() -> None:
     judged = preset_lacks(machine(simulator="no driver", memory_gib=1000))
     assert judged["env=maniskill"] == "no driver"

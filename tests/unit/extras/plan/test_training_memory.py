@@ -111,7 +111,7 @@ def parsed(options: dict[str, Any]) -> ModelConfig:
     return model_settings(options["model_type"]).model_validate(options)
 
 
-SHORT = ("openvla_oft", "pi0", "smolvla", "gr00t")
+SHORT = ("pi0",)
 
 
 @pytest.mark.parametrize("family", [f if f in SHORT else pytest.param(f, marks=pytest.mark.long) for f in FULL])
