@@ -11,8 +11,11 @@ from embodrl.config.load import LoadedConfig
 from embodrl.extras.store.learner import StoreLearner
 from embodrl.extras.store.shards import EPISODES
 from embodrl.extras.store.store import Store
-from embodrl.extras.store.train import refuse_others
+from embodrl.extras.store.train import refuse_others, train
+from embodrl.fields import Fields
 from embodrl.pipelines.load import load_config
+from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.trainer.settings import STATE_KEY
 
 SETTINGS = ["env=toy", "model=mlp", "env.state=full", "store.url=/a", "sft.output_dir=run", "algorithm=ppo_gaussian"]
 
@@ -33,6 +36,16 @@ def test_a_training_is_not_continued_with_other_settings(begun: str, change: str
     with raises_code("store-other-settings") as caught:
         refuse_others(load(change).config, begun, Path("run"))
     assert change.partition("=")[0] in caught.value.message
+
+
+def test_the_command_refuses_before_it_changes_anything(
+    begun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = SimpleNamespace(state=Fields({STATE_KEY: begun}, "state"))
+    monkeypatch.setattr(CheckpointManager, "latest_good", lambda manager: (found, []))
+    with raises_code("store-other-settings"):
+        train(load("sft.lr=7e-5", f"sft.output_dir={tmp_path}"))
+    assert not (tmp_path / "config.yaml").exists()
 
 
 def test_a_training_may_become_longer_and_look_elsewhere_more_often(begun: str) -> None:
