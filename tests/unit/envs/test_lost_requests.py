@@ -60,7 +60,7 @@ def test_a_signal_right_after_the_send_leaves_a_known_request() -> None:
     assert process.pending == Kind.STEP and len(child.taken) == 1
     with raises_code("env-order", EnvError):
         process.request(Kind.GET_STATE, 1.0)
-    process.close_async(1.0)  # behind that request, CLOSE might wait for ever
+    process.close_async(1.0)  # behind that request, CLOSE would wait forever
     assert child.is_killed and process.pending is None
 
 
