@@ -36,12 +36,19 @@ MISSPELT = 0.8
 def is_misspelt(name: str, known: str) -> bool:
     """Tell whether a name is a known one misspelt, so that a hint may say to write that; "" is never meant.
 
-    Words with digits have to be the same: libero_90 is not libero_10, nor 8xA100 8xH100.
+    Letters in another order are a misspelling, too. Words with digits have to be the same: libero_90 is not libero_10,
+    nor 8xA100 8xH100.
     """
     given, meant = (text.lower().replace("-", "_") for text in (name, known))
     numbered = re.compile(r"[a-z]*[0-9][a-z0-9]*")
-    alike = difflib.SequenceMatcher(None, given, meant).ratio() > MISSPELT
-    return alike and numbered.findall(given) == numbered.findall(meant)
+    alike = difflib.SequenceMatcher(None, given, meant).ratio() > MISSPELT or sorted(given) == sorted(meant)
+    return bool(meant) and alike and numbered.findall(given) == numbered.findall(meant)
+
+
+def meant(name: str, known: list[str]) -> str:
+    """Return the known name of which ``name`` is a misspelling, or "" if it is none."""
+    near = nearest(name, known)
+    return near if is_misspelt(name, near) else ""
 
 
 def import_object(path: str) -> Any:

@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodrl.errors import EmbodrlError, UnknownNameError
-from embodrl.names import ends_process, import_object, nearest
+from embodrl.names import ends_process, import_object, meant, nearest
 
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it
@@ -117,7 +117,7 @@ class Registry(Generic[E]):
         """Return the spec of that name; its target is not imported.
 
         Raises:
-            UnknownNameError: no such name; lists the known ones and the nearest.
+            UnknownNameError: no such name; lists the known ones.
             EmbodrlError: the entry point of that name can't be imported, or gives no spec.
         """
         if name in self.builtin and name not in self._entries:
@@ -125,7 +125,7 @@ class Registry(Generic[E]):
         elif name not in self._entries and name in self._discovered():
             self._entries[name] = self._load(self._discovered()[name])
         if name not in self._entries:
-            near = nearest(name, self.names())
+            near = meant(name, self.names())
             hint = f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours"
             raise UnknownNameError(
                 f"unknown {self.kind} '{name}'; known: {', '.join(self.names())}",

@@ -13,17 +13,17 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embodrl.errors import UsageError
-from embodrl.names import ends_process, nearest
+from embodrl.names import ends_process, meant
 from embodrl.specs import VERBS
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class Group(TyperGroup):
-    """Commands below a name; a misspelt one is answered with the nearest."""
+    """Commands below a name; one that is not there is answered with where it is, or the name that is meant."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click's; adds the nearest name to the error."""
+        """As click's; the error says where the command is, or which is meant."""
         name = args[0] if args else ""
         known = self.list_commands(ctx)
         if name and not name.startswith("-") and name not in known:
@@ -32,10 +32,43 @@ class Group(TyperGroup):
                 hint = f"write `{ctx.command_path} --help`, or `{ctx.command_path} COMMAND --help`"
             elif "=" in name and "train" in known:
                 hint = f"write `{ctx.command_path} train {name}`"
-            elif near := nearest(name, known):
+            elif places := places_of(name, ctx.find_root()):
+                hint = "write " + " or ".join(f"`{place}`" for place in places)
+            elif near := meant(name, known):
                 hint = f"did you mean `{ctx.command_path} {near}`?"
             ctx.fail(f"there is no command '{name}'\n  hint: {hint}\n  code: command-unknown")
         return super().resolve_command(ctx, args)
+
+
+def places_of(name: str, root: Any) -> list[str]:
+    """Return where a name has its place: as a command, e.g. ``embodrl config validate``, or as its first argument.
+
+    Args:
+        name: as it was typed.
+        root: click's context of the whole command line.
+    """
+    verbs = root.command
+    if not isinstance(verbs, Verbs):
+        return []
+    found: list[str] = []
+    for first in verbs.list_commands(root):
+        path = f"{root.command_path} {first}"
+        command = verbs.loaded(root, first)
+        if command is None:  # it can't be imported, which stderr says
+            continue
+        found += [path] * (first == name) + [f"{path} {name}"] * (name in _below(command, root, name))
+    return found
+
+
+def _below(command: Any, root: Any, name: str) -> list[str]:
+    """Return the names that may follow a command: commands, or the fixed words of its first argument that begin so."""
+    context = typer.Context(command, root, command.name)
+    if isinstance(command, Group):
+        return command.list_commands(context)
+    argument = next((param for param in command.params if param.param_type_name == "argument"), None)
+    if argument is None or argument.nargs != 1:
+        return []
+    return [item.value for item in argument.shell_complete(context, name) if item.type == "plain"]
 
 
 class Verbs(Group):
@@ -73,6 +106,13 @@ class Verbs(Group):
         if verb in VERBS and args[0] not in self.commands and self._import(verb, args[0]) is None:
             ctx.exit(1)
         return super().resolve_command(ctx, args)
+
+    def loaded(self, ctx: Any, name: str) -> Any:
+        """Return a command with those below it, importing it if it is of embodrl; else as ``get_command``."""
+        verb = self._prefix(ctx) + name
+        if name in self.commands or VERBS.package(verb) is not None:
+            return self.get_command(ctx, name)
+        return self._import(verb, name)
 
     def _import(self, verb: str, name: str) -> Any:
         try:
@@ -208,12 +248,12 @@ def choose(value: str, options: Iterable[str], what: str) -> str:
     """Return the value if it is one of the options.
 
     Raises:
-        UsageError: it is none; names the nearest.
+        UsageError: it is none; says which is meant.
     """
     known = list(options)
     if value in known:
         return value
-    near = nearest(value.lower(), known)
+    near = meant(value.lower(), known)
     raise UsageError(
         f"unknown {what} '{value}'; available: {', '.join(known)}",
         f"did you mean '{near}'?" if near else f"choose one of {', '.join(known)}",

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, cast
 
+from embodrl.specs import ENVS
+
 Recipe = Mapping[str, object]
 """Dotted key -> value of a recipe, interpolations resolved."""
 Settings = dict[str, object]
@@ -446,6 +448,8 @@ def _env(value: object, recipe: Recipe) -> Settings:
 
 def _suite(value: object, recipe: Recipe) -> Settings:
     if env_preset(recipe) == "libero":
+        if "libero" in ENVS and value not in (known := ENVS.entry("libero").suites):
+            raise UnsupportedValue(f"there is no suite {value} here; there are {', '.join(known)}")
         return {"env.suite": value}
     if env_preset(recipe) in (None, "metaworld"):
         raise UnsupportedValue(f"there is no suite {value} here")
@@ -453,7 +457,11 @@ def _suite(value: object, recipe: Recipe) -> Settings:
 
 
 def _task(value: object, recipe: Recipe) -> Settings:
-    return {"env.tasks": [value]} if recipe.get("env.train.env_type") == "maniskill" else _env(value, recipe)
+    if recipe.get("env.train.env_type") != "maniskill":
+        return _env(value, recipe)
+    if "maniskill" in ENVS and value not in ENVS.entry("maniskill").instructions():
+        raise UnsupportedValue(f"there is no task {value} here; see `embodrl list envs`")
+    return {"env.tasks": [value]}
 
 
 def _model(value: object, recipe: Recipe) -> Settings:

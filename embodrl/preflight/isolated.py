@@ -26,7 +26,7 @@ from embodrl.config.isolated import (
 )
 from embodrl.errors import EmbodrlError, UsageError
 from embodrl.fields import open_descriptor
-from embodrl.names import nearest
+from embodrl.names import meant
 from embodrl.preflight.findings import MachineFinding
 from embodrl.specs import ENVS
 from embodrl.storage.atomic import atomic_file
@@ -55,10 +55,10 @@ def check_name(name: str) -> None:
     """Refuse a simulator that has no pinned packages.
 
     Raises:
-        UsageError: names the nearest and the known ones.
+        UsageError: lists the known ones.
     """
     if name not in installable():
-        near = nearest(name, installable())
+        near = meant(name, installable())
         hint = f"did you mean '{near}'?" if near else "simulators in the main environment are extras of embodrl"
         raise UsageError(f"there is no environment to install for '{name}'; known: {', '.join(installable())}", hint)
 

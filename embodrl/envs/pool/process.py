@@ -166,15 +166,20 @@ class SimulatorProcess:
         self._serial += 1
         # The answer must repeat these numbers, so that one to an earlier request is never mistaken for it.
         pending = _Pending(kind, slot, self._serial if count is None else count)
+        # Before it is sent: a signal may end the call right after that, and the process would work unnoticed.
+        before = self._slot
+        self._pending = pending
+        if count is not None:
+            self._slot = slot
         try:
             child.connection.send(Frame(*pending, value), time.monotonic() + timeout_s)
         except PeerGoneError:
             raise self._died(f"before {kind.name}") from None
         except TimeoutError:
             raise self._timed_out(f"a {kind.name} request was not taken in {timeout_s:g} s") from None
-        self._pending = pending
-        if count is not None:
-            self._slot = slot
+        except (MessageError, OSError):  # the frame could not be made, or was refused whole: nothing was sent
+            self._pending, self._slot = None, before
+            raise
 
     def replace_result(self) -> None:
         """Let the next result take the place of the last one, so that the one before stays valid."""

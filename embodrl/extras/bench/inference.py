@@ -35,7 +35,7 @@ from embodrl.extras.parity.common import CHAIN_TOLERANCE
 from embodrl.hybrid_engines.offload import take_peak_bytes
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.names import nearest
+from embodrl.names import meant
 from embodrl.specs import MODELS
 from embodrl.storage.json_file import write_json_result
 from embodrl.types import Observation, SamplingParams
@@ -172,7 +172,7 @@ def choose(families: Sequence[str], size: str | None, device: str | None) -> Inf
         if value is not None and value not in allowed:
             raise UsageError(f"--{name} {value} is unknown; known: {', '.join(allowed)}", "choose one of these")
     if unknown := [name for name in families if name not in FULL]:
-        near = nearest(unknown[0], list(FULL))
+        near = meant(unknown[0], list(FULL))
         hint = f"did you mean '{near}'?" if near else "choose one of these"
         raise UsageError(f"--family {unknown[0]} is not measured; known: {', '.join(FULL)}", hint)
     if device == "cuda" and not torch.cuda.is_available():

@@ -56,7 +56,8 @@ def import_recipe(
         print("\n".join(report(recipe, found)))
         if out is not None:
             _write(out, recipe, found)
-            print(f"\n{out}: check it with `embodrl config validate --config {out}`")
+            choices = "".join(f" {key}=..." for key in found.missing)
+            print(f"\n{out}: check it with `embodrl config validate --config {out}{choices}`")
 
     execute(action, debug)
 
@@ -70,6 +71,7 @@ def report(path: Path, found: Import) -> list[str]:
     lines.append(f"kept: {found.share:.0%} of the {found.num_read} keys that RLinf reads")
     lines += [f"not found beside the recipe: {name}" for name in found.recipe.missing]
     lines.append("presets: " + " ".join(f"{group}={name}" for group, name in found.presets.items()))
+    lines += [f"choose it yourself: {key}, RLinf's is {name}" for key, name in found.missing.items()]
     for group, words in GROUPS.items():
         answers = [answer.line() for answer in found.answers if answer.group == group]
         lines += ["", f"{words}:", *(f"  {line}" for line in answers)] if answers else []
@@ -82,6 +84,7 @@ def _write(out: Path, recipe: Path, found: Import) -> None:
     from embodrl.storage.atomic import atomic_file
 
     comments = [f"# RLinf's {recipe.name}; {found.count('unsupported')} of its keys have no counterpart here."]
+    comments += [f"# Choose {key}: RLinf's {name} is not here." for key, name in found.missing.items()]
     text = yaml.safe_dump(found.document(), sort_keys=False, allow_unicode=True)
     with atomic_file(out) as partial:
         partial.write_text("\n".join(comments) + "\n" + text)

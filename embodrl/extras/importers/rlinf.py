@@ -65,13 +65,15 @@ class Import:
     """A recipe of RLinf in our terms.
 
     Attributes:
-        presets: group -> preset; a simulator or family that is not built in keeps RLinf's name.
+        presets: group -> preset; all of them exist.
+        missing: what the recipe names and is not here: group, suite or tasks -> RLinf's name. The user chooses.
         settings: dotted key -> value, those that differ from the presets.
         answers: one for each key of the recipe.
     """
 
     recipe: HydraRecipe
     presets: dict[str, str] = field(default_factory=dict[str, str])
+    missing: dict[str, str] = field(default_factory=dict[str, str])
     settings: Settings = field(default_factory=dict[str, object])
     answers: list[KeyAnswer] = field(default_factory=list[KeyAnswer])
 
@@ -108,11 +110,21 @@ def import_rlinf(path: Path) -> Import:
         ConfigError: it can't be read.
     """
     recipe = read_recipe(path)
-    result = Import(recipe, _presets(recipe))
-    tree = compose([f"{group}={name}" for group, name in result.presets.items() if _exists(group, name)], None).tree
+    chosen = _presets(recipe)
+    presets = {group: name for group, name in chosen.items() if _exists(group, name)}
+    missing = {group: name for group, name in chosen.items() if group not in presets}
+    result = Import(recipe, presets, missing)
+    tree = compose([f"{group}={name}" for group, name in presets.items()], None).tree
     for key, value in recipe.values.items():
-        result.answers.append(_answer(key, value, recipe, tree, result.settings))
+        answer = _answer(key, value, recipe, tree, result.settings)
+        result.answers.append(answer)
+        if answer.group == "unsupported" and key in _CHOSEN and "env" in presets:
+            result.missing[_CHOSEN[key]] = str(value)
     return result
+
+
+_CHOSEN = {"env.train.init_params.id": "env.tasks", "env.train.task_suite_name": "env.suite"}
+"""Keys that choose what is simulated -> the key here; without a counterpart, the preset's would run instead."""
 
 
 def _exists(group: str, name: str) -> bool:

@@ -16,7 +16,7 @@ import typer
 from embodrl.cli.app import choose, one_of
 from embodrl.cli.common import EXIT_ERROR, EXIT_OK, Debug, JsonFile, execute
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.names import import_object, nearest
+from embodrl.names import import_object, meant
 
 if TYPE_CHECKING:
     from embodrl.extras.parity.common import Arithmetic, Comparison
@@ -172,7 +172,7 @@ def family_of(directory: Path, family: str | None = None) -> str:
         family: what the user says, if anything.
 
     Raises:
-        UsageError: no such family, or one without a comparison; lists those that have one, and the nearest.
+        UsageError: no such family, or one without a comparison; lists those that have one.
     """
     from embodrl.specs import MODELS
 
@@ -183,7 +183,7 @@ def family_of(directory: Path, family: str | None = None) -> str:
     if chosen in known:
         return chosen
     what = f"no model family '{family}' can be compared" if family else f"the name of {directory} is of no model family"
-    near = nearest(family or words, known)
+    near = meant(family or words, known)
     raise UsageError(
         f"{what}; known: {', '.join(known)}",
         (f"did you mean '{near}'? " if near else "") + "Rename the folder after its family, or give --family NAME",

@@ -59,6 +59,8 @@ class GrootListener(Listener):
         self._socket = self._context.socket(self._zmq.ROUTER)  # REQ clients can't tell it from a REP socket
         self._socket.setsockopt(self._zmq.MAXMSGSIZE, self.service.max_bytes)
         self._socket.setsockopt(self._zmq.HANDSHAKE_IVL, int(1000 * door.HELLO_S))
+        # The library of a client answers, also while its program is busy; who only connects does not.
+        self._socket.setsockopt(self._zmq.HEARTBEAT_IVL, int(1000 * door.HELLO_S))
         self._socket.setsockopt(self._zmq.LINGER, 1000)
         self._socket.setsockopt(self._zmq.IPV6, int(":" in host))
         address = f"[{host}]" if ":" in host else host

@@ -188,7 +188,12 @@ class LerobotListener(Listener):
     async def _observe(self, requests: AsyncIterator[Any], context: Any) -> Any:
         robot = await self._known(context)
         try:
-            data = await self._collect(requests)
+            try:
+                async with asyncio.timeout(door.BODY_S):
+                    data = await self._collect(requests)
+            except TimeoutError as error:
+                text = f"the observation has not arrived within {door.BODY_S:g} s"
+                raise WireError(text, "send it at once, or smaller pictures", code="wire-slow") from error
             seen, must_go = await asyncio.to_thread(_seen, data, robot.keys)
         except Exception as error:  # noqa: BLE001 - told to the client
             await self._fail(error, context)

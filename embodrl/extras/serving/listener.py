@@ -18,6 +18,7 @@ from embodrl.config.policy_card import reads_state, trained_state_dim
 from embodrl.config.schema import Config, ServeConfig, WireKeysConfig
 from embodrl.errors import EmbodrlError, ServingError, WireError
 from embodrl.extras.serving.core import ModelCore
+from embodrl.extras.wire import door
 from embodrl.extras.wire.codec import need
 from embodrl.extras.wire.door import Door, bound_logs
 from embodrl.extras.wire.keys import WireMap, vector_of
@@ -34,7 +35,13 @@ VERSION_HEADER = "X-Policy-Version"
 """Of an answer over HTTP: the version of the weights that computed it."""
 CLOSE_S = 1.0
 MB = 1 << 20
-_STATUS = {"server-stopping": 503, "server-model-hangs": 503, "wire-too-large": 413, "wire-encoding": 400}
+_STATUS = {
+    "server-stopping": 503,
+    "server-model-hangs": 503,
+    "wire-too-large": 413,
+    "wire-encoding": 400,
+    "wire-slow": 408,
+}
 
 
 class Service:
@@ -231,7 +238,7 @@ class HttpListener(Listener):
         """Return the body of a request.
 
         Raises:
-            WireError: it is too large, or not of the encoding that it states.
+            WireError: it is too large, too slow, or not of the encoding that it states.
         """
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("identity", "gzip", "deflate"):
@@ -239,12 +246,16 @@ class HttpListener(Listener):
                 f"Content-Encoding {encoding!r:.40} is not known", "send gzip, or none", code="wire-encoding"
             )
         try:
-            content = await request.read()
+            async with asyncio.timeout(door.BODY_S):
+                content = await request.read()
             return content if encoding == "identity" else unpack(content, self.service.max_bytes)
         except (self.web.HTTPRequestEntityTooLarge, TooLargeError) as error:
             limit = self.service.settings.max_message_mb
             text = f"the body is larger than {limit} MB (serve.max_message_mb)"
             raise WireError(text, "send smaller pictures", code="wire-too-large") from error
+        except TimeoutError as error:
+            text = f"the body has not arrived within {door.BODY_S:g} s"
+            raise WireError(text, "send it at once, or smaller pictures", code="wire-slow") from error
         except (self.web.RequestPayloadError, ValueError) as error:
             text = f"the body is not what its headers state: {error}"
             raise WireError(text, "send it as it is, without Content-Encoding", code="wire-encoding") from error
@@ -263,6 +274,7 @@ class HttpListener(Listener):
             app,
             access_log=None,
             shutdown_timeout=CLOSE_S,
+            keepalive_timeout=door.REST_S,
             handle_signals=False,
             auto_decompress=False,  # see ``body``: the library unpacks before the token is known, and without bound
         )
@@ -311,15 +323,16 @@ class HttpListener(Listener):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
                 return _last(web.json_response({"error": text, "code": "server-token"}, status=401))
-            if self._connections >= self.service.settings.max_connections:
-                text = f"the server has {self._connections} clients (serve.max_connections)"
-                return _last(web.json_response({"error": text, "code": "server-full"}, status=503))
             assert self._door is not None
+            if self._connections >= min(self.service.settings.max_connections, self._door.most_admitted):
+                text = f"the server has {self._connections} clients (serve.max_connections, or half of ulimit -n)"
+                return _last(web.json_response({"error": text, "code": "server-full"}, status=503))
             self._door.admit(request.protocol)
             self._connections += 1
             self.core.metrics.count("connections", self.name)
             try:
-                return await handler(request)
+                response = await handler(request)
+                return _last(response) if self._door.is_crowded() else response
             finally:
                 self._connections -= 1
                 self.core.metrics.count("connections", self.name, -1)

@@ -7,7 +7,7 @@ collector, however old its weights were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from embodrl.config import LoadedConfig
+from embodrl.config.explain import to_yaml
+from embodrl.config.identity import describe, settings_read
 from embodrl.config.schema import Config
 from embodrl.data.imitation import check_demos
 from embodrl.errors import StoreError, UsageError
@@ -28,7 +30,7 @@ from embodrl.extras.store.weights import newest_version
 from embodrl.learners.imitation_policy import check_range
 from embodrl.models.base import VLAPolicy
 from embodrl.reporting.progress import Progress
-from embodrl.storage.checkpoint import CheckpointManager, preflight
+from embodrl.storage.checkpoint import Checkpoint, CheckpointManager, preflight
 from embodrl.trainer.files import LEAST_FREE_BYTES, POLICY_DIR, PUBLISHED_DIR
 from embodrl.trainer.imitation_parts import (
     ImitationView,
@@ -42,10 +44,20 @@ from embodrl.trainer.loop import Trainer
 from embodrl.trainer.parts import make_trainer
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession, run_directory_of, run_tries
-from embodrl.trainer.settings import last_settings, load_saved
+from embodrl.trainer.settings import STATE_KEY, changed_settings, last_settings, load_saved
 from embodrl.workers.policy import build_policy
 
 METRICS_FILE = "store_metrics.jsonl"
+_LEARNED = (
+    *("actor.optim.", "actor.precision", "actor.param_dtype", "env.", "model.", "runner.seed", "sft."),
+    *("store.url", "store.window_episodes", "store.successes_only", "store.corrections_only"),
+)
+"""Settings that the weights depend on."""
+_FREE = (
+    r"env\.(train|episodes_per_reset)(\..*)?",
+    r"sft\.(output_dir|max_steps|micro_batch_size|eval_interval|log_interval|save_interval)",
+)
+"""Patterns of those that may change: a longer training, and what is reported or kept of it."""
 
 
 def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
@@ -54,21 +66,56 @@ def train(loaded: LoadedConfig, say: Callable[[str], None] = print) -> int:
     Raises:
         EmbodrlError: the settings or what the store holds do not fit, or the disk is full.
     """
+    loaded = loaded.with_absolute_paths()
     directory = Path(loaded.config.sft.output_dir)
     preflight(directory, LEAST_FREE_BYTES)
     with run_directory_of(directory) as lock:
-        return _follow(loaded, directory, lock, say)
+        checkpoint, problems = CheckpointManager(directory, 1).latest_good()
+        if checkpoint is not None:
+            refuse_others(loaded.config, checkpoint.state.text(STATE_KEY), directory)
+        return _follow(loaded, directory, lock, say, checkpoint, problems)
 
 
-def _follow(loaded: LoadedConfig, directory: Path, lock: RunLock, say: Callable[[str], None]) -> int:
-    """Train in a directory that is locked."""
-    loaded = loaded.with_absolute_paths()
+def refuse_others(config: Config, before: str, directory: Path) -> None:
+    """Refuse to continue a training with settings that it did not begin with.
+
+    Args:
+        config: of the command.
+        before: the settings in the checkpoint, as text.
+        directory: of the run.
+
+    Raises:
+        StoreError: names those that differ.
+    """
+    kept = settings_read(config, "store", _FREE, _LEARNED)
+    found = {
+        key: values
+        for key, values in changed_settings(before, to_yaml(config, None)).items()
+        if any(key == one or key.startswith(f"{one}.") for one in kept)
+    }
+    if found:
+        raise StoreError(
+            f"the training in {directory} was begun with other settings: {describe(found)}",
+            f"continue with its own settings, change them knowingly with `embodrl resume {directory} KEY=VALUE`, or"
+            " choose another sft.output_dir",
+            code="store-other-settings",
+        )
+
+
+def _follow(
+    loaded: LoadedConfig,
+    directory: Path,
+    lock: RunLock,
+    say: Callable[[str], None],
+    checkpoint: Checkpoint | None,
+    problems: Sequence[object],
+) -> int:
+    """Train in a directory that is locked, from its newest good checkpoint, if there is one."""
     config = loaded.config
     if config.actor.training_backend != "native" or loaded.deployment.trains_in_processes:
         message = "`embodrl store train` trains in its own process, with actor=native"
         raise UsageError(message, "set actor=native, and leave out actor.own_process", code="store-backend")
     store = open_store(config)
-    checkpoint, problems = CheckpointManager(directory, 1).latest_good()
     if checkpoint is None and (problems or newest_version(store) is not None):
         hint = "start the trainer in the output directory of that run, or with another store"
         raise StoreError(
@@ -90,9 +137,9 @@ def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:
         trust: its settings may run code though another user started the run.
     """
     with run_directory_of(directory) as lock:
-        checkpoint, _ = CheckpointManager(directory, 1).latest_good()
+        checkpoint, problems = CheckpointManager(directory, 1).latest_good()
         loaded, _ = load_saved(directory, overrides, "store", checkpoint, True, trust)
-        return _follow(loaded, directory, lock, print)
+        return _follow(loaded.with_absolute_paths(), directory, lock, print, checkpoint, problems)
 
 
 def work(session: RunSession, store: Store, say: Callable[[str], None]) -> int:

@@ -22,6 +22,7 @@ from embodrl.extras.compare.comparison import (
     find_runs,
     read_runs,
 )
+from embodrl.extras.wire import door as doors
 from embodrl.extras.wire.door import Door, bound_logs
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
@@ -111,6 +112,8 @@ class RunPages:
             answer = await handler(request)  # pyright: ignore
         except EmbodrlError as error:
             return web.Response(status=HTTPStatus.NOT_FOUND, text=f"{error}\n")
+        if self.door is not None and self.door.is_crowded():
+            answer.force_close()
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["X-Content-Type-Options"] = "nosniff"
         return answer
@@ -218,7 +221,9 @@ async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str],
     Raises:
         OutputError: the address is not available.
     """
-    runner = web.AppRunner(watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0, keepalive_timeout=doors.REST_S
+    )
     bound_logs()
     await runner.setup()
     loop = asyncio.get_running_loop()

@@ -17,7 +17,12 @@ logger = logging.getLogger(__name__)
 
 HELLO_S = 10.0
 """What a connection may take until its first request is admitted; TLS included."""
+BODY_S = 60.0
+"""What the body of an admitted request may take."""
+REST_S = 60.0
+"""What an admitted connection may rest between two requests; the header of the next one included."""
 MAX_STRANGERS = 256
+MAX_ADMITTED = 65536
 _BACKLOG = 128
 _PAUSE_S = 0.1
 _QUIET_S = 60.0
@@ -60,6 +65,9 @@ class Door:
         make_protocol: returns what handles a connection.
         tls: None: plain.
         most: strangers at a time; None: at most an eighth of the files that this process may open.
+
+    Attributes:
+        most_admitted: open connections above which none may rest: half of the files that this process may open.
     """
 
     def __init__(
@@ -69,7 +77,9 @@ class Door:
         self._tls = tls
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = most or (MAX_STRANGERS if files < 0 else max(1, min(MAX_STRANGERS, files // 8)))
+        self.most_admitted = files // 2 if files >= 0 else MAX_ADMITTED
         self._strangers: dict[asyncio.Protocol, _Stranger] = {}
+        self._admitted: set[asyncio.Protocol] = set()
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._reported = -_QUIET_S
@@ -106,10 +116,17 @@ class Door:
                 self._end(protocol)
 
     def admit(self, protocol: asyncio.Protocol) -> None:
-        """Let a connection stay as long as it likes."""
+        """Let a connection stay: its server bounds the time of a body by ``BODY_S`` and rests by ``REST_S``."""
+        self._admitted.add(protocol)
         stranger = self._strangers.pop(protocol, None)
         if stranger is not None:
             stranger.limit.cancel()
+
+    def is_crowded(self) -> bool:
+        """Return whether the connections that rest have to make room: an answer is then the last of its connection."""
+        if len(self._admitted) > self.most_admitted:
+            self._admitted = {one for one in self._admitted if getattr(one, "transport", None) is not None}
+        return len(self._admitted) > self.most_admitted
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -84,6 +84,14 @@ def test_completion_in_shells_that_do_not_split_words() -> None:
         (["bench", "rendr"], "did you mean 'render'?"),
         (["trian"], "did you mean `embodrl train`?"),
         (["help"], "write `embodrl --help`"),
+        (["validate"], "write `embodrl config validate`"),
+        (["check"], "write `embodrl data check` or `embodrl model check` or "),
+        (["rlds"], "write `embodrl convert rlds`"),
+        (["presets"], "write `embodrl list presets`"),
+        (["config", "train"], "write `embodrl train` or `embodrl plan train` or "),
+        (["token"], "write `embodrl model token`"),
+        (["outputs"], "`embodrl --help` lists all commands"),
+        (["list", "algorithm_things"], "choose one of models, envs"),
     ],
 )
 def test_words_that_are_none_name_the_nearest(arguments: list[str], expected: str) -> None:

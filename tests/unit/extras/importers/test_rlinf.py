@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from embodrl.cli.main import app
 from embodrl.config import load_config
+from embodrl.config.presets import presets
 from embodrl.config.rlinf import RLINF_KEYS, find_key
 from embodrl.errors import ConfigError
 from embodrl.extras.importers.cli import report
 from embodrl.extras.importers.recipe import MAX_FILES, read_recipe
-from embodrl.extras.importers.rlinf import import_rlinf
+from embodrl.extras.importers.rlinf import Import, import_rlinf
+from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS
 
 RECIPES = Path(__file__).resolve().parents[5] / "shared" / "rlinf_recipes"
 RECIPE = """
@@ -74,11 +78,45 @@ def test_every_key_is_reported_once_with_its_reason(recipe: Path) -> None:
     assert all(answer.line() in text for answer in found.answers) and "env/absent" in text
 
 
-def test_a_simulator_that_is_not_built_in_keeps_its_name(recipe: Path) -> None:
+def test_what_is_not_here_is_not_written_but_named(recipe: Path, tmp_path: Path) -> None:
     (recipe.parent / "env" / "pick.yaml").write_text("env_type: calvin")
-    with pytest.raises(ConfigError) as caught:
-        load_config([], import_rlinf(recipe).document())
-    assert any(problem.key == "env" and "CALVIN" in problem.hint for problem in caught.value.problems)
+    found = import_rlinf(recipe)
+    assert "env" not in found.presets and found.missing == {"env": "calvin"}
+    assert "choose it yourself: env, RLinf's is calvin" in report(recipe, found)
+    outcome = CliRunner().invoke(app, ["import", "rlinf", str(recipe), "--out", str(tmp_path / "mine.yaml")])
+    assert outcome.exit_code == 0 and "mine.yaml env=...`" in outcome.stdout
+    assert "# Choose env: RLinf's calvin is not here." in (tmp_path / "mine.yaml").read_text()
+
+
+def test_a_task_that_is_not_here_is_unsupported(recipe: Path) -> None:
+    (recipe.parent / "env" / "pick.yaml").write_text("env_type: maniskill\ninit_params: {id: PourTea-v1}")
+    found = import_rlinf(recipe)
+    assert found.presets["env"] == "maniskill" and found.missing == {"env.tasks": "PourTea-v1"}
+    assert "env.tasks" not in found.settings
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Import]:
+    if not RECIPES.is_dir():
+        pytest.skip("RLinf's recipes are not at hand")
+    return {path.name: import_rlinf(path) for path in sorted(RECIPES.glob("*.yaml"))}
+
+
+def test_every_name_that_is_written_exists(imported: dict[str, Import]) -> None:
+    for recipe, found in imported.items():
+        for group, name in found.presets.items():
+            assert name in presets(group), f"{recipe}: {group}={name}"
+        registered: dict[str, list[str]] = {
+            "algorithm.loss_type": LOSSES.names(),
+            "algorithm.adv_type": ADVANTAGES.names(),
+            "env.env_type": ENVS.names(),
+            "env.suite": list(ENVS.entry("libero").suites),
+            "env.tasks": [task for spec in ENVS.all() for task in spec.instructions()],
+            "model.model_type": MODELS.names(),
+        }
+        for key, known in registered.items():
+            written = found.settings.get(key, [])
+            assert set(written if isinstance(written, list) else [written]) <= set(known), f"{recipe}: {key}"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +175,8 @@ def test_a_key_that_is_typed_is_answered_by_the_table(key: str, near: str) -> No
     assert caught.value.problems[0].nearest == near
 
 
-@pytest.mark.skipif(not RECIPES.is_dir(), reason="RLinf's recipes are not at hand")
-def test_the_recipes_of_rlinf_are_read() -> None:
-    found = [import_rlinf(path) for path in sorted(RECIPES.glob("*.yaml"))]
+def test_the_recipes_of_rlinf_are_read(imported: dict[str, Import]) -> None:
+    found = list(imported.values())
     read, unsupported = sum(one.num_read for one in found), sum(one.count("unsupported") for one in found)
     assert len(found) == 115 and 1 - unsupported / read >= 0.8
     assert not [answer.key for one in found for answer in one.answers if answer.note.startswith("not known")]

@@ -30,6 +30,58 @@ async def act(url: str) -> int:
         return answer.status
 
 
+HEAD = f"POST /act HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n"
+
+
+@pytest.mark.parametrize("protocol", ["http", "act"])
+def test_a_body_that_does_not_come_ends_its_request(protocol, monkeypatch):
+    monkeypatch.setattr(door, "BODY_S", 0.2)
+
+    async def run():
+        async with served(protocol, max_connections=1) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port(protocol))
+            writer.write(HEAD.encode() + b"{")
+            status = await reader.readline()
+            assert status.split()[1] == b"408"
+            assert await act(server.urls[protocol]) not in (408, 503)  # its place is free again
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@pytest.mark.parametrize("rest", [b"", b"GET /in"], ids=["nothing", "half a header"])
+def test_a_connection_that_rests_is_closed_after_its_time(rest, monkeypatch):
+    monkeypatch.setattr(door, "REST_S", 0.2)
+
+    async def run():
+        async with served("http") as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port("http"))
+            writer.write(f"GET /info?token={TOKEN} HTTP/1.1\r\nHost: x\r\n\r\n".encode() + rest)
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")  # to the end
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_of_many_connections_none_rests(monkeypatch):
+    monkeypatch.setattr(door.resource, "getrlimit", lambda _: (8, 8))
+
+    async def run():
+        async with served("http") as server:
+            streams = []
+            for _ in range(6):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port("http"))
+                streams.append((reader, writer))
+                writer.write(f"GET /info?token={TOKEN} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                assert b"200" in await reader.readline()
+            assert [b"HTTP" in await reader.read() for reader, _ in streams[4:]] == [False, False]  # to the end
+            assert not any(reader.at_eof() for reader, _ in streams[:4])
+            for _, writer in streams:
+                writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 @pytest.mark.parametrize("protocol", ["http", "act", "openpi"])
 def test_the_oldest_of_too_many_strangers_makes_room(protocol, monkeypatch):
     monkeypatch.setattr(HttpListener, "max_strangers", 4)
@@ -165,3 +217,20 @@ def test_a_packed_body_is_unpacked_within_the_limit(encoding, body, status, code
                 assert answer.status == status and f"[{code}]" in (await answer.json())["error"]
 
     asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_peer_that_only_shakes_hands_is_closed(monkeypatch):
+    pytest.importorskip("zmq")
+    monkeypatch.setattr(door, "HELLO_S", 0.2)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    kind = b"\x0bSocket-Type" + len(b"DEALER").to_bytes(4, "big") + b"DEALER"
+    ready = b"\x05READY" + kind
+
+    async def run():
+        async with served("gr00t") as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port("gr00t"))
+            writer.write(greeting + b"\x04" + bytes([len(ready)]) + ready)
+            assert b"READY" in await reader.read()  # to the end
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), 20))

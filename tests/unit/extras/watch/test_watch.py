@@ -139,6 +139,24 @@ def test_strangers_keep_nobody_out_and_are_closed(tmp_path: Path, monkeypatch: p
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
+def test_a_connection_that_rests_is_closed_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "REST_S", 0.2)
+
+    async def run() -> None:
+        ready = asyncio.Future[str]()
+        serving = asyncio.create_task(serve(RunPages([tmp_path], None), "127.0.0.1", 0, ready.set_result))
+        port = int((await ready).rpartition(":")[2].strip("/"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /part HTTP/1.1\r\nHost: x\r\n\r\nGET /pa")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")  # to the end
+        writer.close()
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
 def test_pages_run_no_script_but_their_own(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
 
