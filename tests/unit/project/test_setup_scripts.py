@@ -137,7 +137,7 @@ def test_make_targets() -> None:
     train = dry_run("train", "ARGS=runner.seed=1")
     assert "scripts/setup.sh" in train
     assert ".venv/bin/embodrl train env=maniskill model=openvla runner.seed=1" in train
-    spread = "-m pytest -n 5 --dist loadfile --no-loadscope-reorder"
+    spread = "-m pytest -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0"
     assert f'{spread} -m "not long" -k registry' in dry_run("test", "ARGS=-k registry", "CORES=4")
     assert '-m "not long" tests/unit tests/parity' in dry_run("test-fast")
     everything = dry_run("test-all", "CORES=4")
