@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from yaml.reader import ReaderError
@@ -324,7 +324,7 @@ class _Reader:
             message = f"has {len(text)} characters, more than {MAX_TEXT}"
             self.problem(key, node, message, "shorten it", code="config-yaml-size")
             return Node(None, origin)
-        return Node(parse_scalar(text) if node.style is None else text, origin)
+        return Node(parse_scalar(text) if not node.style else text, origin)
 
     def mapping(self, node: yaml.MappingNode, key: str, origin: Origin, depth: int) -> Node:
         result: dict[str, Node] = {}
@@ -368,7 +368,11 @@ class _Reader:
         return Node(result, origin)
 
 
-class _Loader(yaml.SafeLoader):
+# libyaml composes the same nodes in a tenth of the time; PyYAML's wheels have it.
+_SafeLoader = yaml.SafeLoader if TYPE_CHECKING or not yaml.__with_libyaml__ else yaml.CSafeLoader
+
+
+class _Loader(_SafeLoader):
     """Composes nodes only; plain scalars keep their text."""
 
     yaml_implicit_resolvers: dict[str, object] = {}  # noqa: RUF012  (yaml's own class attribute)
@@ -410,6 +414,12 @@ def _read_bounded(path: Path) -> bytes:
         return file.read(MAX_FILE_BYTES + 1)
 
 
+def _too_deep(name: str) -> ConfigProblem:
+    return ConfigProblem(
+        "(file)", "is nested far too deep", name, hint="write at most 20 levels", code="config-yaml-depth"
+    )
+
+
 def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[ConfigProblem]]:
     """Parse the text of a YAML mapping; as ``read_yaml``."""
     empty = Node({}, Origin(kind, name))
@@ -417,8 +427,10 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
     try:
         documents: list[Any] = list(cast(Any, yaml).compose_all(text, Loader=_Loader))
     except yaml.MarkedYAMLError as error:
+        if "nesting depth" in str(error.problem):  # libyaml's limit is 1000 levels
+            return empty, [_too_deep(name)]
         mark = error.problem_mark
-        line = int(mark.line) + 1 if mark else 0
+        line = min(int(mark.line), text.count("\n")) + 1 if mark else 0  # libyaml's end is a line later
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
         hint = "fix the YAML: indent the keys of one mapping alike, with spaces, and put a space after each colon"
         return empty, [
@@ -433,11 +445,7 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
             )
         ]
     except RecursionError:
-        return empty, [
-            ConfigProblem(
-                "(file)", "is nested far too deep", name, hint="write at most 20 levels", code="config-yaml-depth"
-            )
-        ]
+        return empty, [_too_deep(name)]
     if not documents:
         return empty, []
     if len(documents) > 1:

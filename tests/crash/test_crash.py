@@ -14,7 +14,7 @@ from recorder import Op, missing_tool, record
 from runs import Outcome, environment
 from scenarios import SCENARIOS, STARTS_OVER, Bench, Scenario, Verdict, verdict
 
-STATES = 4
+STATES = 2
 DAMAGES = 3
 
 
@@ -44,7 +44,7 @@ def test_a_power_cut_costs_nothing_that_was_saved(harness: Harness, name: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [n if n in ("interrupted run", "policy") else pytest.param(n, marks=pytest.mark.long) for n in DAMAGED]
+    "name", [n if n == "interrupted run" else pytest.param(n, marks=pytest.mark.long) for n in DAMAGED]
 )
 def test_damage_is_without_effect_or_named(harness: Harness, name: str) -> None:
     harness.sample = DAMAGES

@@ -73,6 +73,7 @@ def test_damaged_settings_and_metrics_are_restored_and_the_run_is_the_same(run_d
     assert mine == other | {"runner": other["runner"]}
 
 
+@pytest.mark.long
 def test_edits_are_refused_and_changes_on_the_command_line_are_recorded(run_dir: Path) -> None:
     path = run_dir / "config.yaml"
     text = path.read_text()
@@ -111,6 +112,7 @@ def test_links_in_a_run_directory_are_refused(name: str, run_dir: Path, tmp_path
         assert elsewhere.read_text() == "precious\n"
 
 
+@pytest.mark.long
 def test_a_deeply_nested_manifest_is_damage_and_the_older_checkpoint_is_used(run_dir: Path, resumed: Path) -> None:
     shutil.copytree(resumed / "checkpoints/step_4", run_dir / "checkpoints/step_4")
     (run_dir / "checkpoints/step_4/manifest.json").write_text("[" * 200_000 + "]" * 200_000)
@@ -172,7 +174,8 @@ def test_a_preempted_run_is_saved(number: signal.Signals, config: Path, tmp_path
         assert rows(run_dir) == rows(resumed)
 
 
-@pytest.mark.parametrize("fault", ["removed", pytest.param("lock taken", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", ["removed", "lock taken"])
+@pytest.mark.long
 def test_a_run_that_loses_its_directory_stops_with_1(fault: str, config: Path, tmp_path: Path) -> None:
     import fcntl
     import time

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import TINY, embodrl
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TWO = (
     "actor=fsdp",
@@ -34,9 +34,6 @@ METRICS = {
     "recap": ("train/policy_loss", "train/grad_norm"),
     "sft": ("loss", "grad_norm"),
 }
-DEFAULT = {("dagger", "fsdp")}
-"""What is tried without the mark long; the others take as long each."""
-
 Runs = Callable[[str, str], list[dict[str, float]]]
 
 
@@ -73,11 +70,7 @@ def rows_of(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize(
     ("algorithm", "engine"),
-    [
-        pytest.param(algorithm, engine, marks=() if (algorithm, engine) in DEFAULT else pytest.mark.long)
-        for algorithm in METRICS
-        for engine in ("fsdp", "tensor_parallel")
-    ],
+    [(algorithm, engine) for algorithm in METRICS for engine in ("fsdp", "tensor_parallel")],
 )
 def test_an_engine_has_the_first_numbers_of_one_process(algorithm: str, engine: str, rows_of: Runs) -> None:
     rows, expected = rows_of(algorithm, engine), rows_of(algorithm, "native")

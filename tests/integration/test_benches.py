@@ -14,6 +14,7 @@ import weight_sync
 from embodrl.extras.bench import e2e, transport
 
 
+@pytest.mark.long
 def test_transport(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(transport, "BLOCK", dict.fromkeys(transport.BLOCK, 3))
     monkeypatch.setattr(transport, "NUM_BLOCKS", 2)

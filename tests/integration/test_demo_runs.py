@@ -105,6 +105,7 @@ def tuned(stopped: tuple[Path, Outcome], config: Path, tmp_path_factory: pytest.
     return directory
 
 
+@pytest.mark.long
 def test_fine_tuning_keeps_its_best_policy_and_ends_early(
     stopped: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:

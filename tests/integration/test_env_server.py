@@ -140,6 +140,7 @@ def test_what_a_server_refuses_has_a_code(served, monkeypatch):
             probe(f"tcp://127.0.0.1:{free.getsockname()[1]}")
 
 
+@pytest.mark.long
 def test_simulators_that_are_still_ending_count_until_they_are_gone(served, monkeypatch):
     """Four of four belong to a run that has left; their processes end when the test lets them."""
     released, asked = threading.Event(), threading.Event()

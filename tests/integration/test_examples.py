@@ -49,6 +49,7 @@ def test_a_reward_from_outside_the_package(tmp_path: Path) -> None:
     assert rows[2]["train/num_updates"]
 
 
+@pytest.mark.long
 def test_a_pipeline_from_outside_the_package(tmp_path: Path) -> None:
     train = {"total_num_envs": 4, "max_steps_per_rollout_epoch": 12}
     rows = run_example("custom_pipeline", train, tmp_path)

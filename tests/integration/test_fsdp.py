@@ -187,6 +187,7 @@ def copied(state: EngineState) -> EngineState:
     return EngineState(tensors, dict(state.state))
 
 
+@pytest.mark.long
 def test_a_group_trains_its_driver_and_saves_and_loads() -> None:
     config = fsdp_config()
     native = training_config(algorithm=ALGORITHM)
@@ -212,6 +213,7 @@ def test_a_group_trains_its_driver_and_saves_and_loads() -> None:
         assert one == pytest.approx(theirs, rel=EQUAL, abs=EQUAL)
 
 
+@pytest.mark.long
 def test_shards_of_two_processes_are_read_by_one_and_its_driver(tmp_path: Path) -> None:
     config = fsdp_config()
     with engine_of(config, 2) as (engine, policy):
@@ -229,6 +231,7 @@ def test_shards_of_two_processes_are_read_by_one_and_its_driver(tmp_path: Path) 
         assert all(largest_difference(loaded.tensors[s], saved.tensors[s]) == 0 for s in saved.tensors)
 
 
+@pytest.mark.long
 def test_a_native_engine_in_its_own_process_is_bit_identical() -> None:
     results: list[Any] = []
     for config, ranks in ((training_config(), 0), (training_config(actor={"own_process": True}), 1)):

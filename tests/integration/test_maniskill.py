@@ -384,9 +384,8 @@ def test_the_goal_of_pick_cube_is_drawn(mixed: Any) -> None:
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "task", [t if t == "StackCube-v1" else pytest.param(t, marks=pytest.mark.long) for t in ALL_TASKS]
-)
+@pytest.mark.parametrize("task", ALL_TASKS)
+@pytest.mark.long
 def test_experts_succeed_under_perturbation(mixed: Any, task: str) -> None:
     success, _ = play_expert(mixed, np.arange(200, 205), ALL_TASKS.index(task), 80, noise_std=0.12)
     assert success.sum() >= 4
@@ -440,7 +439,9 @@ def test_the_quick_grasp_check_agrees_with_stock(mixed: Any) -> None:
     assert False in answers
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    "task", [t if t in ("PushCube-v1", "StackCube-v1") else pytest.param(t, marks=pytest.mark.long) for t in TASKS]
+)
 def test_scenes_evaluated_as_one_batch_give_what_each_gives_alone(task: str) -> None:
     from embodrl.envs.maniskill.sim import evaluate, observe
 

@@ -17,7 +17,8 @@ LIMITS = {  # steps, as in the presets
 NUM_ENVS = 4
 
 
-@pytest.mark.parametrize("task", [pytest.param(t, marks=pytest.mark.long) if t != "PokeCube-v1" else t for t in LIMITS])
+@pytest.mark.parametrize("task", LIMITS)
+@pytest.mark.long
 def test_they_mostly_succeed(task: str) -> None:
     from embodrl.envs.maniskill.env import ManiSkillVectorEnv
 

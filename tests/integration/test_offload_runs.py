@@ -94,6 +94,7 @@ def test_an_interrupted_run_with_offload_resumes_bit_exactly(
     assert_same_run(whole, tmp_path / "run")
 
 
+@pytest.mark.long
 def test_simulators_that_die_while_they_are_away_come_back_in_their_state(
     config: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -73,7 +73,7 @@ EXPECTED = {
 
 
 # What a preset adds to the graph, the batch or the loss trains in short; the others differ by their advantages.
-SHORT = ("ppo", "grpo", "srpo")
+SHORT = ("grpo",)
 
 
 @pytest.mark.parametrize("preset", [p if p in SHORT else pytest.param(p, marks=pytest.mark.long) for p in EXPECTED])

@@ -36,6 +36,7 @@ def versions(run):
     }
 
 
+@pytest.mark.long
 def test_a_run_can_be_followed_from_outside(tmp_path):
     config, run = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(TINY)

@@ -36,6 +36,7 @@ def test_two_rollout_processes_are_paid_as_one_is(config: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("where", ["cluster.num_threads=2", pytest.param(TWO, marks=pytest.mark.long)])
+@pytest.mark.long
 def test_ahead_of_training(config: Path, tmp_path: Path, where: str) -> None:
     rows = rows_of(config, tmp_path / "run", JUDGED, where, *AHEAD)
     assert [row["reward/errors"] for row in rows[1:]] == [0, 0]

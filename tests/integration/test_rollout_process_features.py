@@ -55,6 +55,7 @@ def facts(run_dir: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.long
 def test_a_feature_gives_the_same_run(config: Path, tmp_path: Path, name: str) -> None:
     runs = tmp_path / "one", tmp_path / "two"
     # Threads of a stage draw in another order than processes that have stages; such a run is the same again.

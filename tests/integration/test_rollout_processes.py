@@ -36,6 +36,7 @@ def test_two_rollout_processes_play_as_two_threads_do(config: Path, plain: list,
     assert "2 rollout process(es), weights by memory" in log_of(run_dir)
 
 
+@pytest.mark.long
 def test_actor_and_rollout_apart(config: Path, plain: list, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     apart = ("actor.own_process=true", "rollout.own_process=true", "cluster.num_threads=2")

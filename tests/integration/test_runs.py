@@ -218,6 +218,7 @@ def test_held_out_evaluations_change_nothing_of_what_is_trained(
     assert {episode["instruction"].split()[-2] for episode in colours} == {"red", "blue"}  # green is another colour now
 
 
+@pytest.mark.long
 def test_decoupling_a_synchronous_run_changes_nothing_not_even_after_resuming(
     whole: tuple[Path, Outcome], config: Path, tmp_path: Path
 ) -> None:
@@ -282,11 +283,12 @@ def test_a_stop_that_could_not_be_saved_is_reported(config: Path, tmp_path: Path
 @pytest.mark.parametrize(
     "stop_at",
     [
-        _long("optimizer_step:3:SIGKILL:simulator"),  # in an update
-        _long("write_file:4:SIGKILL:simulator"),  # while a checkpoint is written
+        "optimizer_step:3:SIGKILL:simulator",  # in an update
+        "write_file:4:SIGKILL:simulator",  # while a checkpoint is written
         "log:3:SIGKILL:simulator",  # before the scenes are rebuilt and their states are requested
     ],
 )
+@pytest.mark.long
 def test_a_simulator_that_dies_while_it_has_nothing_to_do_costs_a_restart(
     stop_at: str, config: Path, tmp_path: Path
 ) -> None:
@@ -310,6 +312,7 @@ def test_a_closed_terminal_costs_the_screen_only(config: Path, tmp_path: Path) -
     assert "standard output is lost" in (tmp_path / "logs" / "embodrl.log").read_text()
 
 
+@pytest.mark.long
 def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, tmp_path: Path) -> None:
     outcome = embodrl(
         "train",
@@ -330,7 +333,7 @@ def test_a_finished_run_whose_checkpoint_could_not_be_saved_fails(config: Path, 
     [
         _long("decide:2:SIGINT", 130, "step_0"),  # in the first evaluation
         _long("act:2:SIGTERM", 143, "step_0"),  # in the first rollout
-        ("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
+        _long("act:6:SIGINT", 130, "step_1"),  # in a rollout, away from the schedule
         _long("act:6:SIGHUP", 129, "step_1"),  # the terminal was closed
         ("optimizer_step:10:SIGTERM", 143, "step_3"),  # in an update: it is finished first
         _long("decide:6:SIGINT", 130, "step_2"),  # in the evaluation after iteration 2
@@ -353,7 +356,7 @@ def test_a_signal_saves_and_the_run_continues_from_there(
     ("stop_at", "code"),
     [
         ("act:1:SIGINT,act:2:SIGINT:later", 130),
-        ("optimizer_step:1:SIGINT,optimizer_step:2:SIGTERM:later", 143),
+        _long("optimizer_step:1:SIGINT,optimizer_step:2:SIGTERM:later", 143),
         ("wait_started:1:SIGINT", 130),  # nothing to save yet
         _long("wait_started:1:SIGTERM", 143),
     ],
@@ -425,6 +428,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused_and_left_alone(
     assert (run_dir / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_finished_run_is_left_alone_and_continues_when_asked(whole: tuple[Path, Outcome], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     copy(whole[0], run_dir)

@@ -20,6 +20,7 @@ NUM_ENVS = 12
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_example_trains(tmp_path: Path) -> None:
     train = {"total_num_envs": 10, "max_steps_per_rollout_epoch": 6, "auto_reset": False}
     rows = run_example("workflow", train, tmp_path, "env=toy")

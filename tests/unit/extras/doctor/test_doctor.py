@@ -248,6 +248,7 @@ def test_presets_are_judged_beside_what_their_pages_name() -> None:
     assert lack.startswith("needs settings:") and "model.url" in lack
 
 
+@pytest.mark.long
 def test_doctor_checks_environments_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = simulators.ENVS
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))

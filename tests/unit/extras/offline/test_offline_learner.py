@@ -164,6 +164,7 @@ def test_critics_have_the_optimizer_of_the_settings() -> None:
     assert moved[0] == pytest.approx(1e-3, rel=1e-3) and moved[1] < 1e-5
 
 
+@pytest.mark.long
 def test_a_positive_temperature_prefers_better_actions() -> None:
     """With critics that know which of two actions is better, the policy learns that one."""
     data = data_of(2)
