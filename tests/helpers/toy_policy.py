@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -35,9 +34,6 @@ class ToyPolicy(VLAPolicy):
     def _hidden(self, features: Tensor) -> Tensor:
         return self.norm(torch.tanh(self.body(features)))
 
-    def predict_values(self, observation: Observation) -> Tensor:
-        raise NotImplementedError
-
     def evaluate_actions(
         self,
         forward_inputs: dict[str, Tensor],
@@ -58,12 +54,6 @@ class ToyPolicy(VLAPolicy):
     def head_parameters(self) -> list[nn.Parameter]:
         return list(self.head.parameters())
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        return []
-
-    def enable_gradient_checkpointing(self) -> None:
-        raise NotImplementedError
-
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         raise NotImplementedError
 
@@ -77,17 +67,11 @@ class ToyPolicy(VLAPolicy):
     ) -> PolicyOutput:
         raise NotImplementedError
 
-    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
-        raise NotImplementedError
-
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = self.evaluate_actions(batch, SamplingParams(1.0, 0), False, False).logprobs
         weight = batch["action_mask"][..., None].expand_as(logprobs).float()
         nll = -(logprobs * weight).sum() / weight.sum().clamp(min=1.0)
         return nll, {"nll": nll.detach()}
-
-    def save_pretrained(self, directory: Path) -> None:
-        raise NotImplementedError
 
 
 def toy_rollout(
