@@ -67,6 +67,9 @@ class ToyPolicy(VLAPolicy):
     ) -> PolicyOutput:
         raise NotImplementedError
 
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs = self.evaluate_actions(batch, SamplingParams(1.0, 0), False, False).logprobs
         weight = batch["action_mask"][..., None].expand_as(logprobs).float()
