@@ -54,7 +54,6 @@ LARGER: dict[str, Shape] = {
     "embodrl/envs/toy/env.py:ToyVectorEnv": Shape(arguments=10),
     "embodrl/extras/gr00t/processing.py:Gr00tProcessor": Shape(arguments=8),
     "embodrl/extras/metaworld/env.py:MetaWorldVectorEnv": Shape(arguments=10),
-    "embodrl/extras/pi0_fast/policy.py:FastPolicy": Shape(methods=26),
     "embodrl/extras/robot/env.py:RobotSimulator": Shape(attributes=18, arguments=10),
     "embodrl/extras/robot/env.py:RobotVectorEnv": Shape(arguments=21),
     "embodrl/extras/store/learner.py:StoreLearner": Shape(arguments=7),

@@ -249,7 +249,7 @@ class SteppingEnv(VectorEnv):
         reward[running & (broken if result.diverged is None else broken | result.diverged)] = np.nan
         self._returned += reward
         for row in self._video.rows(running):
-            self._video.add(row, self.film(row))
+            self._video.add(row, self.film(row), bool(self._solved[row]))
         return reward, terminated, truncated
 
     def _timed(self, actions: NDArray[np.float32], real_time: RealTime) -> StepResult:

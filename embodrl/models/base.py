@@ -103,8 +103,22 @@ def check_decoding(decoding: Decoding, offered: Sequence[Decoding], who: str) ->
         )
 
 
+IMITATION = "imitation"
+TRAINABLE_HEAD = "model.trainable=head"
+CHECKPOINTING = "actor.gradient_checkpointing=true"
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    IMITATION: ("sft_inputs", "sft_loss"),
+    TRAINABLE_HEAD: ("head_parameters",),
+    CHECKPOINTING: ("enable_gradient_checkpointing",),
+}
+"""What a policy need not offer -> the methods of ``VLAPolicy`` that it has to define for it."""
+
+
 class VLAPolicy(nn.Module, ABC):
     """A policy that maps camera images and an instruction to a chunk of actions.
+
+    RL needs ``preprocess``, ``predict_action_batch`` and ``evaluate_actions``. The other methods have a default: what
+    is right for most networks, or, for what is in ``OPTIONAL``, a refusal.
 
     Attributes:
         num_action_chunks: C.
@@ -221,9 +235,24 @@ class VLAPolicy(nn.Module, ABC):
             code="policy-continues-no-chunk",
         )
 
-    @abstractmethod
+    @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """Return ``float32[B,1]`` or ``float32[B,C]`` values of observations, without choosing actions or gradients."""
+        """Return ``float32[B,1]`` or ``float32[B,C]`` values of observations, without gradients.
+
+        By default those that come with the most probable actions; a family that need not choose any overrides it.
+
+        Raises:
+            EmbodrlError: the policy has no values.
+        """
+        values = self.predict_action_batch(observation, "eval", SamplingParams()).values
+        if values is None:
+            raise EmbodrlError(
+                f"{type(self).__name__} has no values, which algorithms with a critic need",
+                "return values from predict_action_batch and evaluate_actions, or choose an algorithm without a critic,"
+                " such as algorithm=grpo",
+                code="policy-has-no-values",
+            )
+        return values
 
     @abstractmethod
     def evaluate_actions(
@@ -235,9 +264,9 @@ class VLAPolicy(nn.Module, ABC):
     ) -> EvalOutput:
         """Return log-probs, entropy and values of the actions stored in ``forward_inputs``, with gradients."""
 
-    @abstractmethod
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return the inputs of ``sft_loss``; ``actions float32[B,C,A]`` in environment units."""
+        raise not_offered(self, IMITATION)
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
         """Return which values of demonstrations ``[N,A]``, in environment units, this policy can't learn to say.
@@ -250,30 +279,40 @@ class VLAPolicy(nn.Module, ABC):
         """
         return np.zeros(actions.shape, np.bool_)
 
-    @abstractmethod
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the imitation loss (scalar) and scalars to log (e.g. token accuracy, L1 error)."""
+        raise not_offered(self, IMITATION)
 
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
         """Return the trainable parameters by group (see ``parts``), without empty groups."""
         groups = {name: [p for p in part.parameters() if p.requires_grad] for name, part in self.parts().items()}
         return {name: parameters for name, parameters in groups.items() if parameters}
 
-    @abstractmethod
     def parts(self) -> dict[str, nn.Module]:
         """Return every part of the network by group: what ``model.trainable`` and learning rates tell apart.
 
         Token families have ``vision``, ``projector``, ``language``; flow families ``vision``, ``language``,
-        ``action_expert`` and, with Flow-Noise, ``noise_head``; both ``value_head`` where there is one.
-        """
+        ``action_expert`` and, with Flow-Noise, ``noise_head``; both ``value_head`` where there is one. By default every
+        module that is an attribute of the policy, under the attribute's name.
 
-    @abstractmethod
+        Raises:
+            EmbodrlError: a parameter is in none of those modules, so that nothing would train it.
+        """
+        if outside := [name for name, _ in self.named_parameters(recurse=False)]:
+            raise EmbodrlError(
+                f"{type(self).__name__} has parameters outside of its modules: {', '.join(outside)}",
+                "put them into an nn.Module, or define parts()",
+                code="policy-parts",
+            )
+        return dict(self.named_children())
+
     def head_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of the output layer, which are all that trains with ``model.trainable: head``."""
+        raise not_offered(self, TRAINABLE_HEAD)
 
-    @abstractmethod
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Return parameters that exist for the checkpoint's sake and that no output depends on."""
+        """Return parameters that exist for the checkpoint's sake and that no output depends on; by default none."""
+        return []
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
         """Return modules and how many positions of one row each is applied to, for `embodrl plan`; others count as 1.
@@ -290,21 +329,28 @@ class VLAPolicy(nn.Module, ABC):
         """Return the bytes that a rollout keeps of a chunk besides its inputs: by default tokens and log-probs."""
         return (torch.int64.itemsize + torch.float32.itemsize) * self.num_action_chunks * self.action_dim
 
-    @abstractmethod
     def enable_gradient_checkpointing(self) -> None:
         """Recompute the activations of every block in the backward pass; call it after ``eval()``, which undoes it."""
+        raise not_offered(self, CHECKPOINTING)
 
     def public_name(self, module: str) -> str:
         """Return what public checkpoints call a module of the network ``self.model``."""
         return module
 
-    @abstractmethod
     def save_pretrained(self, directory: Path) -> None:
         """Write the policy in the public layout of its family (config, safetensors, tokenizer, statistics).
 
-        Implementations write through ``storage.atomic.atomic_directory``: callers rely on it that the directory
-        appears, or is replaced, as a whole, and that failures of the disk are ``OutputError``.
+        By default config.json, which names the class, and all weights under their names in it, adapters merged:
+        ``checkpoint.load_strict`` reads them. Implementations write through ``storage.atomic.atomic_directory``:
+        callers rely on it that the directory appears, or is replaced, as a whole, and that failures of the disk are
+        ``OutputError``.
         """
+        from embodrl.models.common import checkpoint
+        from embodrl.models.common.lora import merged_state_dict
+
+        with checkpoint.policy_directory(directory) as staging:
+            checkpoint.save_weights(merged_state_dict(self, deferred=True), staging)
+            checkpoint.write_json(staging / checkpoint.CONFIG_FILE, {"architectures": [type(self).__name__]})
 
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
         """Write the policy in lerobot's layout, with its processor files.
@@ -325,6 +371,36 @@ class VLAPolicy(nn.Module, ABC):
             "export it in its public layout (--layout public)",
             code="export-layout",
         )
+
+
+def lacking(policy: VLAPolicy, feature: str) -> list[str]:
+    """Return the methods that a policy would have to define to offer a feature of ``OPTIONAL``."""
+    return [name for name in OPTIONAL[feature] if getattr(type(policy), name) is getattr(VLAPolicy, name)]
+
+
+def require(policy: VLAPolicy, feature: str, asked_by: str = "") -> None:
+    """Refuse a policy that does not offer a feature, before anything begins.
+
+    Args:
+        policy: of any family.
+        feature: of ``OPTIONAL``.
+        asked_by: the setting or command that needs it; "" for the feature itself.
+
+    Raises:
+        EmbodrlError: see above.
+    """
+    if lacking(policy, feature):
+        raise not_offered(policy, feature, asked_by)
+
+
+def not_offered(policy: VLAPolicy, feature: str, asked_by: str = "") -> EmbodrlError:
+    """Return the error of what needs a feature of ``OPTIONAL`` that a policy does not offer; see ``require``."""
+    methods = " and ".join(lacking(policy, feature) or OPTIONAL[feature])
+    return EmbodrlError(
+        f"{asked_by or feature} needs {methods}, which {type(policy).__name__} does not define",
+        "define what is missing, as embodrl.VLAPolicy describes it, or leave out what asks for it",
+        code="policy-lacks-feature",
+    )
 
 
 class OffPolicyActor(ABC):

@@ -94,13 +94,12 @@ def build_policy(
         if "abstract" not in str(error):
             raise
         raise EmbodrlError(
-            f"model '{config.model_type}': {error}", "implement every method of VLAPolicy", code="policy-incomplete"
+            f"model '{config.model_type}': {error}", "define these methods of VLAPolicy", code="policy-incomplete"
         ) from error
-    missing = sorted(name for name in VLAPolicy.__abstractmethods__ if not callable(getattr(policy, name, None)))
-    if missing:
+    if not isinstance(policy, VLAPolicy):
         raise EmbodrlError(
-            f"model '{config.model_type}': {type(policy).__name__} lacks {', '.join(missing)}",
-            "derive it from VLAPolicy and implement every method",
+            f"model '{config.model_type}': {type(policy).__name__} is no VLAPolicy",
+            f"derive it from VLAPolicy, and define {', '.join(sorted(VLAPolicy.__abstractmethods__))}",
             code="policy-incomplete",
         )
     apply_trainable(policy, config, seed=seed)

@@ -15,7 +15,6 @@ from embodrl.reporting.paired import PairedFigures, change_text
 from embodrl.types import Decoding
 
 ROW_PX = 44
-BAR_PX = 330
 MAX_FAILURES = 200
 UNPERTURBED = "unperturbed"
 
@@ -151,33 +150,34 @@ def _rate(value: float | None) -> str:
 
 
 def bars(rows: Sequence[tuple[str, Rate]]) -> str:
-    """Return an inline SVG: for each task or axis its name, a bar from 0 to 100 %, and a whisker over its interval."""
+    """Return an inline SVG: for each task or axis its name, a bar from 0 to 100 %, and a whisker over its interval.
+
+    It is as wide as its place. Lengths are in percent, as a drawing that is scaled has letters of any size.
+    """
     height = ROW_PX * len(rows) + 20
     parts: list[str] = []
     for tick in (0, 25, 50, 75, 100):
-        x = 5 + BAR_PX * tick / 100
         for top in range(0, ROW_PX * len(rows), ROW_PX):  # beside the bars alone: above them stand names and rates
-            parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{top + 19}" y2="{top + 39}"/>')
+            parts.append(f'<line class="grid" x1="{tick}%" x2="{tick}%" y1="{top + 19}" y2="{top + 39}"/>')
         anchor = {0: "start", 100: "end"}.get(tick, "middle")
-        parts.append(f'<text x="{x}" y="{height - 5}" text-anchor="{anchor}">{tick} %</text>')
+        parts.append(f'<text x="{tick}%" y="{height - 5}" text-anchor="{anchor}">{tick} %</text>')
     for number, (name, row) in enumerate(rows):
         top = ROW_PX * number
         middle = top + 29
-        low, high = (5 + BAR_PX * bound for bound in row["interval"])
+        low, high = (f"{100 * bound:.2f}%" for bound in row["interval"])
         short = name if len(name) <= 32 else f"{name[:31]}…"
-        whisker = f"M{low:.1f} {middle}H{high:.1f}M{low:.1f} {middle - 5}v10M{high:.1f} {middle - 5}v10"
+        caps = f'y1="{middle - 5}" y2="{middle + 5}"'
         parts += [
-            f'<text x="5" y="{top + 15}"><title>{html.escape(name)}</title>{html.escape(short)}</text>',
-            f'<text x="{5 + BAR_PX}" y="{top + 15}" text-anchor="end">{_percent(row)}</text>',
-            f'<rect x="5" y="{middle - 7}" width="{BAR_PX * row["success_rate"]:.1f}" height="14" rx="2"'
+            f'<text x="0" y="{top + 15}"><title>{html.escape(name)}</title>{html.escape(short)}</text>',
+            f'<text x="100%" y="{top + 15}" text-anchor="end">{_percent(row)}</text>',
+            f'<rect x="0" y="{middle - 7}" width="{100 * row["success_rate"]:.2f}%" height="14" rx="2"'
             ' fill="var(--c0)"/>',
-            f'<path d="{whisker}" stroke="var(--fg)" stroke-width="1.3" fill="none"/>',
+            '<g stroke="var(--fg)" stroke-width="1.3">'
+            f'<line x1="{low}" x2="{high}" y1="{middle}" y2="{middle}"/>'
+            f'<line x1="{low}" x2="{low}" {caps}/><line x1="{high}" x2="{high}" {caps}/></g>',
         ]
-    width = BAR_PX + 10
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" style="max-width:720px"'
-        f' aria-label="success rates">{"".join(parts)}</svg>'
-    )
+    style = f"height: {height}px; overflow: visible"
+    return f'<svg role="img" style="{style}" aria-label="success rates">{"".join(parts)}</svg>'
 
 
 def axis_rows(content: EvalContent) -> list[tuple[str, Rate]]:
@@ -263,13 +263,15 @@ def _grid(grid: Path, embedder: Embedder) -> str:
 def _failures(episodes: Sequence[EpisodeFigures], embedder: Embedder, videos: list[Path]) -> str:
     """List the failed episodes with their seeds, the filmed ones with their videos; then the other videos."""
     by_number = {int(path.stem.split("_")[1]): path for path in videos}
+    steps = {episode["number"]: episode["length"] for episode in episodes}
     failed = [episode for episode in episodes if not episode["success"]]
-    filmed = [by_number.pop(e["number"]) for e in failed if e["number"] in by_number]
+    filmed = [(by_number.pop(e["number"]), e["length"]) for e in failed if e["number"] in by_number]
     parts: list[str] = []
     if filmed:
-        parts.append(f'<h2>Failures on video</h2><div class="videos">{"".join(map(embedder.episode, filmed))}</div>')
+        items = "".join(embedder.episode(path, length) for path, length in filmed)
+        parts.append(f'<h2>Failures on video</h2><div class="videos">{items}</div>')
     if by_number:
-        items = "".join(embedder.episode(path) for path in by_number.values())
+        items = "".join(embedder.episode(path, steps.get(number)) for number, path in by_number.items())
         parts.append(f'<details><summary>Successes on video</summary><div class="videos">{items}</div></details>')
     if videos:
         links = ", ".join(

@@ -139,15 +139,21 @@ class Embedder:
         self._left -= len(content)
         return f"data:video/mp4;base64,{base64.b64encode(content).decode('ascii')}"
 
-    def episode(self, path: Path) -> str:
-        """Return the video of an episode, ``episode_<number>_<outcome>.mp4``, framed in the colour of its outcome."""
+    def episode(self, path: Path, steps: int | None = None) -> str:
+        """Return the video of an episode, ``episode_<number>_<outcome>.mp4``, framed in the colour of its outcome.
+
+        Args:
+            path: the video.
+            steps: of the episode, if they are known.
+        """
         number, _, outcome = path.stem.removeprefix("episode_").partition("_")
+        length = "" if steps is None else f", {steps:,} steps"
         mark = {"success": "✓ ", "failure": "✗ "}.get(outcome, "")
         return (
             f'<figure class="{html.escape(outcome)}"><video muted loop autoplay playsinline'
             f' onclick="this.paused ? this.play() : this.pause()" src="{self.source(path)}"></video>'
             f"<figcaption>episode {html.escape(number.lstrip('0') or '0')}:"
-            f" <b>{mark}{html.escape(outcome)}</b></figcaption></figure>"
+            f" <b>{mark}{html.escape(outcome)}</b>{length}</figcaption></figure>"
         )
 
 

@@ -23,6 +23,7 @@ from embodrl.config.schema import LoggerConfig
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.fields import open_descriptor, read_regular_file
 from embodrl.reporting.metrics_file import METRICS_FILE, parse_row, restore_metrics
+from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, output_error
 from embodrl.storage.json_file import write_text_file
 
 if TYPE_CHECKING:
@@ -266,9 +267,7 @@ class MetricsLogger:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise OutputError(
-                f"{self.path} can't be written: {error}", "free disk space, then `embodrl resume` the run"
-            ) from error
+            raise output_error(f"{self.path} can't be written", self.path, error, ELSEWHERE_OF_RUNS) from error
         self.content += line
         for name in list(self._trackers):
             self._guard(name, lambda tracker: tracker.log(row, int(metrics["iteration"] or 0)))

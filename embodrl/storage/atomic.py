@@ -21,6 +21,7 @@ from embodrl.errors import OutputError
 _BLOCK = 16 * 2**20
 FILE_SIZE_HINT = "the file is larger than the shell allows: raise the limit (ulimit -f unlimited)"
 ELSEWHERE = "choose a writable directory on another disk"
+ELSEWHERE_OF_RUNS = "move the run to another disk; then `embodrl resume` it"
 
 
 @contextlib.contextmanager
@@ -177,7 +178,7 @@ def output_errors(message: str, path: Path, elsewhere: str = ELSEWHERE) -> Itera
 
 
 def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSEWHERE) -> OutputError:
-    """Return the error of output that can't be written, with the free space and a hint that fits the cause.
+    """Return the error of output that can't be written, with a hint that fits the cause, and the space if that lacks.
 
     Args:
         message: what can't be written.
@@ -194,14 +195,16 @@ def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSE
         errno.EIO: "the disk reports faults: ",
         errno.ENOENT: "the file system takes no new files there: ",
         errno.ENOTDIR: "a part of the path is a file: ",
+        errno.EEXIST: "a part of the path is a file: ",
         errno.EFBIG: f"{FILE_SIZE_HINT}, or ",
     }
-    # The free space can only be asked of a path that exists.
-    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
-    free = format_size(shutil.disk_usage(existing).free)
     hint = causes.get(error.errno or 0, "") + elsewhere
-    has_space = error.errno in (errno.ENOENT, errno.ENOTDIR)  # or none was asked for
-    return OutputError(f"{message}: {error.strerror or error}" + f" ({free} free)" * (not has_space), hint)
+    message = f"{message}: {error.strerror or error}"
+    if error.errno in (None, errno.ENOSPC, errno.EDQUOT):  # None: a writer that does not say why it failed
+        # The free space can only be asked of a path that exists.
+        existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+        message = f"{message} ({format_size(shutil.disk_usage(existing).free)} free)"
+    return OutputError(message, hint)
 
 
 def format_size(num_bytes: int) -> str:

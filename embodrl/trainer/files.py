@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import shlex
 import shutil
@@ -32,7 +31,7 @@ from embodrl.pipelines.select import algorithm_name
 from embodrl.reporting.intervals import interval_text
 from embodrl.reporting.metrics_file import MAX_BYTES as MAX_METRICS_BYTES
 from embodrl.reporting.rows import other_rates
-from embodrl.storage.atomic import FILE_SIZE_HINT, atomic_directory
+from embodrl.storage.atomic import ELSEWHERE_OF_RUNS, atomic_directory, output_error
 from embodrl.storage.checkpoint import CHECKPOINTS_DIR, Checkpoint, CheckpointManager, preflight
 from embodrl.storage.integrity import check_checksums, write_checksums
 from embodrl.storage.json_file import write_json_file
@@ -166,7 +165,9 @@ def check_disk_space(
     preflight(run_dir, max(total - written, state_num_bytes, exported))
 
 
-def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: Any) -> None:
+def export_policy(
+    policy: VLAPolicy, directory: Path, config: Config, *, elsewhere: str = ELSEWHERE_OF_RUNS, **facts: Any
+) -> None:
     """Write the policy in its public layout, what it was trained for (``embodrl.json``) and checksums, atomically.
 
     Adapters are merged. Those over weights in half precision are also written separately (``adapters``): merged, even
@@ -176,6 +177,7 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
         policy: with the weights to write.
         directory: new, or with an older policy.
         config: it was trained with.
+        elsewhere: how to choose another place, for the hint of the error.
         facts: further entries of embodrl.json, e.g. ``iteration``.
 
     Raises:
@@ -197,11 +199,10 @@ def export_policy(policy: VLAPolicy, directory: Path, config: Config, **facts: A
             apart = [path.relative_to(staging).as_posix() for path in (staging / ADAPTERS_DIR).rglob("*")]
             write_checksums(staging, added=[CARD_FILE, *apart])
     except OutputError as error:
-        number = error.__cause__.errno if isinstance(error.__cause__, OSError) else None
-        if number not in (errno.EFBIG, errno.ENOSPC, errno.EDQUOT):
+        if not isinstance(error.__cause__, OSError):
             raise
-        cure = FILE_SIZE_HINT if number == errno.EFBIG else "free disk space"
-        raise OutputError(error.message, f"{cure}, then `embodrl resume` the run", code=error.code) from error
+        # The family's own files have been named, in a directory that is gone.
+        raise output_error(f"{directory} can't be written", directory, error.__cause__, elsewhere) from error
 
 
 def base_of(config: Config) -> str | None:

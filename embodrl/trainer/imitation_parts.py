@@ -10,7 +10,7 @@ from embodrl.config.schema import Config
 from embodrl.errors import OutputError
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.learners.imitation import VAL_LOSS, HeldOut, ImitationHooks, engine_config
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import IMITATION, VLAPolicy, require
 from embodrl.reporting.metrics_file import Row
 from embodrl.reporting.progress import Progress
 from embodrl.reporting.rows import is_number, other_rates
@@ -46,9 +46,11 @@ def start_imitation(
 
     Raises:
         OutputError: the disk has too little space.
-        EmbodrlError: the policy lacks the decoding of evaluations, or a training process could not be started.
+        EmbodrlError: the policy does not offer imitation, or lacks the decoding of evaluations, or a training process
+            could not be started.
     """
     config = session.config
+    require(policy, IMITATION)
     check_policy_decoding(config, policy, config.env.eval.decoding)
     engine = session.engine = start_engine(session, engine_config(built_from, policy.device), policy, closing)
     is_evaluated = config.sft.eval_interval > 0

@@ -28,7 +28,7 @@ from embodrl.learners.dagger import DaggerLearner
 from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import IMITATION, VLAPolicy, require
 from embodrl.names import import_object
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
@@ -131,6 +131,22 @@ def _build_parts(session: RunSession, device: torch.device, stopped: Callable[[]
     return parts
 
 
+def make_policy(session: RunSession, device: torch.device) -> VLAPolicy:
+    """Return the policy of a run that learns from reward.
+
+    Raises:
+        EmbodrlError: its algorithm imitates, which the policy does not offer; see also ``build_policy``.
+    """
+    algorithm = session.config.algorithm
+    loss = LOSSES.entry(algorithm.loss_type)
+    policy = build_policy(session.weights_from, device)
+    if algorithm.bc_coef:
+        require(policy, IMITATION, "algorithm.bc_coef")
+    if loss.imitates or loss.offline:
+        require(policy, IMITATION, f"algorithm.loss_type={algorithm.loss_type}")
+    return policy
+
+
 def _build_local(
     session: RunSession,
     device: torch.device,
@@ -145,7 +161,7 @@ def _build_local(
     pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
     closing.callback(pool.close)
     pool.start_async()  # while the policy is built
-    policy = build_policy(session.weights_from, device)
+    policy = make_policy(session, device)
     # The driver's policy may be offloaded between rollouts where other processes train.
     apart = config.rollout.enable_offload and deployment.trains_in_processes
     memory = policy_memory(policy) if apart else None
@@ -178,7 +194,7 @@ def _build_remote(
     deployment = session.deployment
     log_dir = session.directory / "logs"
     channels = rollout_channels(launcher, len(deployment.of("rollout")))
-    policy = build_policy(session.weights_from, device)
+    policy = make_policy(session, device)
     pipes = channels_of(channels, "weights")
     sends = sends_weights(config, deployment)
     engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, pipes if sends else None)

@@ -32,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 class SmallVLA(VLAPolicy):
-    """21 bins of [-1, 1] for each of the C actions' A dimensions, all drawn at once; see VLAPolicy for the methods."""
+    """21 bins of [-1, 1] for each of the C actions' A dimensions, all drawn at once."""
 
     def __init__(self, config: SmallVlaConfig) -> None:
         super().__init__()
@@ -68,10 +68,6 @@ class SmallVLA(VLAPolicy):
         values = self.value_head(hidden) if compute_values else None
         return PolicyOutput(actions, sampler.action_log_probs(logits, bins, sampling), values, {**inputs, "bins": bins})
 
-    @torch.no_grad()
-    def predict_values(self, observation: Observation) -> Tensor:
-        return self.value_head(self._forward(self.preprocess(observation))[1])
-
     def evaluate_actions(
         self, forward_inputs: Tensors, sampling: SamplingParams, compute_entropy=True, compute_values=True
     ) -> EvalOutput:
@@ -79,6 +75,8 @@ class SmallVLA(VLAPolicy):
         entropy = sampler.action_entropy(logits, bins, sampling) if compute_entropy else None
         values = self.value_head(hidden) if compute_values else None
         return EvalOutput(sampler.action_log_probs(logits, bins, sampling), entropy, values)
+
+    # -- imitation, which RL can do without ----------------------------------------------------------------------------
 
     def sft_inputs(self, observation: Observation, actions: Tensor) -> Tensors:
         bins = ((actions.clamp(-1.0, 1.0) + 1.0) / 2.0 * (BINS - 1)).round().long()
@@ -91,24 +89,6 @@ class SmallVLA(VLAPolicy):
         hit = (logits.argmax(dim=-1) == bins).float()
         total = weight.sum().clamp(min=1.0)
         return (loss * weight).sum() / total, {"accuracy": (hit * weight).sum() / total}
-
-    def parts(self) -> dict[str, nn.Module]:
-        language = nn.ModuleList([self.words, self.body, self.head])
-        return {"vision": self.vision, "language": language, "value_head": self.value_head}
-
-    def head_parameters(self) -> list[nn.Parameter]:
-        return list(self.head.parameters())
-
-    def unused_parameters(self) -> list[nn.Parameter]:
-        return []
-
-    def enable_gradient_checkpointing(self) -> None:
-        """Nothing here is worth computing twice."""
-
-    def save_pretrained(self, directory: Path) -> None:
-        with checkpoint.atomic_directory(directory) as staging:
-            checkpoint.save_weights(self.state_dict(), staging)
-            checkpoint.write_json(staging / "config.json", {"model_type": "small_vla"})
 
 
 def build(config: SmallVlaConfig, *, device, dtype, seed: int) -> tuple[SmallVLA, LoadReport]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -35,9 +34,6 @@ class ToyPolicy(VLAPolicy):
     def _hidden(self, features: Tensor) -> Tensor:
         return self.norm(torch.tanh(self.body(features)))
 
-    def predict_values(self, observation: Observation) -> Tensor:
-        raise NotImplementedError
-
     def evaluate_actions(
         self,
         forward_inputs: dict[str, Tensor],
@@ -57,12 +53,6 @@ class ToyPolicy(VLAPolicy):
 
     def head_parameters(self) -> list[nn.Parameter]:
         return list(self.head.parameters())
-
-    def unused_parameters(self) -> list[nn.Parameter]:
-        return []
-
-    def enable_gradient_checkpointing(self) -> None:
-        raise NotImplementedError
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -85,9 +75,6 @@ class ToyPolicy(VLAPolicy):
         weight = batch["action_mask"][..., None].expand_as(logprobs).float()
         nll = -(logprobs * weight).sum() / weight.sum().clamp(min=1.0)
         return nll, {"nll": nll.detach()}
-
-    def save_pretrained(self, directory: Path) -> None:
-        raise NotImplementedError
 
 
 def toy_rollout(

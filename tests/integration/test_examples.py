@@ -11,6 +11,7 @@ from runs import TINY_POLICY, Outcome, embodrl, metrics
 from safetensors.numpy import load_file
 
 from embodrl.config.compose import concerning
+from embodrl.models.base import OPTIONAL
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -187,8 +188,24 @@ def test_the_new_model_keeps_its_promises() -> None:
     assert outcome.code == 0 and outcome.stdout.count("ok ") == 7, outcome.stdout + outcome.stderr
 
 
+def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(tmp_path: Path) -> None:
+    own = ["extensions=[rl_only]", "env=toy", "model.model_type=rl_only", "model.warm_start=null"]
+    checked = embodrl("model", "check", *own, "env.cameras=[{height: 16, width: 16}]")
+    assert checked.code == 0 and "FAILED" not in checked.stdout, checked.stdout + checked.stderr
+    lacks = [line.split(":")[0].removeprefix("-").strip() for line in checked.stdout.splitlines() if line[0] == "-"]
+    assert lacks == list(OPTIONAL) and "sft_inputs and sft_loss" in checked.stdout
+    warm_up = "actor.optim.critic_warmup_iterations=0"
+    outcome = embodrl("train", *own, *concerning(SIZES, "train"), warm_up, f"runner.output_dir={tmp_path / 'run'}")
+    assert outcome.code == 0, outcome.stderr
+    assert [row["iteration"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
+    policy = tmp_path / "run" / "policy"
+    settings = ["extensions=[rl_only]", "env=toy", "model.model_type=rl_only", f"model.warm_start={policy}"]
+    again = embodrl("eval", *settings, *concerning(SIZES, "eval"), "--output", tmp_path / "eval")
+    assert again.code == 0 and (tmp_path / "eval" / "eval.json").is_file(), again.stderr
+
+
 def test_the_new_model_is_short() -> None:
-    assert len((EXAMPLES / "new_model" / "small_vla.py").read_text().splitlines()) < 130
+    assert len((EXAMPLES / "new_model" / "small_vla.py").read_text().splitlines()) < 110
 
 
 def test_a_misspelt_model_of_an_extension_is_reported_with_the_nearest() -> None:

@@ -244,7 +244,7 @@ def test_a_policy_without_a_method_is_named() -> None:
         SupportedModel.register(name, lambda config, policy=policy, **_: (policy(), LoadReport("")))
         with raises_code("policy-incomplete") as caught:
             build_policy(ModelConfig(model_type=name), device="cpu", dtype=torch.float32, seed=0)
-        assert "parts" in caught.value.message
+        assert "evaluate_actions" in caught.value.message + caught.value.hint
 
 
 def test_a_module_of_gymnasium_that_is_missing_is_named() -> None:

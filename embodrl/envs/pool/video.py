@@ -13,8 +13,16 @@ from embodrl.storage.atomic import atomic_file
 logger = logging.getLogger("embodrl.envs")
 
 
+LABELLED_PX = 96
+"""Frames of at least this height say which step they are; in smaller ones the text would hide what happens."""
+SUCCESS = (47, 143, 78)
+BEHIND = (24, 24, 24)
+
+
 class VideoWriter:
-    """Collects frames of the recorded rows; a finished video is named after its outcome.
+    """Collects frames of the recorded rows, a step each; a finished video is named after its outcome.
+
+    Frames show the number of their step, and success from the step on that reached it.
 
     A video that can't be written is dropped with a warning: the episodes are worth more.
 
@@ -36,10 +44,10 @@ class VideoWriter:
         """Return the recorded rows among those of ``mask bool[B]``."""
         return [row for row in self._frames if mask[row]]
 
-    def add(self, row: int, frame: NDArray[np.uint8]) -> None:
-        """Add a frame ``uint8[H,W,3]``."""
+    def add(self, row: int, frame: NDArray[np.uint8], success: bool = False) -> None:
+        """Add the frame ``uint8[H,W,3]`` that a step has led to; ``success``: the episode has succeeded by then."""
         try:
-            self._frames[row].append(frame.copy())
+            self._frames[row].append(_labelled(frame, len(self._frames[row]) + 1, success))
         except Exception as error:  # noqa: BLE001  (any simulator's frame; the episode continues without its video)
             self._frames.pop(row)
             _warn(self._paths.pop(row), error)
@@ -61,6 +69,22 @@ class VideoWriter:
             logger.info("dropped %d unfinished videos", len(self._frames))
         self._frames = {}
         self._paths = {}
+
+
+def _labelled(frame: NDArray[np.uint8], step: int, success: bool) -> NDArray[np.uint8]:
+    """Return a copy of a frame with the number of its step in the lower left corner, where that is large enough."""
+    if len(frame) < LABELLED_PX:
+        return frame.copy()
+    from PIL import Image, ImageDraw  # imageio needs it, too
+
+    picture = Image.fromarray(frame)
+    draw = ImageDraw.Draw(picture)
+    text = f"step {step}{': success' * success}"
+    _, _, width, height = draw.textbbox((0, 0), text)
+    top = picture.height - height - 7
+    draw.rectangle((0, top, width + 8, picture.height), fill=SUCCESS if success else BEHIND)
+    draw.text((4, top + 3), text, fill=(255, 255, 255))
+    return np.array(picture)
 
 
 def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:

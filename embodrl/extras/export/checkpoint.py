@@ -15,6 +15,7 @@ from embodrl.data.statistics import STATISTICS_FILE
 from embodrl.errors import EmbodrlError, OutputError, UsageError
 from embodrl.models.common.lora import save_adapters
 from embodrl.runs.policies import STEP, PolicySource
+from embodrl.storage.atomic import ELSEWHERE
 from embodrl.storage.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from embodrl.trainer.files import base_of, export_policy
 from embodrl.trainer.settings import is_run, load_saved, not_a_run
@@ -67,7 +68,7 @@ def export_checkpoint(
             logger.warning(line)
         return checkpoint, config
     if adapters == "merged":
-        export_policy(policy, directory, config, iteration=checkpoint.step)
+        export_policy(policy, directory, config, elsewhere=ELSEWHERE, iteration=checkpoint.step)
         return checkpoint, config
     base = base_of(config)
     if base is None:

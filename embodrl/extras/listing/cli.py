@@ -27,6 +27,14 @@ class ListedKind(StrEnum):
     experiments = "experiments"
 
 
+def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Complete a group of presets after ``presets``."""
+    from embodrl.config.presets import groups
+
+    is_presets = ctx.params.get("kind") == ListedKind.presets
+    return [name for name in groups() if name.startswith(incomplete)] if is_presets else []
+
+
 def list_names(
     kind: Annotated[
         str | None,
@@ -40,9 +48,10 @@ def list_names(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[extensions=[MODULE,...]]",
-            help="modules that register models and environments",
+            metavar="[GROUP]... [extensions=[MODULE,...]]",
+            help="groups of presets alone (`list presets env`); modules that register models and environments",
             show_default=False,
+            autocompletion=complete_group,
         ),
     ] = None,
     config: ConfigFile = None,
@@ -56,6 +65,7 @@ def list_names(
     Examples:
       embodrl list
       embodrl list envs --json
+      embodrl list presets env
       embodrl list envs 'extensions=[my_package.my_env]'
       embodrl list models --config outputs/my-run
       embodrl list presets --presets ~/my_presets
@@ -63,13 +73,16 @@ def list_names(
 
     def action() -> None:
         first, rest = (None, [kind]) if kind and "=" in kind else (kind, [])
-        from embodrl.extras.listing.tables import OF_PRESETS, SECTIONS, as_text
+        from embodrl.extras.listing.tables import OF_PRESETS, SECTIONS, as_text, presets
 
-        own = load_extensions([*rest, *(settings or [])], config, trust)
         kinds = [ListedKind(choose(first, ListedKind, "kind"))] if first else list(ListedKind)
+        wanted, rest = split_groups(kinds, [*rest, *(settings or [])])
+        own = load_extensions(rest, config, trust)
         found = {
             one.value: OF_PRESETS[one.value](own) if one.value in OF_PRESETS else SECTIONS[one.value]() for one in kinds
         }
+        if wanted:
+            found = {ListedKind.presets.value: presets(own, wanted)}
         if json_output:
             print(
                 json.dumps({name: [entry.as_json() for entry in entries] for name, entries in found.items()}, indent=2)
@@ -78,6 +91,18 @@ def list_names(
             print("\n\n".join(f"{name}\n{as_text(entries)}" for name, entries in found.items()))
 
     execute(action, debug)
+
+
+def split_groups(kinds: list[ListedKind], words: list[str]) -> tuple[list[str], list[str]]:
+    """Return the groups of presets that are named after ``presets``, and the other words.
+
+    Raises:
+        UsageError: there is no such group.
+    """
+    from embodrl.config.presets import groups
+
+    named = [word for word in words if "=" not in word] if kinds == [ListedKind.presets] else []
+    return [choose(word, groups(), "group of presets") for word in named], [word for word in words if word not in named]
 
 
 def load_extensions(settings: list[str], config_file: Path | None = None, trust: bool = False) -> tuple[Path, ...]:

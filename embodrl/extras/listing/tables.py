@@ -150,10 +150,15 @@ def _assignments(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={value}" for key, value in settings.items())
 
 
-def presets(own: Sequence[Path] = ()) -> list[ListedName]:
-    """Return the presets of every group with the first line of their comment; of those in ``own`` also the file."""
+def presets(own: Sequence[Path] = (), groups: Sequence[str] = ()) -> list[ListedName]:
+    """Return presets with the first line of their comment; of those in ``own`` also the file.
+
+    Args:
+        own: directories of the user's.
+        groups: those that are wanted; empty for all.
+    """
     found: list[ListedName] = []
-    for group in preset_files.groups():
+    for group in groups or preset_files.groups():
         for name in preset_files.presets(group, own):
             path = preset_files.preset_file(group, name, own)
             facts = [] if preset_files.is_shipped(path) else [("file", str(path))]

@@ -91,7 +91,8 @@ def check(
 
     Rollout and training compute the same log-probs, rows are independent, the generator decides, gradients reach only
     what trains, files round-trip, and the imitation loss falls on one batch. Weights are stirred, so that nothing hides
-    behind layers that begin with zeros. Exits 1 if a promise is broken.
+    behind layers that begin with zeros. What a model need not offer, such as imitation, is named where it lacks. Exits
+    1 if a promise is broken.
 
     \b
     Examples:
@@ -114,7 +115,8 @@ def check(
             logging.basicConfig(level=logging.DEBUG)
 
         def show(result: CheckResult) -> None:
-            print(f"{'FAILED' if result.problems else 'ok':8}{result.name}: {result.promise}")
+            verdict = "FAILED" if result.problems else "ok" if result.offered else "-"
+            print(f"{verdict:8}{result.name}: {result.promise}")
             for problem in result.problems:
                 print(f"        {problem}")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from embodrl.hybrid_engines.training.precision import autocast
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import IMITATION, VLAPolicy, lacking
 from embodrl.types import Observation, PolicyOutput, SamplingParams
 
 SFT_STEPS = 10
@@ -210,10 +210,12 @@ def half_precision_problems(subject: Subject) -> Iterator[str]:
     """Acting, RL and imitation work under bfloat16's autocast, in which training computes here."""
     policy = subject.policy
     with autocast("bf16", policy.device):
-        problems = [*shape_problems(subject), *gradient_problems(subject)]
+        yield from [*shape_problems(subject), *gradient_problems(subject)]
+    if lacking(policy, IMITATION):
+        return
+    with autocast("bf16", policy.device):
         loss, _ = policy.sft_loss(_demonstrations(subject))
     loss.backward()
-    yield from problems
     yield from stray_gradients(policy)
     policy.zero_grad(set_to_none=True)
 

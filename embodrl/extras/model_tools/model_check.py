@@ -14,7 +14,7 @@ from embodrl.config.schema import Config
 from embodrl.extras.model_tools.contract import CHECKS, HALF_PRECISION, Subject, stir
 from embodrl.hybrid_engines.training.precision import resolve_precision
 from embodrl.models import registry
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import OPTIONAL, VLAPolicy, lacking
 from embodrl.types import Observation, SamplingParams
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, param_dtype
@@ -27,11 +27,19 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What a check found: its docstring in ``promise``, and nothing in ``problems`` where that is kept."""
+    """What a check found.
+
+    Attributes:
+        name: of the check, or of something optional that the model does not offer.
+        promise: the docstring of the check, or what is missing.
+        problems: none where the promise is kept.
+        offered: the model has what is checked.
+    """
 
     name: str
     promise: str
-    problems: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    offered: bool = True
 
 
 def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> list[CheckResult]:
@@ -39,7 +47,7 @@ def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> li
 
     Args:
         loaded: the run.
-        show: called with each result as it comes.
+        show: called with each result as it comes; at last come those of what the model does not offer.
 
     Raises:
         EmbodrlError: the model can't be built, or the simulator can't run.
@@ -61,7 +69,11 @@ def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> li
     subject = Subject(policy, observation, params, load, tolerance, config.sft.lr)
     results: list[CheckResult] = []
     is_half = resolve_precision(config.actor.precision, device) == "bf16"
+    absent = [_not_offered(feature, missing) for feature in OPTIONAL if (missing := lacking(policy, feature))]
+    skipped = {result.name for result in absent}
     for name, check in ((HALF_PRECISION if is_half else {}) | CHECKS).items():
+        if name in skipped:
+            continue
         promise = (check.__doc__ or "").strip().replace("``", "")
         try:
             problems = tuple(check(subject))
@@ -70,7 +82,13 @@ def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> li
             problems = (f"{type(error).__name__}: {error}",)
         results.append(CheckResult(name, promise, problems))
         show(results[-1])
-    return results
+    for result in absent:
+        show(result)
+    return results + absent
+
+
+def _not_offered(feature: str, methods: list[str]) -> CheckResult:
+    return CheckResult(feature, f"not offered: define {' and '.join(methods)} where it is needed.", offered=False)
 
 
 def observe(config: Config) -> Observation:

@@ -16,9 +16,8 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.observation_net import ObservationSpec
-from embodrl.trainer.parts import also_lost, start_engine
+from embodrl.trainer.parts import also_lost, make_policy, start_engine
 from embodrl.trainer.session import RunSession
-from embodrl.workers.policy import build_policy
 from embodrl.workers.reward import RewardWorker
 
 
@@ -26,7 +25,7 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
     config = session.config
     deployment = session.deployment
-    policy = build_policy(session.weights_from, device)
+    policy = make_policy(session, device)
     data, seen = load_offline(config, policy)
     engine = start_engine(session, session.weights_from, policy, closing)
     acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))

@@ -276,10 +276,6 @@ class FastPolicy(PublicLayout):
         """Return the output layer, which as a rule is the embedding as well."""
         return list(self.model.output_layer.parameters())
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        """Return none."""
-        return []
-
     def enable_gradient_checkpointing(self) -> None:
         self.model.paligemma.vision_tower.enable_gradient_checkpointing()
         self.model.language.gradient_checkpointing = True

@@ -45,7 +45,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import (
     unpacked,
 )
 from embodrl.models.base import VLAPolicy
-from embodrl.storage.atomic import atomic_directory, write_file
+from embodrl.storage.atomic import atomic_directory, output_errors, write_file
 from embodrl.storage.files import safetensors_bytes
 from embodrl.storage.json_file import write_json_file
 
@@ -56,6 +56,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
 _NAME = re.compile(r"v([0-9]{6,18})")
+_ELSEWHERE = "sync through another directory"
 _POLL_S = 0.05
 
 
@@ -110,18 +111,18 @@ class DiskSender(WeightSender):
     def _send(self, header: Header, stream: Iterator[Named], check: Check) -> None:
         final = version_path(self.directory, header.version)
         try:
-            for left in self.directory.glob(".v*.partial"):  # by a sender that was killed
-                shutil.rmtree(left)
-            # A directory of this version that was never marked STABLE is replaced.
-            with atomic_directory(final) as staging:
-                sha256 = self._write(header, stream, staging)
-            # After the rename: to readers a version exists by this mark alone.
-            write_json_file(final / STABLE, {"version": header.version, "manifest_sha256": sha256})
-        except (OSError, OutputError) as error:
-            problem = error.message if isinstance(error, OutputError) else error.strerror
+            with output_errors(f"{final} can't be written", final, _ELSEWHERE):
+                for left in self.directory.glob(".v*.partial"):  # by a sender that was killed
+                    shutil.rmtree(left)
+                # A directory of this version that was never marked STABLE is replaced.
+                with atomic_directory(final, _ELSEWHERE) as staging:
+                    sha256 = self._write(header, stream, staging)
+                # After the rename: to readers a version exists by this mark alone.
+                write_json_file(final / STABLE, {"version": header.version, "manifest_sha256": sha256})
+        except OutputError as error:
             raise WeightSyncError(
-                f"weights of version {header.version} could not be written to {self.directory}: {problem}",
-                "free disk space, or sync through another directory; readers keep the previous version",
+                f"weights of version {header.version} are not sent: {error.message}",
+                f"{error.hint}; readers keep the previous version",
             ) from error
         self._prune()
 

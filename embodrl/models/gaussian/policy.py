@@ -195,9 +195,6 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def head_parameters(self) -> list[nn.Parameter]:
         return list(self.model.policy[-1].parameters())
 
-    def unused_parameters(self) -> list[nn.Parameter]:
-        return []
-
     def enable_gradient_checkpointing(self) -> None:
         """There is nothing worth computing again: the activations are small."""
 

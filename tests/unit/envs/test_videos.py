@@ -15,7 +15,7 @@ import pytest
 from expect import raises_code
 
 from embodrl.config import LoadedConfig, load_config
-from embodrl.data.video_file import frame_rate
+from embodrl.data.video_file import frame_rate, read_video
 from embodrl.envs.pool.video import VideoWriter
 from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import EpisodeRules
@@ -95,6 +95,41 @@ def test_videos_and_data_sets_have_the_rate_of_control(tmp_path: Path, video_fps
     env.start_video(0, str(tmp_path / "episode_000"))
     env.chunk_step(np.zeros((1, 4, 1), np.float32), np.ones(1, np.bool_))
     assert frame_rate(tmp_path / "episode_000_failure.mp4") == fps
+
+
+class Solving(Fast):
+    """Solved by the second action for a while, on large black pictures."""
+
+    num_steps = 0
+
+    def step(self, action: np.ndarray) -> SimStep:
+        self.num_steps += 1
+        return SimStep(0.0, self.num_steps == 2)
+
+    def images(self) -> np.ndarray:
+        return np.zeros((1, 128, 128, 3), np.uint8)
+
+
+class SolvingEnv(SimulatorVectorEnv):
+    def make_simulator(self, task: str) -> Simulator:
+        return Replayed(Solving())
+
+
+def test_frames_say_which_step_they_are_and_when_success_came(tmp_path: Path) -> None:
+    pytest.importorskip("imageio_ffmpeg")
+    camera = {"name": "top", "height": 128, "width": 128}
+    env = SolvingEnv(1, ["task"], [camera], EpisodeRules(max_episode_steps=4, ignore_terminations=True), max_chunk=4)
+    env.reset(np.zeros(1, np.int64), np.zeros(1, np.int32), np.arange(1))
+    env.start_video(0, str(tmp_path / "a"))
+    env.chunk_step(np.zeros((1, 4, 1), np.float32), np.ones(1, np.bool_))
+    frames = np.stack(list(read_video(tmp_path / "a_success.mp4"))).astype(int)
+    assert len(frames) == 4  # one a step, at the rate of control
+    label = frames[:, -14:, :40]
+    assert [bool((picture > 180).any()) for picture in label] == [True] * 4
+    green = label[..., 1] - label[..., 0] > 60
+    assert [bool(picture.mean() > 0.3) for picture in green] == [False, True, True, True]
+    assert not np.array_equal(label[2], label[3]) and frames[:, :100].max() < 10
+    assert not (FastEnv(1, ["task"], [camera], EpisodeRules()).film(0) > 0).any()  # what policies see has none
 
 
 def test_a_full_disk_leaves_no_half_video(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -176,5 +176,6 @@ def test_versions_after_the_checkpoint_that_a_run_continues_from_go(tmp_path):
 
 def test_a_directory_that_can_not_be_written_is_reported(tmp_path):
     (tmp_path / "weights").write_text("a file")
-    with raises_code("weight-sync", WeightSyncError, "0"):
+    with raises_code("weight-sync", WeightSyncError, "0") as caught:
         DiskSender(tmp_path / "weights").send(weights(0), 0)
+    assert "is a file" in caught.value.hint and "disk space" not in caught.value.hint

@@ -394,7 +394,7 @@ def test_the_stochastic_step_has_the_mean_and_variance_of_the_formula(family: st
 @pytest.mark.parametrize("family", POLICIES)
 def test_the_interface_is_that_of_every_policy(family: str) -> None:
     for name, method in inspect.getmembers(VLAPolicy, inspect.isfunction):
-        if name.startswith("_") or name not in VLAPolicy.__abstractmethods__:
+        if name.startswith("_") or name in vars(torch.nn.Module):
             continue
         wanted = inspect.signature(method).parameters
         found = inspect.signature(getattr(type(build(family)), name)).parameters

@@ -16,7 +16,7 @@ from embodrl.envs.provenance import describe_simulator
 from embodrl.errors import MissingDependencyError, OutputError
 from embodrl.preflight import simulators
 from embodrl.reporting.eval_grid import BORDER_PX, CAPTION_PX, FAILURE, RUNNING, SUCCESS, Tile, arrange, write_grid
-from embodrl.reporting.eval_report import BAR_PX, bars
+from embodrl.reporting.eval_report import bars
 from embodrl.reporting.intervals import wilson_interval
 from embodrl.runs import eval_output
 from embodrl.runs.eval_output import EvalDirectory, weights_hash
@@ -103,9 +103,11 @@ def test_the_bars_are_as_long_as_the_rates() -> None:
         ("b" * 60, {"success_rate": 1.0, "interval": (0.5, 1)}),
     ]
     root = ET.fromstring(bars(rows))
-    assert [float(rect.get("width")) for rect in root.iter("rect")] == [BAR_PX / 4, BAR_PX]
-    whisker = next(root.iter("path")).get("d")
-    assert whisker.startswith(f"M{5 + 0.1 * BAR_PX:.1f} 29H{5 + 0.5 * BAR_PX:.1f}")
+    assert [rect.get("width") for rect in root.iter("rect")] == ["25.00%", "100.00%"]
+    whisker = next(line for group in root.iter("g") for line in group)
+    assert (whisker.get("x1"), whisker.get("x2"), whisker.get("y1")) == ("10.00%", "50.00%", "29")
+    # As wide as the page, with letters of the page's size: no scaled drawing, nor one that is narrower.
+    assert root.get("viewBox") is None and "max-width" not in (root.get("style") or "")
     assert "25.0 % (10 to 50)" in [text.text for text in root.iter("text")]
     heights = [float(text.get("y") or 0) for text in root.iter("text")]
     lines = [(float(line.get("y1") or 0), float(line.get("y2") or 0)) for line in root.iter("line")]
@@ -194,6 +196,7 @@ def test_the_page_shows_the_videos(tmp_path: Path) -> None:
     assert not any(line.startswith("videos:") for line in output.write(result()))
     page = (tmp_path / "out" / "eval.html").read_text()
     assert page.count("data:video/mp4;base64,") == 3 and 'href="videos/episode_001_failure.mp4"' in page
+    assert "<b>✓ success</b>, 5 steps" in page and "<b>✗ failure</b>, 5 steps" in page
     assert page.index("Failures on video") < page.index("Successes on video")
     assert (tmp_path / "out" / "grid.mp4").stat().st_size > 0
     (output.video_dir / "episode_001_failure.mp4").rename(output.video_dir / ".episode_001_failure.partial.mp4")

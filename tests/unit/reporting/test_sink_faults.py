@@ -2,11 +2,13 @@
 
 import errno
 import json
+import os
 import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from expect import raises_code
@@ -79,6 +81,17 @@ def test_a_report_that_finds_the_disk_full_leaves_the_one_before(
     assert "free disk space" in caught.value.hint
     assert (tmp_path / "report.html").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "report.html"]
+
+
+@pytest.mark.parametrize(("number", "is_full"), [(errno.ENOSPC, True), (errno.EIO, False)])
+def test_metrics_that_can_not_be_written_say_why(number: int, is_full: bool, tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, LoggerConfig(tensorboard=False)) as metrics:
+        failing = Mock(wraps=metrics._file)
+        failing.flush.side_effect = OSError(number, os.strerror(number))
+        metrics._file = failing
+        with raises_code("output", OutputError, os.strerror(number)) as caught:
+            metrics.log({"iteration": 1})
+    assert ("disk space" in caught.value.hint) == is_full and "embodrl resume" in caught.value.hint
 
 
 @pytest.mark.parametrize("resume_iteration", [None, 2])

@@ -150,6 +150,17 @@ def test_an_export_that_is_larger_than_the_shell_allows_says_so(tmp_path: Path) 
     assert "ulimit -f" in info.value.hint and "disk space" not in info.value.hint
 
 
+@pytest.mark.parametrize(("number", "is_full"), [(errno.ENOSPC, True), (errno.ENOENT, False), (errno.EACCES, False)])
+def test_an_export_that_fails_is_not_always_a_full_disk(number: int, is_full: bool, tmp_path: Path) -> None:
+    policy = Mock()
+    policy.save_pretrained.side_effect = OSError(number, os.strerror(number))
+    for settings, resumes in (({}, True), ({"elsewhere": "choose another"}, False)):
+        with raises_code("output", OutputError, os.strerror(number)) as info:
+            run_files.export_policy(policy, tmp_path / "policy", Mock(), **settings)
+        assert ("disk space" in info.value.hint) == is_full == ("free)" in info.value.message)
+        assert ("embodrl resume" in info.value.hint) == resumes
+
+
 def test_a_refused_start_leaves_no_directory(tmp_path: Path) -> None:
     from embodrl.trainer.session import run_directory_of
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from embodrl.cli.main import app
+from embodrl.config.presets import presets
 from embodrl.extras.listing.tables import as_text, envs, models
 from embodrl.specs import ENVS, MODELS
 
@@ -81,6 +82,20 @@ def test_a_list_as_json_has_what_the_text_has(tmp_path: Path) -> None:
     assert list(listed) == list(ENVS)
     tasks = [f"{task}: {text}" for task, text in ENVS.entry("toy").instructions().items()]
     assert listed["toy"]["description"] == ENVS.entry("toy").description and listed["toy"]["task"] == tasks
+
+
+@pytest.mark.parametrize("groups", [["env"], ["model", "algorithm"]])
+def test_presets_are_listed_by_group(groups: list[str]) -> None:
+    outcome = CliRunner().invoke(app, ["list", "presets", *groups, "extensions=[]"])
+    assert outcome.exit_code == 0, outcome.output
+    listed = [line.split()[0] for line in outcome.stdout.splitlines()[1:] if not line.startswith("   ")]
+    assert listed == [f"{group}={name}" for group in groups for name in presets(group)]
+
+
+def test_a_group_that_is_none_is_refused() -> None:
+    outcome = CliRunner().invoke(app, ["list", "presets", "envs"])
+    assert outcome.exit_code == 2 and "unknown group of presets 'envs'" in outcome.output
+    assert "argument-form" in CliRunner().invoke(app, ["list", "models", "env"]).output
 
 
 def test_listing_imports_neither_torch_nor_a_simulator() -> None:

@@ -13,7 +13,7 @@ from tiny_families import build, observation, tiny_config
 from torch import nn
 
 from embodrl.extras.model_tools.contract import CHECKS, HALF_PRECISION, Subject, stir
-from embodrl.models.base import VLAPolicy
+from embodrl.models.base import IMITATION, OPTIONAL, VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.types import SamplingParams
 
@@ -90,6 +90,13 @@ def test_a_broken_promise_is_found(name: str, breaks: Callable[[VLAPolicy], None
 
 def test_every_check_has_been_seen_to_fail() -> None:
     assert {name for name, _, _ in BROKEN} == set(CHECKS)
+
+
+def test_a_policy_without_imitation_keeps_its_promises_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OPTIONAL[IMITATION]:
+        monkeypatch.setattr(type(subject().policy), name, getattr(VLAPolicy, name))
+    (check,) = HALF_PRECISION.values()
+    assert list(check(subject())) == []
 
 
 def test_what_does_not_work_in_the_precision_of_training_is_found() -> None:
