@@ -25,7 +25,7 @@ train: setup ## train OpenVLA on ManiSkill PushCube
 # subprocesses). All tests of a file run in one process; the many small unit tests run last. Bytecode is kept, since
 # every worker and every process that the tests start would compile the same files.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-# A worker that dies ends the tests: what pytest-xdist starts in its place may wait for ever.
+# A worker that dies ends the tests: what pytest-xdist starts in its place may hang.
 SPREAD := -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup ## run the tests, but for the long ones (8 to 12 minutes on two cores)
 	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)

@@ -22,8 +22,9 @@ from embodrl.errors import EmbodrlError
 KEY_FRAME_INTERVAL = 10
 CODEC = "h264"
 CONTAINERS = "mov,matroska,avi"
-"""ffmpeg's names of the formats that are read: mp4 and its kin, mkv and webm, avi. Each has its pictures in itself; a
-playlist (ffconcat, HLS, ...), which ffmpeg knows by its content whatever the file is called, opens other files."""
+"""ffmpeg's names of the formats that are read: mp4 and its variants, mkv and webm, avi. Each has its pictures in
+itself; a playlist (ffconcat, HLS, ...), which ffmpeg knows by its content whatever the file is called, opens other
+files."""
 READING = ("-nostdin", "-protocol_whitelist", "file", "-format_whitelist", CONTAINERS)
 """Of a reading ffmpeg, which is given the video of a stranger: it opens that file and no other. Without -nostdin it
 prints that q stops it, now and then within the lines that the size is read from."""
@@ -115,7 +116,7 @@ class VideoEncoder:
 
 
 def _source(path: Path) -> str:
-    """Return how ffmpeg is told a file: a name with a colon would be a protocol."""
+    """Return a file as an argument of ffmpeg: a name with a colon would be a protocol."""
     return f"file:{path}"
 
 
