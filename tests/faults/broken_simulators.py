@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from garbage import GARBAGE, answer_twice
 
+from embodrl.names import import_object
 from embodrl.specs import ENVS
 
 
@@ -86,10 +87,10 @@ def break_next(env, fault):
 
 
 def make(env_type, slow_start, **kwargs):
-    """Return the environment, once the file ``slow_start`` does not exist."""
+    """Return the environment, a registered name or module:Class, once the file ``slow_start`` does not exist."""
     while Path(slow_start).exists():
         time.sleep(0.01)
-    env = ENVS.get(env_type)(**kwargs)
+    env = (import_object(env_type) if ":" in env_type else ENVS.get(env_type))(**kwargs)
     env.REQUESTS = (*env.REQUESTS, "break_next")
     env.break_next = lambda fault: break_next(env, fault)
     return env

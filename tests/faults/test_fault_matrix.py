@@ -24,6 +24,7 @@ from expect import raises_code
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvRaised, EnvTimeout, EnvWorkerDied
+from embodrl.specs import ENVS
 from embodrl.types import EnvStep
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,9 +97,11 @@ class Impatient:
 def make_pool(case: Case, folder: Path, environ: dict[str, str] | None = None) -> EnvPool:
     """Return two processes with two environments of one task each; ``folder/RANK`` keeps one from coming up."""
     kwargs = {**case.kwargs, "tasks": case.kwargs["tasks"][:1], "max_episode_steps": LIMIT, "include_state": True}
+    # An interpreter of its own does not know what this one has registered, so embodrl sends the target.
+    target = ENVS.entry(case.env_type).target
     return EnvPool.create(
         "broken",
-        {**kwargs, "env_type": case.env_type, "max_chunk": CHUNK},
+        {**kwargs, "env_type": target if isinstance(target, str) else case.env_type, "max_chunk": CHUNK},
         shard_kwargs=[{"slow_start": str(folder / str(rank))} for rank in range(2)],
         total_num_envs=4,
         num_processes=2,
