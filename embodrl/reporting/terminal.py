@@ -72,6 +72,9 @@ class SafeStream(io.TextIOBase):
             raise io.UnsupportedOperation("fileno")
         return self._stream.fileno()
 
+    def close(self) -> None:
+        """Do nothing: the other stream belongs to others, and ``io`` closes, that is flushes, what is collected."""
+
     def _lose(self, error: Exception) -> None:
         stream = self._stream
         self._stream = None

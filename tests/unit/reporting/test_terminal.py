@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -86,6 +87,15 @@ def test_a_stream_is_dropped_at_its_first_failure(tmp_path: Path, caplog: pytest
     assert [record.getMessage() for record in caplog.records] == [
         "standard output is lost ([Errno 28] No space left on device); the run continues, with its log file"
     ]
+
+
+def test_a_stream_that_is_collected_leaves_the_other_alone(caplog: pytest.LogCaptureFixture) -> None:
+    closed = io.StringIO()
+    safe = SafeStream(closed, "standard output")
+    closed.close()
+    del safe
+    gc.collect()
+    assert not caplog.records
 
 
 def test_what_can_not_be_encoded_is_replaced() -> None:
