@@ -89,8 +89,8 @@ def test_a_stream_is_dropped_at_its_first_failure(tmp_path: Path, caplog: pytest
     ]
 
 
-def test_a_stream_that_is_collected_leaves_the_other_alone(caplog: pytest.LogCaptureFixture) -> None:
-    closed = io.StringIO()
+def test_a_stream_that_is_collected_leaves_the_other_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    closed = (tmp_path / "out").open("w")
     safe = SafeStream(closed, "standard output")
     closed.close()
     del safe
