@@ -161,7 +161,8 @@ def stopped_by_signals(stop: Callable[[int], None], limit_s: float) -> Iterator[
         for number in os.read(pipe[0], 64):
             if number in before:
                 is_asked = True
-                keep_time(limit_s)
+                if owns_process():
+                    keep_time(limit_s)
                 stop(number)
 
     loop.add_reader(pipe[0], read)
