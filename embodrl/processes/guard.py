@@ -96,7 +96,7 @@ def watch_signals(wakeup: int, seconds: float) -> None:
 
 
 def keep_time(seconds: float) -> None:
-    """Set when the guard is to end this process; a later call replaces the time.
+    """Set when the guard is to end this process whose signals it watches; a later call replaces the time.
 
     Args:
         seconds: time from now; ``CALM``: after the next signal; ``PAUSE``: not until a later call.
@@ -200,7 +200,8 @@ class _Watch:
                 os.close(descriptor)
             self._descriptors = descriptors
             self._limit_s = seconds
-        counts = not descriptors and 0 <= seconds < math.inf
+        # Without a pipe nothing is watched, and this process is not the guard's to end.
+        counts = bool(self._descriptors) and not descriptors and 0 <= seconds < math.inf
         self._deadline = time.monotonic() + seconds if counts else math.inf
         self._listens = bool(self._descriptors) and seconds >= 0
         return True

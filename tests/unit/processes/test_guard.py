@@ -83,3 +83,21 @@ def test_a_member_whose_environment_cannot_be_read_ends_with_its_family() -> Non
     child = os.pidfd_open(int(started.stdout.readline()))
     end_family(outer)
     assert started.wait(60.0) == -9 and gone(child, 60.0)
+
+
+def test_a_time_counts_only_where_signals_are_watched() -> None:
+    program = """
+import sys, time
+from embodrl.processes.guard import family, keep_time, release_signals, watch_signals
+import os
+family()
+keep_time(0.0)
+reading, _ = os.pipe()
+watch_signals(reading, 60.0)
+release_signals()
+keep_time(0.0)
+time.sleep(1.0)
+print("lives")
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "lives\n")
