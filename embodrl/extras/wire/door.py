@@ -77,9 +77,10 @@ class Door:
         self._tls = tls
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = most or (MAX_STRANGERS if files < 0 else max(1, min(MAX_STRANGERS, files // 8)))
-        self.most_admitted = files // 2 if files >= 0 else MAX_ADMITTED
+        self.most_admitted = min(files // 2, MAX_ADMITTED) if files >= 0 else MAX_ADMITTED
         self._strangers: dict[asyncio.Protocol, _Stranger] = {}
         self._admitted: set[asyncio.Protocol] = set()
+        self._looked_through_at = _BACKLOG
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._reported = -_QUIET_S
@@ -118,6 +119,8 @@ class Door:
     def admit(self, protocol: asyncio.Protocol) -> None:
         """Let a connection stay: its server bounds the time of a body by ``BODY_S`` and rests by ``REST_S``."""
         self._admitted.add(protocol)
+        if len(self._admitted) > self._looked_through_at:
+            self._forget_closed()
         stranger = self._strangers.pop(protocol, None)
         if stranger is not None:
             stranger.limit.cancel()
@@ -125,8 +128,13 @@ class Door:
     def is_crowded(self) -> bool:
         """Return whether the connections that rest have to make room: an answer is then the last of its connection."""
         if len(self._admitted) > self.most_admitted:
-            self._admitted = {one for one in self._admitted if getattr(one, "transport", None) is not None}
+            self._forget_closed()
         return len(self._admitted) > self.most_admitted
+
+    def _forget_closed(self) -> None:
+        """Forget connections that were closed; again once there are twice as many as are left."""
+        self._admitted = {one for one in self._admitted if getattr(one, "transport", None) is not None}
+        self._looked_through_at = max(_BACKLOG, 2 * len(self._admitted))
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
