@@ -110,8 +110,10 @@ def _resolved(key: str, value: object, values: dict[str, object], recipe: HydraR
         if whole is not None and (target := _target(whole, place)) in values:
             current, place = values[target], target
             continue
-        text = _REFERENCE.sub(lambda found, at=place: str(values.get(_target(found, at), found.group())), current)
-        if text == current or len(text) > MAX_TEXT:
+        # A part that is null is one that RLinf's launch script fills in.
+        parts = {found.group(): values.get(_target(found, place)) for found in _REFERENCE.finditer(current)}
+        text = _REFERENCE.sub(lambda found, parts=parts: str(parts[found.group()]), current)
+        if None in parts.values() or text == current or len(text) > MAX_TEXT:
             break
         current = parse_scalar(text)
     recipe.unresolved.append(key)

@@ -92,9 +92,15 @@ class Import:
         return 1.0 - self.count("unsupported") / self.num_read if self.num_read else 1.0
 
     def document(self) -> dict[str, object]:
-        """Return the configuration: ``presets`` and values."""
-        tree: dict[str, object] = {"presets": dict(self.presets)}
-        for key, value in self.settings.items():
+        """Return the configuration: ``presets`` and values.
+
+        What has no counterpart stands in it as RLinf calls it, so that it is refused until something is chosen: nothing
+        else is to run in its place.
+        """
+        groups = {group: name for group, name in self.missing.items() if "." not in group}
+        tree: dict[str, object] = {"presets": {**self.presets, **groups}}
+        refused = {key: [name] if key == "env.tasks" else name for key, name in self.missing.items() if "." in key}
+        for key, value in {**self.settings, **refused}.items():
             *sections, name = key.split(".")
             place = tree
             for section in sections:

@@ -78,7 +78,13 @@ def test_every_key_is_reported_once_with_its_reason(recipe: Path) -> None:
     assert all(answer.line() in text for answer in found.answers) and "env/absent" in text
 
 
-def test_what_is_not_here_is_not_written_but_named(recipe: Path, tmp_path: Path) -> None:
+def refusals(found: Import, *arguments: str) -> set[tuple[str, str]]:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*arguments], found.document())
+    return {(problem.code, problem.key) for problem in caught.value.problems}
+
+
+def test_what_is_not_here_is_refused_until_something_is_chosen(recipe: Path, tmp_path: Path) -> None:
     (recipe.parent / "env" / "pick.yaml").write_text("env_type: calvin")
     found = import_rlinf(recipe)
     assert "env" not in found.presets and found.missing == {"env": "calvin"}
@@ -86,6 +92,9 @@ def test_what_is_not_here_is_not_written_but_named(recipe: Path, tmp_path: Path)
     outcome = CliRunner().invoke(app, ["import", "rlinf", str(recipe), "--out", str(tmp_path / "mine.yaml")])
     assert outcome.exit_code == 0 and "mine.yaml env=...`" in outcome.stdout
     assert "# Choose env: RLinf's calvin is not here." in (tmp_path / "mine.yaml").read_text()
+    assert ("preset-unknown", "env") in refusals(found)
+    fitting = ("env=maniskill", "actor.global_batch_size=64", "actor.micro_batch_size=64")
+    assert load_config([*fitting], found.document()).config.env.env_type == "maniskill"
 
 
 def test_a_task_that_is_not_here_is_unsupported(recipe: Path) -> None:
@@ -93,6 +102,13 @@ def test_a_task_that_is_not_here_is_unsupported(recipe: Path) -> None:
     found = import_rlinf(recipe)
     assert found.presets["env"] == "maniskill" and found.missing == {"env.tasks": "PourTea-v1"}
     assert "env.tasks" not in found.settings
+    assert {key for _, key in refusals(found)} & {"env.tasks", "env.tasks.0"}
+
+
+def test_a_path_that_the_launch_script_fills_in_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("a: {b: null}\nc: ${a.b}/data\nd: ${a.b}\n")
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    assert recipe.unresolved == ["c"] and recipe.values["d"] is None
 
 
 @pytest.fixture(scope="module")
