@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from embodrl.config.check import schema_of, section_model
 from embodrl.config.compose import check_choice, compose
@@ -173,6 +173,9 @@ def _mapped(key: str, value: object, found: Settings, tree: Node, settings: Sett
     new = {
         ours: given for ours, given in found.items() if ours in settings or _default(ours, tree) != _comparable(given)
     }
+    for ours, given in new.items():
+        if reason := _refusal(ours, given, tree):
+            return KeyAnswer(key, value, "unsupported", note=f"{ours}={given} is refused: {reason}")
     settings |= new
     if new:
         return KeyAnswer(key, value, "mapped", ", ".join(f"{ours}={given}" for ours, given in new.items()))
@@ -208,6 +211,20 @@ def _default(key: str, tree: Node) -> object:
     if model is None or name not in model.model_fields:
         return None
     return _comparable(model.model_fields[name].get_default(call_default_factory=True))
+
+
+def _refusal(key: str, value: object, tree: Node) -> str:
+    """Return why the schema refuses a value; empty if it does not, or has no such field."""
+    section, _, name = key.rpartition(".")
+    model: type[BaseModel] | None = section_model(section, schema_of(tree))
+    if model is None or name not in model.model_fields:
+        return ""
+    field = model.model_fields[name]
+    try:
+        TypeAdapter(cast("Any", Annotated)[field.annotation, field]).validate_python(value)
+    except ValidationError as error:
+        return error.errors()[0]["msg"]
+    return ""
 
 
 def _comparable(value: object) -> object:

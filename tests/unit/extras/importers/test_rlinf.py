@@ -135,6 +135,12 @@ def test_every_name_that_is_written_exists(imported: dict[str, Import]) -> None:
             assert set(written if isinstance(written, list) else [written]) <= set(known), f"{recipe}: {key}"
 
 
+def test_a_value_that_is_refused_here_is_not_mapped(imported: dict[str, Import]) -> None:
+    found = imported["libero_object_0_nft_openpi.yaml"]
+    (answer,) = (one for one in found.answers if one.key == "actor.model.openpi.noise_level")
+    assert answer.group == "unsupported" and "model.flow.noise_level" not in found.settings
+
+
 @pytest.mark.parametrize(
     ("text", "code"), [("a: [", "config-yaml-syntax"), ("- 1", "config-yaml-mapping"), ("a: 1\na: 2", None)]
 )
