@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from embodrl.config.schema import Config
+from embodrl.config.schema import Config, SftConfig
 from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts, read_facts
 from embodrl.data.imitation import (
@@ -299,8 +299,10 @@ def _compare(
     loaded = source.load_config([*overrides, f"sft.data_dir={directory}"], verb="sft")
     config = loaded.config
     mean: NDArray[np.float32] | None = None
+    findings: list[DataFinding] = []
     try:
         if held_out:
+            findings = _check_split(source.load_config([], verb="sft").config.sft, config.sft, directory)
             trained, demos = load_untrained_demos(config)
             mean = trained.actions.mean(axis=0)
         else:
@@ -316,7 +318,28 @@ def _compare(
     except EmbodrlError as error:
         return None, [DataFinding("error", error.code, error.message, error.hint)]
     errors = policy_errors(policy, demos, config.env.include_state, mean)
-    return errors, list(_policy_findings(errors, policy, demos, config))
+    return errors, [*findings, *_policy_findings(errors, policy, demos, config)]
+
+
+def _check_split(trained: SftConfig, now: SftConfig, directory: Path) -> list[DataFinding]:
+    """Compare what a policy was trained on with what is taken for it; return what there is to say.
+
+    Raises:
+        EmbodrlError: arguments split the data otherwise than the policy's run.
+    """
+    if trained.data_dir == SftConfig().data_dir:  # of no run: the arguments say what it was trained on
+        return []
+    if (trained.max_episodes, trained.val_episodes) != (now.max_episodes, now.val_episodes):
+        raise EmbodrlError(
+            f"the policy was trained with sft.max_episodes={trained.max_episodes} and sft.val_episodes="
+            f"{trained.val_episodes}, which say what --held-out is",
+            "leave both out",
+            code="held-out-settings",
+        )
+    if Path(trained.data_dir).expanduser().resolve() == directory.expanduser().resolve():
+        return []
+    message = f"the policy was trained on {trained.data_dir}; {directory} has held-out episodes if it is a copy of that"
+    return [DataFinding("warning", "held-out-other-dataset", message, "without --held-out all episodes are compared")]
 
 
 def policy_errors(

@@ -11,8 +11,10 @@ import pytest
 from expect import raises_code
 
 from embodrl.cli.main import app
+from embodrl.config.schema import SftConfig
 from embodrl.data.imitation import hold_out, load_configured_demos, load_untrained_demos
 from embodrl.data.load import load_demos
+from embodrl.extras.data_check.check import _check_split
 from embodrl.pipelines.load import load_config
 
 pytest.importorskip("pyarrow")
@@ -91,3 +93,12 @@ def test_a_policy_that_was_trained_on_all_episodes_has_none_held_out(tmp_path: P
     config = load_config(["env=dataset", "model=cnn", f"sft.data_dir={data}", *settings], verb="sft").config
     with raises_code("no-held-out-episodes"):
         load_untrained_demos(config)
+
+
+def test_what_is_held_out_is_what_the_run_of_the_policy_says(tmp_path: Path) -> None:
+    of_no_run, now = SftConfig(), SftConfig(data_dir=str(tmp_path), val_episodes=1)
+    assert _check_split(of_no_run, now, tmp_path) == [] == _check_split(now, now, tmp_path)
+    with raises_code("held-out-settings"):
+        _check_split(SftConfig(data_dir=str(tmp_path)), now, tmp_path)
+    (finding,) = _check_split(now, now, tmp_path / "other")
+    assert (finding.level, finding.code) == ("warning", "held-out-other-dataset")
