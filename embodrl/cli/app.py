@@ -36,6 +36,9 @@ class Group(TyperGroup):
                 hint = "write " + " or ".join(f"`{place}`" for place in places)
             elif near := meant(name, known):
                 hint = f"did you mean `{ctx.command_path} {near}`?"
+            elif near := meant(name, names_below(ctx.find_root())):
+                places = places_of(near, ctx.find_root())
+                hint = "did you mean " + " or ".join(f"`{place}`" for place in places) + "?"
             ctx.fail(f"there is no command '{name}'\n  hint: {hint}\n  code: command-unknown")
         return super().resolve_command(ctx, args)
 
@@ -58,6 +61,15 @@ def places_of(name: str, root: Any) -> list[str]:
             continue
         found += [path] * (first == name) + [f"{path} {name}"] * (name in _below(command, root, name))
     return found
+
+
+def names_below(root: Any) -> list[str]:
+    """Return the names that may follow commands."""
+    verbs = root.command
+    if not isinstance(verbs, Verbs):
+        return []
+    commands = [verbs.loaded(root, first) for first in verbs.list_commands(root)]
+    return [name for command in commands if command is not None for name in _below(command, root, "")]
 
 
 def _below(command: Any, root: Any, name: str) -> list[str]:

@@ -85,6 +85,7 @@ def test_completion_in_shells_that_do_not_split_words() -> None:
         (["trian"], "did you mean `embodrl train`?"),
         (["help"], "write `embodrl --help`"),
         (["validate"], "write `embodrl config validate`"),
+        (["vaildate"], "did you mean `embodrl config validate`?"),
         (["check"], "write `embodrl data check` or `embodrl model check` or "),
         (["rlds"], "write `embodrl convert rlds`"),
         (["presets"], "write `embodrl list presets`"),
