@@ -284,8 +284,15 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, IMITATION)
 
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the trainable parameters by group (see ``parts``), without empty groups."""
-        groups = {name: [p for p in part.parameters() if p.requires_grad] for name, part in self.parts().items()}
+        """Return the trainable parameters by group (see ``parts``), without empty groups.
+
+        A parameter that several parts share is in the group of the first, since no optimizer takes it twice.
+        """
+        groups: dict[str, list[nn.Parameter]] = {}
+        known: set[int] = set()
+        for name, part in self.parts().items():
+            groups[name] = [p for p in part.parameters() if p.requires_grad and id(p) not in known]
+            known.update(map(id, groups[name]))
         return {name: parameters for name, parameters in groups.items() if parameters}
 
     def parts(self) -> dict[str, nn.Module]:

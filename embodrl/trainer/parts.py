@@ -28,7 +28,7 @@ from embodrl.learners.dagger import DaggerLearner
 from embodrl.learners.records import RecordLearner, SmallActorLearner
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
-from embodrl.models.base import IMITATION, VLAPolicy, require
+from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
@@ -49,7 +49,7 @@ from embodrl.workers.actor import make_train_engine
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
-from embodrl.workers.policy import build_policy, check_memory, resolve_device
+from embodrl.workers.policy import build_policy, check_features, check_memory, resolve_device
 from embodrl.workers.remote_backend import (
     RemoteBackend,
     channels_of,
@@ -135,15 +135,10 @@ def make_policy(session: RunSession, device: torch.device) -> VLAPolicy:
     """Return the policy of a run that learns from reward.
 
     Raises:
-        EmbodrlError: its algorithm imitates, which the policy does not offer; see also ``build_policy``.
+        EmbodrlError: the policy does not offer what a setting needs; see also ``build_policy``.
     """
-    algorithm = session.config.algorithm
-    loss = LOSSES.entry(algorithm.loss_type)
     policy = build_policy(session.weights_from, device)
-    if algorithm.bc_coef:
-        require(policy, IMITATION, "algorithm.bc_coef")
-    if loss.imitates or loss.offline:
-        require(policy, IMITATION, f"algorithm.loss_type={algorithm.loss_type}")
+    check_features(session.config, policy)  # again, since checkpoints of the hub had not been looked at
     return policy
 
 

@@ -19,10 +19,11 @@ from embodrl.deployment import Deployment, ProcessPlace
 from embodrl.errors import EmbodrlError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.models import registry
-from embodrl.models.base import Decoding, VLAPolicy, check_decoding
+from embodrl.models.base import CHECKPOINTING, IMITATION, Decoding, VLAPolicy, check_decoding, require
 from embodrl.models.common.condition import conditioned
 from embodrl.models.memory import state_memory
 from embodrl.preflight.memory import memory_limit_bytes
+from embodrl.specs import LOSSES
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def check_memory(
 
     Raises:
         EmbodrlError: the device has less memory, an instruction of the tasks is longer than a prompt may be, or there
-            is no such decoding.
+            is no such decoding, or the policy lacks what a setting of training needs.
         CheckpointError: see the family's builder.
     """
     model = config.model
@@ -82,6 +83,8 @@ def check_memory(
     known = [conditioned(text, config.model.condition) for text in known_instructions(config).values() if text]
     policy.check_instructions(known, len(config.env.cameras))
     check_policy_decoding(config, policy, decoding)
+    if training:
+        check_features(config, policy)
     weights, *state = state_memory(policy, master_weights=config.actor.optim.master_weights is not False)
     needed = weights + training * sum(state)
     if training and device.type == "cuda" and config.actor.training_backend != "native":
@@ -106,6 +109,22 @@ def check_policy_decoding(config: Config, policy: VLAPolicy, decoding: Decoding 
     """
     if decoding != "all":
         check_decoding(decoding, policy.decodings, config.model.model_type)
+
+
+def check_features(config: Config, policy: VLAPolicy) -> None:
+    """Refuse settings of training that need what the policy does not offer.
+
+    Raises:
+        EmbodrlError: see above.
+    """
+    algorithm = config.algorithm
+    loss = LOSSES.entry(algorithm.loss_type)
+    if config.actor.gradient_checkpointing:
+        require(policy, CHECKPOINTING)
+    if algorithm.bc_coef:
+        require(policy, IMITATION, "algorithm.bc_coef")
+    if loss.imitates or loss.offline:
+        require(policy, IMITATION, f"algorithm.loss_type={algorithm.loss_type}")
 
 
 def _memory_hint(config: Config, training: bool) -> str:

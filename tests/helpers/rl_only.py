@@ -48,11 +48,25 @@ class RlOnly(VLAPolicy):
         return EvalOutput(sampling.action_log_probs(logits, bins, sampling_params), entropy, values)
 
 
+class Tied(RlOnly):
+    """Two layers have one weight, and are in two groups."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.emb = nn.Linear(48, 16)
+        self.body[2].weight = self.emb.weight
+
+    def _forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits, values = super()._forward(inputs)
+        seen = self.body[:2](inputs["images"].permute(0, 3, 1, 2).float() / 255)
+        return logits, values + self.emb(seen).mean(-1, keepdim=True).float()
+
+
 def build(config: ModelConfig, *, device, dtype, seed: int) -> tuple[RlOnly, LoadReport]:
     """Build the policy, with the weights of a directory that ``save_pretrained`` wrote where one is given."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        policy = RlOnly(config)
+        policy = (Tied if config.model_type == "rl_tied" else RlOnly)(config)
     source = config.model_path or config.warm_start
     report = LoadReport(source or "random weights")
     if source is not None:
@@ -61,3 +75,4 @@ def build(config: ModelConfig, *, device, dtype, seed: int) -> tuple[RlOnly, Loa
 
 
 register_model("rl_only", build, "learns from reward alone", uses_state=False, max_cameras=1)
+register_model("rl_tied", build, "as rl_only, with tied weights", uses_state=False, max_cameras=1)

@@ -188,8 +188,9 @@ def test_the_new_model_keeps_its_promises() -> None:
     assert outcome.code == 0 and outcome.stdout.count("ok ") == 7, outcome.stdout + outcome.stderr
 
 
-def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(tmp_path: Path) -> None:
-    own = ["extensions=[rl_only]", "env=toy", "model.model_type=rl_only", "model.warm_start=null"]
+@pytest.mark.parametrize("model", ["rl_only", "rl_tied"])
+def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(model: str, tmp_path: Path) -> None:
+    own = ["extensions=[rl_only]", "env=toy", f"model.model_type={model}", "model.warm_start=null"]
     checked = embodrl("model", "check", *own, "env.cameras=[{height: 16, width: 16}]")
     assert checked.code == 0 and "FAILED" not in checked.stdout, checked.stdout + checked.stderr
     lacks = [line.split(":")[0].removeprefix("-").strip() for line in checked.stdout.splitlines() if line[0] == "-"]
@@ -199,7 +200,7 @@ def test_a_model_for_rl_alone_trains_and_says_what_it_lacks(tmp_path: Path) -> N
     assert outcome.code == 0, outcome.stderr
     assert [row["iteration"] for row in metrics(tmp_path / "run")] == [0, 1, 2]
     policy = tmp_path / "run" / "policy"
-    settings = ["extensions=[rl_only]", "env=toy", "model.model_type=rl_only", f"model.warm_start={policy}"]
+    settings = ["extensions=[rl_only]", "env=toy", f"model.model_type={model}", f"model.warm_start={policy}"]
     again = embodrl("eval", *settings, *concerning(SIZES, "eval"), "--output", tmp_path / "eval")
     assert again.code == 0 and (tmp_path / "eval" / "eval.json").is_file(), again.stderr
 

@@ -227,7 +227,9 @@ class RolloutEngine(ABC):
 
     def _copy_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy weights into the policy, but for those that it shares; the lock must be held."""
-        mine = dict(self.policy.named_parameters()) | dict(self.policy.named_buffers())
+        # Tied weights come under each of their names, as in the state_dict.
+        mine = dict(self.policy.named_parameters(remove_duplicate=False))
+        mine |= dict(self.policy.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, tensor in weights:
                 if mine[name].data_ptr() != tensor.data_ptr():

@@ -314,6 +314,8 @@ def load_strict(
 ) -> LoadReport:
     """Put the tensors of safetensors files into a module, which may be on the meta device.
 
+    Parameters that were tied stay tied; the files may have them under one of their names, or under several.
+
     Args:
         module: module that takes the tensors as its parameters and buffers.
         files: safetensors files.
@@ -331,7 +333,7 @@ def load_strict(
 
     Raises:
         CheckpointError: a file is corrupt, a name is missing, unexpected or of another shape, or a weight is not
-            finite or quantised. The module must not be used after that.
+            finite or quantised, or tied weights differ. The module must not be used after that.
         FileDamagedError: a file differs from what embodrl wrote.
     """
     aliases = aliases or {}
@@ -365,6 +367,8 @@ def load_strict(
                     if changed and adapters is not None:
                         state[name] = adapters.merged(name, state[name]).to(final)
     _add(tensors or {}, expected, state, report, torch.device(device), dtype)
+    tied = tied_parameters(module)
+    _tie(tied, state, report)
     mismatched = {name for name, _, _ in report.mismatched}
     report.missing.extend(name for name in expected if name not in state and name not in mismatched)
     if not report.ok:
@@ -374,13 +378,47 @@ def load_strict(
             report,
             code="weights-mismatch",
         )
-    # New parameters take the place of the old ones, and must train or not as those did.
-    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    module.load_state_dict(state, strict=True, assign=True)
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(trainable[name])
+    _assign(module, state, tied)
     report.num_loaded += len(state)
     return report
+
+
+def tied_parameters(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several, in the order of the ``state_dict``."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [several for several in names.values() if len(several) > 1]
+
+
+def _tie(tied: Sequence[Sequence[str]], state: dict[str, Tensor], report: LoadReport) -> None:
+    """Give every name of a tied parameter the one tensor that was read under some of them."""
+    for names in tied:
+        stored = [name for name in names if name in state]
+        if not stored:
+            continue
+        value = state[stored[0]]
+        for name in stored[1:]:
+            if not value.is_meta and not torch.equal(state[name], value):
+                raise CheckpointError(
+                    f"{report.source}: '{stored[0]}' and '{name}' differ, and are one parameter in the model",
+                    "use a checkpoint in which they are equal, or a model that does not tie them",
+                    code="weights-mismatch",
+                )
+        # One of another shape has been reported, and none takes its place.
+        state.update(dict.fromkeys(names, value))
+
+
+def _assign(module: nn.Module, state: Mapping[str, Tensor], tied: Sequence[Sequence[str]]) -> None:
+    # New parameters take the place of the old ones: they must train or not, and be tied, as those were.
+    trainable = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    module.load_state_dict(state, strict=True, assign=True)
+    for first, *others in tied:
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, module.get_parameter(first))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(trainable[name])
 
 
 def _add(

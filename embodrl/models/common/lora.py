@@ -20,6 +20,7 @@ from embodrl.errors import EmbodrlError, MissingDependencyError
 from embodrl.hub import parse
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapters, adapter_names
+from embodrl.models.common.checkpoint import tied_parameters
 from embodrl.models.common.init import new_generator
 from embodrl.storage.atomic import atomic_directory
 from embodrl.storage.files import Deferred, write_safetensors
@@ -99,7 +100,8 @@ def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision
 
     Args:
         policy: without adapters.
-        targets: last parts of names to choose; empty for all but the value head and the noise head.
+        targets: last parts of names to choose; empty for all but the value head and the noise head. Layers with tied
+            weights have none.
         freeze_vision: leave the vision backbone out.
 
     Raises:
@@ -110,6 +112,8 @@ def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision
     if freeze_vision and "vision" in parts:
         left_out.append(parts["vision"])
     excluded = {id(parameter) for module in left_out for parameter in module.parameters()}
+    # Adapters of a layer would not reach the others that share its weight, and merging them would untie it.
+    excluded |= {id(policy.get_parameter(first)) for first, *_ in tied_parameters(policy)}
     # No output depends on these, so that an adapter would never get a gradient.
     excluded |= {id(parameter) for parameter in policy.unused_parameters()}
     names = [

@@ -13,9 +13,12 @@ from expect import raises_code
 from rl_only import RlOnly
 from torch import nn
 
+from embodrl.config import load_config
 from embodrl.config.schema import ModelConfig
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.models.base import CHECKPOINTING, IMITATION, OPTIONAL, TRAINABLE_HEAD, VLAPolicy, lacking, require
-from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.checkpoint import save_weights
+from embodrl.models.common.lora import merged_state_dict, target_names
 from embodrl.models.registry import build_policy
 from embodrl.trainer import parts as run_parts
 from embodrl.trainer.imitation_parts import start_imitation
@@ -82,9 +85,55 @@ def test_what_is_saved_acts_the_same_when_it_is_loaded(trainable: str, tmp_path:
     np.testing.assert_array_equal(policy.predict(SEEN.images, "a"), again.predict(SEEN.images, "a"))
 
 
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    policy = build(model_type="rl_tied")
+    groups = policy.trainable_groups()
+    assert sum(map(len, groups.values())) == len(list(policy.parameters()))
+    state = dict(policy.state_dict())
+    same, other = "body.2.weight", "emb.weight"
+    one_name = {name: tensor for name, tensor in state.items() if name != same}
+    for number, saved in enumerate((state, one_name)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        save_weights(saved, directory)
+        again = build(model_type="rl_tied", warm_start=str(directory))
+        assert again.get_parameter(same) is again.get_parameter(other)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())
+        assert all(parameter.requires_grad for parameter in again.parameters())
+    (tmp_path / "differ").mkdir()
+    save_weights(state | {other: state[other] + 1}, tmp_path / "differ")
+    with raises_code("weights-mismatch"):
+        build(model_type="rl_tied", warm_start=str(tmp_path / "differ"))
+
+
+def test_tied_layers_have_no_adapters() -> None:
+    assert target_names(build(model_type="rl_tied")) == ["head"]
+
+
+def test_every_name_of_tied_weights_is_copied_to_who_acts() -> None:
+    learner, actor = (build(model_type="rl_tied") for _ in range(2))
+    with torch.no_grad():
+        learner.get_parameter("emb.weight").add_(1)
+    config = load_config(["env=toy"]).config
+    engine = NativeRolloutEngine(actor, config.rollout, config.algorithm.sampling, 0)
+    engine.update_weights(learner.state_dict().items(), 1)
+    assert torch.equal(actor.get_parameter("body.2.weight"), learner.get_parameter("emb.weight"))
+
+
+@pytest.mark.parametrize("setting", [CHECKPOINTING, "algorithm.bc_coef=0.5"], ids=["checkpointing", "imitation"])
+def test_training_is_refused_before_there_is_a_run(setting: str) -> None:
+    own = ["extensions=[rl_only]", "env=toy", "model.model_type=rl_only", "model.warm_start=null"]
+    loaded = load_config(own)
+    actor = loaded.config.actor.model_copy(update={"gradient_checkpointing": setting == CHECKPOINTING})
+    algorithm = loaded.config.algorithm.model_copy(update={"bc_coef": 0.5 * (setting != CHECKPOINTING)})
+    config = loaded.config.model_copy(update={"actor": actor, "algorithm": algorithm})
+    with raises_code("policy-lacks-feature") as caught:
+        run_parts.check_machine(config, loaded.deployment)
+    assert "embodrl.VLAPolicy" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize(("setting", "method"), [(TRAINABLE_HEAD, "head_parameters"), (CHECKPOINTING, "enable")])
 def test_settings_that_need_more_are_refused_when_the_policy_is_built(setting: str, method: str) -> None:
-    from embodrl.config import load_config
     from embodrl.workers.policy import build_policy as build_of_run
 
     own = ["extensions=[rl_only]", "env=toy", "model.model_type=rl_only", "model.warm_start=null"]
@@ -108,8 +157,9 @@ def test_imitation_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyP
         ("dagger", 0.0, "algorithm.loss_type=dagger"),
         ("actor_critic", 0.0, ""),
     ):
+        actor = SimpleNamespace(gradient_checkpointing=False)
         algorithm = SimpleNamespace(loss_type=loss_type, bc_coef=bc_coef)
-        session = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm), weights_from=None)
+        session = SimpleNamespace(config=SimpleNamespace(algorithm=algorithm, actor=actor), weights_from=None)
         if not asked_by:
             assert run_parts.make_policy(session, torch.device("cpu")) is policy  # type: ignore[arg-type]
             continue
