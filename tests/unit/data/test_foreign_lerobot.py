@@ -152,6 +152,42 @@ def test_times_at_which_the_file_shows_another_episode_are_refused(tmp_path: Pat
     assert "episode 0, frame 11 is 1.3000 s, and its pictures end at 1.2000 s" in refused.value.message
 
 
+@pytest.mark.parametrize("end", [None, 99.0])
+@pytest.mark.parametrize(
+    ("shifts", "split", "named"),
+    [
+        ((0.0, -0.3), "1:2", "episode 1, frame 0"),
+        ((0.0, -0.3), "0:2", "episode 1, frame 0"),
+        ((0.1, 0.0), "0:1", "episode 0, frame 11"),
+        ((1.2, -1.2), "0:2", "episode 0, frame 11"),
+    ],
+)
+def test_the_pictures_of_the_episodes_beside_it_in_the_file_are_never_shown(
+    tmp_path: Path, end: float | None, shifts: tuple[float, float], split: str, named: str
+) -> None:
+    build(
+        tmp_path,
+        version="v3.0",
+        columns=lambda c: c.update(timestamp=c["timestamp"] + np.float32(shifts[c["episode_index"][0]])),
+        episodes=lambda c: c.update({f"videos/{KEY}top/to_timestamp": [end, end]}),
+        info=lambda i: i.update(splits={"train": split}),
+    )
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path)
+    assert named in refused.value.message
+
+
+@pytest.mark.parametrize("shift", [-5.0, -0.3, 0.3, 5000.0])
+def test_one_offset_of_all_the_rows_of_a_file_is_its_clock_s(tmp_path: Path, shift: float) -> None:
+    build(
+        tmp_path,
+        version="v3.0",
+        columns=lambda c: c.update(timestamp=c["timestamp"].astype(np.float64) + shift),
+        episodes=lambda c: c.update({f"videos/{KEY}top/to_timestamp": [LENGTH / FPS, 2 * LENGTH / FPS]}),
+    )
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+
+
 @pytest.mark.parametrize("stated", [None, 0.4, LENGTH / FPS])
 def test_a_stale_end_of_the_pictures_refuses_nothing(tmp_path: Path, stated: float | None) -> None:
     ends = {f"videos/{KEY}top/to_timestamp": [stated, stated]}
