@@ -64,7 +64,8 @@ def load_lerobot(
         files = {episode.data for episode in episodes}
         files |= {clip.path for episode in episodes for clip in episode.videos.values()}
         check_checksums(directory, sorted(path.relative_to(directory).as_posix() for path in files), complete=True)
-    others = [episode for episode in every if episode not in episodes]
+    numbers = {episode.number for episode in episodes}
+    others = [episode for episode in every if episode.number not in numbers]
     return _Loading(directory, info, episodes, others, chosen, size).load(read_tasks(directory, info))
 
 
@@ -201,8 +202,13 @@ class _Loading:
 
     def _count_unlisted(self, table: Table) -> None:
         if "episode_index" in table.names:
-            listed = [episode.number for episode in (*self.episodes, *self.others)]
-            self.unlisted += int((~np.isin(table.integers("episode_index"), listed)).sum())
+            numbers, counts = np.unique(table.integers("episode_index"), return_counts=True)
+            found = zip(numbers.tolist(), counts.tolist(), strict=True)
+            self.unlisted += sum(count for number, count in found if number not in self._listed)
+
+    @cached_property
+    def _listed(self) -> set[int]:
+        return {episode.number for episode in (*self.episodes, *self.others)}
 
     def _data_of(self, episode: Located) -> Path:
         """Return the file with the rows of an episode: the one that meta/episodes names unless another has them."""
