@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from embodrl.data import lerobot as layout
 from embodrl.data.demos import HINT, MAX_FRAMES, damaged, layout_error
 from embodrl.data.lerobot_info import MAX_INDEX, TRAIN, Info
@@ -99,12 +102,21 @@ def of_the_train_split(info: Info, episodes: list[Located]) -> tuple[list[Locate
     """
     if info.train is None:
         return episodes, None
-    kept = [one for one in episodes if any(first <= one.number < end for first, end in info.train)]
+    in_train = _within(info.train, np.array([one.number for one in episodes], np.int64))
+    kept = [one for one, inside in zip(episodes, in_train.tolist(), strict=True) if inside]
     stated = f"splits.{TRAIN} of {info.path}"
     if not kept:
         raise layout_error(info.path, f"splits.{TRAIN} has none of its {len(episodes)} episodes", f"correct {stated}")
     others = len(episodes) - len(kept)
     return kept, f"{others} of {len(episodes)} episodes are left out: they are not in {stated}" if others else None
+
+
+def _within(ranges: Sequence[tuple[int, int]], numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which of some numbers are in one of the ranges, each a first number and the one after the last."""
+    ordered = np.array(sorted(ranges), np.int64).reshape(-1, 2)
+    # The furthest end of the ranges that begin at a number or before it; 0, as no number is below it, without any.
+    ends = np.concatenate([[0], np.maximum.accumulate(ordered[:, 1])])
+    return numbers < ends[np.searchsorted(ordered[:, 0], numbers, side="right")]
 
 
 def _locate(directory: Path, info: Info, videos: Sequence[str]) -> list[Located]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from embodrl.data.demos import (
     damaged,
     layout_error,
 )
-from embodrl.data.lerobot_episodes import Located, locate, of_the_train_split, read_tasks
+from embodrl.data.lerobot_episodes import Clip, Located, locate, of_the_train_split, read_tasks
 from embodrl.data.lerobot_info import Feature, Info, choose_cameras, missing_action, read_info
 from embodrl.data.lerobot_outcomes import OTHERS, SUCCESS, outcome_columns, read_outcomes
 from embodrl.data.lerobot_videos import check_size, frames_at, frames_of, shown_in
@@ -65,7 +64,8 @@ def load_lerobot(
         files = {episode.data for episode in episodes}
         files |= {clip.path for episode in episodes for clip in episode.videos.values()}
         check_checksums(directory, sorted(path.relative_to(directory).as_posix() for path in files), complete=True)
-    others = [episode for episode in every if episode not in episodes]
+    numbers = {episode.number for episode in episodes}
+    others = [episode for episode in every if episode.number not in numbers]
     return _Loading(directory, info, episodes, others, chosen, size).load(read_tasks(directory, info))
 
 
@@ -202,8 +202,13 @@ class _Loading:
 
     def _count_unlisted(self, table: Table) -> None:
         if "episode_index" in table.names:
-            listed = [episode.number for episode in (*self.episodes, *self.others)]
-            self.unlisted += int((~np.isin(table.integers("episode_index"), listed)).sum())
+            numbers, counts = np.unique(table.integers("episode_index"), return_counts=True)
+            found = zip(numbers.tolist(), counts.tolist(), strict=True)
+            self.unlisted += sum(count for number, count in found if number not in self._listed)
+
+    @cached_property
+    def _listed(self) -> set[int]:
+        return {episode.number for episode in (*self.episodes, *self.others)}
 
     def _data_of(self, episode: Located) -> Path:
         """Return the file with the rows of an episode: the one that meta/episodes names unless another has them."""
@@ -243,15 +248,23 @@ class _Loading:
         files: dict[Path, list[int]] = {}
         for place, episode in enumerate(self.episodes):
             files.setdefault(episode.videos[key].path, []).append(place)
+        begins = _begins_by_file([*self.episodes, *self.others], key)
         partly = {episode.videos[key].path for episode in self.others}
         longer: list[str] = []
         for path, places in files.items():
             rows = np.concatenate([np.arange(self.starts[n], self.starts[n + 1]) for n in places])
             shown = shown_in(path)
-            begins = min(self.episodes[n].videos[key].begin_s for n in places)
-            is_whole = path not in partly and begins * self.info.fps < 0.5
-            is_bounded = not is_whole or len(shown) != len(rows)
-            times_s = np.concatenate([self._shown_at(key, n, is_bounded) for n in places])
+            clips = [self.episodes[n].videos[key] for n in places]
+            begin_s = min(clip.begin_s for clip in clips)
+            is_whole = path not in partly and begin_s * self.info.fps < 0.5
+            for place in places:
+                self._check_order(place)
+            firsts = [self.times[self.starts[n]] + clip.begin_s for n, clip in zip(places, clips, strict=True)]
+            # Of a frame a row it does not matter when the clock was started, if it is one clock.
+            offset_s = float(min(firsts)) - begin_s if is_whole and len(shown) == len(rows) else 0.0
+            for place, clip in zip(places, clips, strict=True):
+                self._check_bounds(place, clip, begins[path], offset_s)
+            times_s = np.concatenate([self._times_in(n) + clip.begin_s for n, clip in zip(places, clips, strict=True)])
             name = partial(self._name_of, rows)
             numbers, surplus = frames_at(path, shown, times_s, self.info.fps, name, is_whole)
             for at, frame in frames_of(path, numbers, self.info.features[key].picture_size):
@@ -262,18 +275,16 @@ class _Loading:
             what = "%s: %d video files have frames after the last row: %s; do rows and pictures belong together?"
             logger.warning(what, self.directory, len(longer), ", ".join(longer[:3]) + ", ..." * (len(longer) > 3))
 
-    def _shown_at(self, key: str, place: int, is_bounded: bool) -> NDArray[np.float64]:
-        """Return when each frame of an episode is to be shown in the file of a camera, in seconds.
+    def _times_in(self, place: int) -> NDArray[np.float64]:
+        return self.times[self.starts[place] : self.starts[place + 1]]
 
-        Args:
-            key: of the camera.
-            place: of the episode.
-            is_bounded: refuse times at which the file shows another episode.
+    def _check_order(self, place: int) -> None:
+        """Refuse times of an episode that are unknown, or earlier than the one before.
 
         Raises:
-            EmbodrlError: a time is unknown, earlier than the one before it, or another episode's.
+            EmbodrlError: see above.
         """
-        times = self.times[self.starts[place] : self.starts[place + 1]]
+        times = self._times_in(place)
         first = int(self.starts[place])
         if len(unknown := np.flatnonzero(~np.isfinite(times))):
             hint = "correct timestamp, or leave the column out: rows are then 1/fps apart"
@@ -283,16 +294,38 @@ class _Loading:
             problem = f"{self._name(first + at)} is {times[at]:.4f} s, and {times[at - 1]:.4f} s of the frame before it"
             hint = "correct timestamp or frame_index: pictures are found by the one, and actions by the other"
             raise self._untimely(place, problem, hint)
-        clip = self.episodes[place].videos[key]
-        # The end that is stated may be stale; the number of rows is known for sure.
-        span_s = max(clip.end_s - clip.begin_s, len(times) / self.info.fps)
-        if is_bounded and clip.end_s < math.inf and times[-1] > span_s - 0.5 / self.info.fps:
-            problem = (
-                f"{self._name(first + len(times) - 1)} is {times[-1]:.4f} s, and its pictures end at {span_s:.4f} s"
-            )
-            hint = "correct timestamp, in seconds since the episode's first frame, or to_timestamp in meta/episodes"
+
+    def _check_bounds(self, place: int, clip: Clip, begins: NDArray[np.float64], offset_s: float) -> None:
+        """Refuse times of an episode at which its file shows another one.
+
+        Args:
+            place: of the episode.
+            clip: its pictures.
+            begins: ascending seconds at which the episodes of that file begin.
+            offset_s: what the times of all its rows are too late by.
+
+        Raises:
+            EmbodrlError: see above.
+        """
+        times = self._times_in(place)
+        first = int(self.starts[place])
+        half_s = 0.5 / self.info.fps
+        hint = "correct timestamp, in seconds since the episode's first frame, or from_timestamp and to_timestamp"
+        hint += " in meta/episodes"
+        if clip.begin_s >= half_s and times[0] - offset_s < -half_s:
+            problem = f"{self._name(first)} is {times[0]:.4f} s, and its pictures begin at {offset_s:.4f} s"
             raise self._untimely(place, problem, hint)
-        return times + clip.begin_s
+        # The end that is stated may be stale; the number of rows and the begin of the next episode are sure.
+        span_s = max(clip.end_s - clip.begin_s, len(times) / self.info.fps)
+        later = begins[begins.searchsorted(clip.begin_s + half_s) :]
+        if len(later):
+            span_s = min(span_s, float(later[0]) - clip.begin_s)
+        if times[-1] - offset_s > span_s - half_s:
+            problem = (
+                f"{self._name(first + len(times) - 1)} is {times[-1]:.4f} s, and its pictures end at"
+                f" {span_s + offset_s:.4f} s"
+            )
+            raise self._untimely(place, problem, hint)
 
     def _untimely(self, place: int, problem: str, hint: str) -> EmbodrlError:
         path = self._data_of(self.episodes[place])
@@ -304,6 +337,14 @@ class _Loading:
     def _name(self, row: int) -> str:
         place = int(np.searchsorted(self.starts, row, side="right")) - 1
         return f"episode {self.episodes[place].number}, frame {row - self.starts[place]}"
+
+
+def _begins_by_file(episodes: Sequence[Located], key: str) -> dict[Path, NDArray[np.float64]]:
+    """Return when the episodes in each file of a camera begin, in ascending seconds."""
+    begins: dict[Path, list[float]] = {}
+    for episode in episodes:
+        begins.setdefault(episode.videos[key].path, []).append(episode.videos[key].begin_s)
+    return {path: np.sort(np.array(each)) for path, each in begins.items()}
 
 
 def _episodes_in(path: Path) -> set[int]:

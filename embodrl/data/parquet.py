@@ -70,17 +70,46 @@ class Table:
 
     def _check_size(self, metadata: Any, names: Sequence[str]) -> None:
         """Refuse columns that do not fit in memory; by run lengths a few bytes may hold millions of rows."""
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        parts = [group.column(number) for group in groups for number in range(group.num_columns)]
-        read = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in names)]
-        num_bytes = sum(max(part.total_uncompressed_size, part.num_values * VALUE_BYTES) for part in read)
         free = psutil.virtual_memory().available
+        read = _columns_of(metadata, names)
+        num_bytes = sum(_stated_bytes(metadata, group, number) for group, number in read)
+        self._check_bytes(num_bytes, free)
+        # By a dictionary a value is stored once, and takes memory for each row that has it. No value is longer than all
+        # that is stored. What encodings the file states is not to be relied on.
+        texts = [(*place, _stated_bytes(metadata, *place)) for place in read if _is_text(metadata, *place)]
+        if (
+            num_bytes + sum(_part(metadata, *place).num_values * size for *place, size in texts)
+            <= MEMORY_FRACTION * free
+        ):
+            return
+        for group, number, size in texts:
+            num_bytes += max(0, self._decoded_bytes(metadata, group, number) - size)
+            self._check_bytes(num_bytes, free)
+
+    def _check_bytes(self, num_bytes: int, free: int) -> None:
         if not 0 <= num_bytes <= MEMORY_FRACTION * free:
             raise EmbodrlError(
                 f"{self.path} states {num_bytes / 2**30:.1f} GiB of rows; {free / 2**30:.1f} GiB are free",
                 "free memory, or use a smaller dataset",
                 code="dataset-too-large",
             )
+
+    def _decoded_bytes(self, metadata: Any, group: int, number: int) -> int:
+        """Return what the bytes or texts of a column take in memory; reads each that differs once."""
+        pyarrow, compute, parquet = require("pyarrow", "pyarrow.compute", "pyarrow.parquet")
+        name = _part(metadata, group, number).path_in_schema
+        with parquet.ParquetFile(self.path, page_checksum_verification=True, read_dictionary=[name]) as file:
+            chunks = file.read_row_group(group, columns=[name]).column(0).chunks
+        num_bytes = 0
+        for values in chunks:
+            while pyarrow.types.is_nested(values.type):
+                values = values.flatten()[0] if pyarrow.types.is_struct(values.type) else values.flatten()
+            if not pyarrow.types.is_dictionary(values.type):  # e.g. decimals
+                num_bytes += values.nbytes
+                continue
+            lengths = compute.binary_length(values.dictionary).take(values.indices)
+            num_bytes += int(compute.sum(lengths).as_py() or 0) + len(values) * VALUE_BYTES
+        return num_bytes
 
     def rows(self) -> list[Fields]:
         """Return the rows as objects whose fields are checked when they are read."""
@@ -161,3 +190,25 @@ class Table:
                 raise self._unlike(f"row {row}: {name} holds no picture; it must be embedded in the file")
             result.append(encoded)
         return result
+
+
+def _columns_of(metadata: Any, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the row groups and column numbers in them of what is read of some columns."""
+    prefixes = tuple(f"{name}." for name in names)
+    schema = metadata.schema
+    numbers = [n for n in range(metadata.num_columns) if f"{schema.column(n).path}.".startswith(prefixes)]
+    return [(group, number) for group in range(metadata.num_row_groups) for number in numbers]
+
+
+def _part(metadata: Any, group: int, number: int) -> Any:
+    return metadata.row_group(group).column(number)
+
+
+def _stated_bytes(metadata: Any, group: int, number: int) -> int:
+    part = _part(metadata, group, number)
+    value_bytes = max(VALUE_BYTES, metadata.schema.column(number).length or 0)  # those of a fixed length state it
+    return max(part.total_uncompressed_size, part.num_values * value_bytes)
+
+
+def _is_text(metadata: Any, group: int, number: int) -> bool:
+    return _part(metadata, group, number).physical_type == "BYTE_ARRAY"

@@ -28,6 +28,10 @@ files."""
 READING = ("-nostdin", "-protocol_whitelist", "file", "-format_whitelist", CONTAINERS)
 """Of a reading ffmpeg, which is given the video of a stranger: it opens that file and no other. Without -nostdin it
 prints that q stops it, now and then within the lines that the size is read from."""
+HLS = b"#EXTM3U"
+"""First bytes of a playlist of HLS."""
+BOM = b"\xef\xbb\xbf"
+"""UTF-8's mark of byte order, which may come before them."""
 
 NOT_SHOWN = 4
 """Flag of a packet: its frame is decoded for others, and cut off by the file's edit list."""
@@ -120,13 +124,24 @@ def _source(path: Path) -> str:
     return f"file:{path}"
 
 
+def _begins_with(path: Path, mark: bytes) -> bool:
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return False
+        with path.open("rb") as file:
+            return file.read(len(BOM) + len(mark)).removeprefix(BOM).startswith(mark)
+    except OSError:  # what ffmpeg said of it is the error
+        return False
+
+
 def _undecodable(path: Path, reason: object) -> OSError | EmbodrlError:
     """Return the error of a file that ffmpeg does not decode."""
-    if "Format not on whitelist" in str(reason):
+    # One of HLS that is called .mp4 is no format at all to ffmpeg.
+    if "Format not on whitelist" in str(reason) or _begins_with(path, HLS):
         return EmbodrlError(
             f"{path} is no mp4, mkv, webm or avi file by its content; playlists and others that name further files are"
             " not followed",
-            "store the pictures in an mp4 file: ffmpeg -i VIDEO -c copy NEW.mp4",
+            "store the pictures themselves in an mp4 file",
             code="dataset-video-format",
         )
     return OSError(f"{path} can't be decoded: {str(reason)[-500:].strip()}")

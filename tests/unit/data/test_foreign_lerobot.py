@@ -3,7 +3,8 @@
 import io
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from PIL import EpsImagePlugin, Image
 
 from embodrl.data.facts import read_facts
 from embodrl.data.imitation import load_configured_demos
+from embodrl.data.lerobot_episodes import Located, of_the_train_split
+from embodrl.data.lerobot_info import read_info
 from embodrl.data.load import load_demos
 from embodrl.learners.imitation_policy import check_instructions
 from embodrl.pipelines.load import load_config
@@ -152,6 +155,42 @@ def test_times_at_which_the_file_shows_another_episode_are_refused(tmp_path: Pat
     assert "episode 0, frame 11 is 1.3000 s, and its pictures end at 1.2000 s" in refused.value.message
 
 
+@pytest.mark.parametrize("end", [None, 99.0])
+@pytest.mark.parametrize(
+    ("shifts", "split", "named"),
+    [
+        ((0.0, -0.3), "1:2", "episode 1, frame 0"),
+        ((0.0, -0.3), "0:2", "episode 1, frame 0"),
+        ((0.1, 0.0), "0:1", "episode 0, frame 11"),
+        ((1.2, -1.2), "0:2", "episode 0, frame 11"),
+    ],
+)
+def test_the_pictures_of_the_episodes_beside_it_in_the_file_are_never_shown(
+    tmp_path: Path, end: float | None, shifts: tuple[float, float], split: str, named: str
+) -> None:
+    build(
+        tmp_path,
+        version="v3.0",
+        columns=lambda c: c.update(timestamp=c["timestamp"] + np.float32(shifts[c["episode_index"][0]])),
+        episodes=lambda c: c.update({f"videos/{KEY}top/to_timestamp": [end, end]}),
+        info=lambda i: i.update(splits={"train": split}),
+    )
+    with raises_code("dataset-frame-times") as refused:
+        load_demos(tmp_path)
+    assert named in refused.value.message
+
+
+@pytest.mark.parametrize("shift", [-5.0, -0.3, 0.3, 5000.0])
+def test_one_offset_of_all_the_rows_of_a_file_is_its_clock_s(tmp_path: Path, shift: float) -> None:
+    build(
+        tmp_path,
+        version="v3.0",
+        columns=lambda c: c.update(timestamp=c["timestamp"].astype(np.float64) + shift),
+        episodes=lambda c: c.update({f"videos/{KEY}top/to_timestamp": [LENGTH / FPS, 2 * LENGTH / FPS]}),
+    )
+    np.testing.assert_array_equal(seen(tmp_path), WANTED)
+
+
 @pytest.mark.parametrize("stated", [None, 0.4, LENGTH / FPS])
 def test_a_stale_end_of_the_pictures_refuses_nothing(tmp_path: Path, stated: float | None) -> None:
     ends = {f"videos/{KEY}top/to_timestamp": [stated, stated]}
@@ -256,6 +295,29 @@ def test_a_split_that_is_not_understood_is_refused_by_its_name(tmp_path: Path, s
     with raises_code("dataset-layout") as refused:
         load_demos(tmp_path)
     assert "splits.train" in refused.value.message
+
+
+def test_a_long_list_of_episodes_is_read_once(tmp_path: Path) -> None:
+    class Ranges(tuple[tuple[int, int], ...]):
+        read = 0
+
+        def __iter__(self) -> Iterator[tuple[int, int]]:
+            Ranges.read += 1
+            return super().__iter__()
+
+    ranges = Ranges([(7, 9), (0, 4), (1, 2), (3, 5), (6, 6), (8, 10)])
+    build(tmp_path)
+    info = replace(read_info(tmp_path), train=ranges)
+    episodes = [Located(number, 1, tmp_path, {}) for number in range(12)]
+    kept, _ = of_the_train_split(info, episodes)
+    assert [episode.number for episode in kept] == [0, 1, 2, 3, 4, 7, 8, 9]
+    assert Ranges.read == 1
+
+
+def test_episodes_are_told_apart_by_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path)
+    monkeypatch.setattr(Located, "__eq__", lambda *_: pytest.fail("each was compared with each"))
+    np.testing.assert_array_equal(seen(tmp_path, max_episodes=1), pictures(0))
 
 
 def test_instructions_may_change_within_an_episode(tmp_path: Path) -> None:

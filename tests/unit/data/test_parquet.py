@@ -45,3 +45,33 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.parquet")
     with raises_code("file-damaged"):
         Table(tmp_path / "a.parquet")
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "struct", "list", "fixed"])
+def test_one_value_of_many_rows_counts_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A dictionary stores it once."""
+    path = tmp_path / "a.parquet"
+    value = os.urandom(100_000)
+    row = {"struct": {"bytes": value, "path": "a"}, "list": [value]}.get(kind, value)
+    rows = pa.array([row] * 300, pa.binary(len(value)) if kind == "fixed" else None)
+    pq.write_table(pa.table({"a": rows, "b": list(range(300))}), path)
+    assert path.stat().st_size < 200_000
+    limit_memory(monkeypatch, 60_000_000)
+    assert Table(path, ["a"]).num_rows == 300
+    limit_memory(monkeypatch, 30_000_000)
+    monkeypatch.setattr(pq.ParquetFile, "read", lambda *_, **__: pytest.fail("it was read"))
+    with raises_code("dataset-too-large"):
+        Table(path, ["a"])
+
+
+def test_values_that_differ_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    values = [{"bytes": os.urandom(10_000), "path": None if n % 2 else f"{n}"} for n in range(300)]
+    pairs = pa.array([[("key", "value")]] * 300, pa.map_(pa.string(), pa.string()))
+    pq.write_table(pa.table({"a": values, "b": [["a", None]] * 300, "c": pairs}), path)
+    limit_memory(monkeypatch, 6_000_000)
+    assert Table(path).rows()[7].content["a"] == values[7]
