@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from embodrl.data.lerobot import require
 from embodrl.errors import EmbodrlError
+from embodrl.fields import open_regular_file
 
 # A reader that wants one frame decodes from the last key frame on.
 KEY_FRAME_INTERVAL = 10
@@ -126,9 +127,7 @@ def _source(path: Path) -> str:
 
 def _begins_with(path: Path, mark: bytes) -> bool:
     try:
-        if not path.is_file():  # a pipe would be waited for
-            return False
-        with path.open("rb") as file:
+        with open_regular_file(path, follow_links=True) as file:
             return file.read(len(BOM) + len(mark)).removeprefix(BOM).startswith(mark)
     except OSError:  # what ffmpeg said of it is the error
         return False
