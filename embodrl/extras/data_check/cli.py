@@ -131,7 +131,8 @@ def show(report: DataReport, suggest_replay: bool, held_out: bool = False) -> No
         console.print(f"replayed {report.replay.episodes} episodes: success {again:.0%}, recorded {before:.0%}")
     if report.policy is not None:
         on = report.policy
-        apart = " that it was not trained on" if held_out else ""
+        is_known = held_out and "held-out-other-dataset" not in {found.code for found in report.findings}
+        apart = " that it was not trained on" if is_known else ""
         names = ("dimension", "mean error", "of the mean action", "of zero", "out of range")
         table = Table(*names, title=f"policy on {on.frames} frames of {on.episodes} episodes{apart}")
         rows = zip(on.mean_abs_error, on.of_the_mean, on.of_zero, on.out_of_range, strict=True)
