@@ -430,7 +430,7 @@ def parse_yaml(text: str, name: str, kind: str = "file") -> tuple[Node, list[Con
         if "nesting depth" in str(error.problem):  # libyaml's limit is 1000 levels
             return empty, [_too_deep(name)]
         mark = error.problem_mark
-        line = min(int(mark.line), text.count("\n")) + 1 if mark else 0  # libyaml's end is a line later
+        line = min(int(mark.line), text.count("\n")) + 1 if mark else 0  # libyaml ends a line too late
         what = " ".join(str(part) for part in (error.context, error.problem) if part)
         hint = "fix the YAML: indent the keys of one mapping alike, with spaces, and put a space after each colon"
         return empty, [

@@ -362,7 +362,7 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
     if len(rows) != episode.length:
         what = f"episode {episode.number} has {len(rows)} rows, and {episode.length} by meta/episodes"
         if len(rows) > episode.length:
-            hint = "meta/episodes is older than the rows, or those of two episodes have one number: correct either"
+            hint = "meta/episodes is older than the rows, or two episodes share a number: correct whichever is wrong"
             raise layout_error(table.path, what, hint)
         raise damaged(table.path, what)
     if "frame_index" in table.names:

@@ -77,10 +77,8 @@ class Table:
         # By a dictionary a value is stored once, and takes memory for each row that has it. No value is longer than all
         # that is stored. What encodings the file states is not to be relied on.
         texts = [(*place, _stated_bytes(metadata, *place)) for place in read if _is_text(metadata, *place)]
-        if (
-            num_bytes + sum(_part(metadata, *place).num_values * size for *place, size in texts)
-            <= MEMORY_FRACTION * free
-        ):
+        at_most = num_bytes + sum(_part(metadata, *place).num_values * size for *place, size in texts)
+        if at_most <= MEMORY_FRACTION * free:
             return
         for group, number, size in texts:
             num_bytes += max(0, self._decoded_bytes(metadata, group, number) - size)
@@ -206,7 +204,7 @@ def _part(metadata: Any, group: int, number: int) -> Any:
 
 def _stated_bytes(metadata: Any, group: int, number: int) -> int:
     part = _part(metadata, group, number)
-    value_bytes = max(VALUE_BYTES, metadata.schema.column(number).length or 0)  # those of a fixed length state it
+    value_bytes = max(VALUE_BYTES, metadata.schema.column(number).length or 0)  # fixed-length types state their length
     return max(part.total_uncompressed_size, part.num_values * value_bytes)
 
 

@@ -327,12 +327,12 @@ def _check_split(trained: SftConfig, now: SftConfig, directory: Path) -> list[Da
     Raises:
         EmbodrlError: arguments split the data otherwise than the policy's run.
     """
-    if trained.data_dir == SftConfig().data_dir:  # of no run: the arguments say what it was trained on
+    if trained.data_dir == SftConfig().data_dir:  # not of a run: the arguments say what it was trained on
         return []
     if (trained.max_episodes, trained.val_episodes) != (now.max_episodes, now.val_episodes):
         raise EmbodrlError(
             f"the policy was trained with sft.max_episodes={trained.max_episodes} and sft.val_episodes="
-            f"{trained.val_episodes}, which say what --held-out is",
+            f"{trained.val_episodes}, which decide what is held out",
             "leave both out",
             code="held-out-settings",
         )

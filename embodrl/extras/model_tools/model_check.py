@@ -47,7 +47,7 @@ def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> li
 
     Args:
         loaded: the run.
-        show: called with each result as it comes; at last come those of what the model does not offer.
+        show: called with each result as it comes; features that the model does not offer come last.
 
     Raises:
         EmbodrlError: the model can't be built, or the simulator can't run.
