@@ -12,11 +12,13 @@ from embodrl.data.demos import Demos
 from embodrl.data.facts import DatasetFacts
 from embodrl.extras.data_check.check import (
     DataReport,
+    PolicyErrors,
     _policy_findings,  # pyright: ignore[reportPrivateUsage]
     camera_findings,
     picture_difference,
     policy_errors,
 )
+from embodrl.extras.data_check.checks import DataFinding
 from embodrl.extras.data_check.cli import show
 from embodrl.types import PolicyOutput
 
@@ -96,3 +98,14 @@ def test_pictures_are_compared_camera_by_camera_and_at_one_size():
 def test_a_check_without_a_simulator_says_what_one_would_find(suggest, capsys):
     show(DataReport(Path("data"), DatasetFacts({}, 7, 0, None, None), 1, 5, []), suggest_replay=suggest)
     assert ("--env" in capsys.readouterr().out) is suggest
+
+
+@pytest.mark.parametrize("code", [None, "held-out-other-dataset"])
+def test_episodes_are_called_untrained_only_where_that_is_known(
+    code: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [] if code is None else [DataFinding("warning", code, "trained elsewhere", "")]
+    errors = PolicyErrors(4, 1, [0.1], [0.2], [0.3], [0.0])
+    facts = DatasetFacts({}, 1, 0, None, None)
+    show(DataReport(Path("data"), facts, 1, 5, findings, policy=errors), suggest_replay=False, held_out=True)
+    assert ("not trained on" in " ".join(capsys.readouterr().out.split())) == (code is None)
