@@ -31,10 +31,8 @@ test: setup ## run the tests, but for the long ones (8 to 10 minutes on two core
 	@$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
 # What computes otherwise on processors of another kind, limited to the instructions that all of them have.
-NUMERICAL := tests/unit/algorithms tests/unit/models tests/unit/extras/gr00t tests/unit/extras/smolvla \
-	tests/unit/extras/pi0_fast tests/unit/extras/flow tests/unit/extras/pi tests/unit/extras/openvla_oft tests/unit/extras/small_actors \
-	tests/unit/extras/offline tests/unit/hybrid_engines tests/unit/test_processor.py tests/parity \
-	tests/integration/test_pipelines.py tests/integration/test_debug_runs.py
+NUMERICAL := tests/unit/algorithms tests/unit/models tests/unit/learners/offline tests/unit/hybrid_engines tests/unit/test_processor.py \
+	tests/parity tests/integration/test_pipelines.py tests/integration/test_debug_runs.py
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 OPENBLAS_CORETYPE=Haswell
 test-avx2: setup ## run the numerical tests as on a processor without AVX-512 and bf16 (2 minutes on two cores)
 	@$(AVX2) $(PYTEST) $(SPREAD) -m "not long" $(NUMERICAL) $(ARGS)
@@ -59,7 +57,7 @@ test-gpu: $(if $(EMBODRL_PYTHON),,setup) ## run the tests that need a CUDA GPU (
 
 test-megatron: setup ## install megatron-core and run its tests
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[megatron]'
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/unit/extras/megatron $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/unit/hybrid_engines/training/megatron $(ARGS)
 
 # These tests start whole Ray clusters, so they run one at a time.
 RAY_TESTS := tests/integration/test_ray_machines.py tests/integration/test_ray_runs.py \

@@ -23,13 +23,13 @@ from embodrl.algorithms.decoupled import set_proximal
 from embodrl.config import LoadedConfig
 from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
-from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool

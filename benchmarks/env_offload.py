@@ -19,7 +19,7 @@ import numpy as np
 from embodrl.config import load_config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EmbodrlError
-from embodrl.extras.bench.hardware import describe_hardware
+from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.env import make_pool
 
 ENVIRONMENTS = {

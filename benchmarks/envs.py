@@ -6,7 +6,7 @@ A SETTING is one of `embodrl train` and goes to all simulators: ``env.python=/pa
 import sys
 from pathlib import Path
 
-from embodrl.extras.bench.envs import CASES, main
+from embodrl.tools.bench.envs import CASES, main
 
 if __name__ == "__main__":
     given = sys.argv[2:]

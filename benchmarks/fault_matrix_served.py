@@ -21,7 +21,7 @@ import psutil
 from fault_matrix import CELL_S, CONTINUES, LEAK, Cell, inflict
 from soak_served import Server, connections, shut_down
 
-from embodrl.extras.wire import TOKEN_VARIABLE
+from embodrl.serving.wire import TOKEN_VARIABLE
 
 AWAY_S = 3.0
 BEGUN = 20

@@ -38,7 +38,6 @@ from embodrl.config.schema import AlgorithmConfig, Config
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import UsageError
-from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import concat_outputs, make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
@@ -53,6 +52,7 @@ from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.pipelines.load import load_config
 from embodrl.specs import LOSSES
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool

@@ -20,16 +20,16 @@ from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import set_proximal
 from embodrl.config.schema import ActorConfig, AlgorithmConfig, OptimConfig, RolloutConfig, model_settings
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.extras.bench.inference import make_observation
-from embodrl.extras.vllm.engine import VllmRolloutEngine
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
+from embodrl.tools.bench.hardware import describe_hardware
+from embodrl.tools.bench.inference import make_observation
 from embodrl.types import PolicyOutput, SamplingParams
 
 PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype]] = {

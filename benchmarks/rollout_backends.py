@@ -24,14 +24,14 @@ from rich.table import Table
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from embodrl.config.schema import RolloutConfig, SamplingConfig
-from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.extras.bench.inference import make_observation, make_policy
-from embodrl.extras.bench.plain import stock_llama
-from embodrl.extras.vllm.engine import VllmRolloutEngine
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
+from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
+from embodrl.tools.bench.inference import make_observation, make_policy
+from embodrl.tools.bench.plain import stock_llama
 from embodrl.types import Observation, SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from embodrl.algorithms.advantages import compute_advantages
-from embodrl.extras.bench.e2e import PhaseClock
-from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.e2e import PhaseClock
+from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
 from embodrl.workers.policy import build_policy, configure_torch

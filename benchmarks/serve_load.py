@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from embodrl.extras.wire.codec import openpi_default, openpi_envelope, pack, unpack
+from embodrl.serving.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 if TYPE_CHECKING:  # the clients are processes of this file, too, and import no torch
     from embodrl.config.schema import Config
@@ -84,7 +84,7 @@ def load(*arguments: Any) -> dict[str, float]:
 
 def one_call_per_request() -> type:
     """Return a core without batches or a thread: the event loop computes."""
-    from embodrl.extras.serving.core import ModelCore, ServedChunk
+    from embodrl.serving.core import ModelCore, ServedChunk
     from embodrl.types import Observation
 
     class OneCallPerRequest(ModelCore):
@@ -98,9 +98,9 @@ def one_call_per_request() -> type:
 
 async def measure(config: Config, clients: list[int], requests: int) -> list[dict[str, Any]]:
     """Return a row for each number of clients and kind of server."""
-    from embodrl.extras.serving.core import ModelCore
-    from embodrl.extras.serving.server import PolicyServer
     from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+    from embodrl.serving.core import ModelCore
+    from embodrl.serving.server import PolicyServer
     from embodrl.workers.policy import build_policy, num_threads
 
     engine = make_rollout_engine(config, build_policy(config), num_threads(config))

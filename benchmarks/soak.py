@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from soak_verdict import Check, Sample, check_faults, check_leaks, check_memory, check_steps
 
-from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
 
 MIB = 1 << 20
 MARK = "EMBODRL_SOAK"

@@ -35,11 +35,11 @@ from fault_matrix import inflict
 from soak_verdict import Check, growth
 
 from embodrl.errors import RemotePolicyError
-from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.extras.remote_policy.spec import RemoteConfig, client_of
-from embodrl.extras.serving.clients import Client
-from embodrl.extras.wire import TOKEN_VARIABLE
+from embodrl.models.remote_policy.spec import RemoteConfig, client_of
+from embodrl.serving.wire import TOKEN_VARIABLE
+from embodrl.serving.wire.clients import Client
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.types import Observation
 
 HERE = Path(__file__).parent

@@ -22,9 +22,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from embodrl.extras.bench.hardware import describe_hardware
-from embodrl.extras.workflows.task_runner import AsyncTaskRunner
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
+from embodrl.workers.workflows.task_runner import AsyncTaskRunner
 
 NUM_TASKS = {"no_op": 50_000, "sleep": 10_000}
 MEMORY_TASKS = 10_000  # of each kind, in each round

@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import Tensor
 
 from embodrl.errors import EmbodrlError
-from embodrl.extras.bench.hardware import describe_hardware
 from embodrl.hybrid_engines.weight_sync.base import WeightReceiver, WeightSender
 from embodrl.hybrid_engines.weight_sync.collective import CollectiveReceiver, CollectiveSender, SyncGroup
 from embodrl.hybrid_engines.weight_sync.disk import DiskReceiver, DiskSender
@@ -31,6 +30,7 @@ from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.json_file import write_json_file
+from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.weights import KINDS
 
 SIZES_MB = (10, 100, 1000)

@@ -59,7 +59,7 @@ _EXPORTS = {
     # Extension: pipelines and workflows.
     "Pipeline": "embodrl.pipelines.graph",
     "PipelineContext": "embodrl.pipelines.context",
-    **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.extras.workflows.workflow"),
+    **dict.fromkeys(("RolloutWorkflow", "EpisodeTask", "Trajectory"), "embodrl.workers.workflows.workflow"),
     **dict.fromkeys(("Environment", "Tool", "ToolResult"), "embodrl.envs.environment"),
     "EpisodeEngine": "embodrl.hybrid_engines.rollout.batched",
     # Registries.
@@ -69,10 +69,10 @@ _EXPORTS = {
     "register_loss": "embodrl.specs:LOSSES.register_function",
     "register_pipeline": "embodrl.specs:PIPELINES.add",
     # Coroutines, and other libraries' batches.
-    **dict.fromkeys(("AsyncTaskRunner", "TaskResult"), "embodrl.extras.workflows.task_runner"),
+    **dict.fromkeys(("AsyncTaskRunner", "TaskResult"), "embodrl.workers.workflows.task_runner"),
     **dict.fromkeys(
         ("to_verl", "from_verl", "to_areal", "from_areal", "to_areal_list", "from_areal_list"),
-        "embodrl.extras.converters.batches",
+        "embodrl.tools.converters.batches",
     ),
 }
 
@@ -113,17 +113,6 @@ if TYPE_CHECKING:
     from embodrl.errors import ConfigError as ConfigError
     from embodrl.errors import ConfigProblem as ConfigProblem
     from embodrl.errors import EmbodrlError as EmbodrlError
-    from embodrl.extras.converters.batches import from_areal as from_areal
-    from embodrl.extras.converters.batches import from_areal_list as from_areal_list
-    from embodrl.extras.converters.batches import from_verl as from_verl
-    from embodrl.extras.converters.batches import to_areal as to_areal
-    from embodrl.extras.converters.batches import to_areal_list as to_areal_list
-    from embodrl.extras.converters.batches import to_verl as to_verl
-    from embodrl.extras.workflows.task_runner import AsyncTaskRunner as AsyncTaskRunner
-    from embodrl.extras.workflows.task_runner import TaskResult as TaskResult
-    from embodrl.extras.workflows.workflow import EpisodeTask as EpisodeTask
-    from embodrl.extras.workflows.workflow import RolloutWorkflow as RolloutWorkflow
-    from embodrl.extras.workflows.workflow import Trajectory as Trajectory
     from embodrl.hybrid_engines.rollout.batched import EpisodeEngine as EpisodeEngine
     from embodrl.models.base import LoadReport as LoadReport
     from embodrl.models.base import VLAPolicy as VLAPolicy
@@ -136,6 +125,12 @@ if TYPE_CHECKING:
     from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
     from embodrl.specs import ModelSpec as ModelSpec
     from embodrl.specs import SimulatorSpec as SimulatorSpec
+    from embodrl.tools.converters.batches import from_areal as from_areal
+    from embodrl.tools.converters.batches import from_areal_list as from_areal_list
+    from embodrl.tools.converters.batches import from_verl as from_verl
+    from embodrl.tools.converters.batches import to_areal as to_areal
+    from embodrl.tools.converters.batches import to_areal_list as to_areal_list
+    from embodrl.tools.converters.batches import to_verl as to_verl
     from embodrl.types import CameraSpec as CameraSpec
     from embodrl.types import EnvSpec as EnvSpec
     from embodrl.types import EnvStep as EnvStep
@@ -145,6 +140,11 @@ if TYPE_CHECKING:
     from embodrl.types import SamplingParams as SamplingParams
     from embodrl.workers.evaluator import EpisodeRecord as EpisodeRecord
     from embodrl.workers.reward import Episode as Episode
+    from embodrl.workers.workflows.task_runner import AsyncTaskRunner as AsyncTaskRunner
+    from embodrl.workers.workflows.task_runner import TaskResult as TaskResult
+    from embodrl.workers.workflows.workflow import EpisodeTask as EpisodeTask
+    from embodrl.workers.workflows.workflow import RolloutWorkflow as RolloutWorkflow
+    from embodrl.workers.workflows.workflow import Trajectory as Trajectory
 
     register_model = SupportedModel.register
     register_env = SupportedEnv.register

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, distributions, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -64,16 +63,23 @@ class Registry(Generic[E]):
         cls: of the entries.
         group: of the entry points. Each names an entry (``module:SPEC``), or a module that registers its name; "" for
             none.
-        builtin: name -> ``module:SPEC``, imported when the name is first asked for.
+        table: the built-in entries: name -> ``module:SPEC``, imported when the name is first asked for; or where that
+            mapping is, as ``module:ATTRIBUTE``.
     """
 
-    def __init__(self, kind: str, cls: type[E], group: str = "", builtin: Mapping[str, str] | None = None) -> None:
+    def __init__(self, kind: str, cls: type[E], group: str = "", table: Mapping[str, str] | str = "") -> None:
         self.kind = kind
         self.cls = cls
         self.group = group
-        self.builtin = dict(builtin or {})
+        self._table = table
         self._entries: dict[str, E] = {}
         self._points: dict[str, EntryPoint] | None = None
+
+    @cached_property
+    def builtin(self) -> dict[str, str]:
+        """The built-in names, with where their entries are."""
+        table: Mapping[str, str] = import_object(self._table) if isinstance(self._table, str) and self._table else {}
+        return dict(self._table if isinstance(self._table, Mapping) else table)
 
     def register(self, spec: E) -> E:
         """Add a spec.
@@ -82,7 +88,7 @@ class Registry(Generic[E]):
             EmbodrlError: the name is taken by another target.
         """
         known = self._entries.get(spec.name)
-        if spec.name in self.shipped() or (known is not None and known.target != spec.target):
+        if spec.name in self.builtin or (known is not None and known.target != spec.target):
             raise EmbodrlError(
                 f"{self.kind} '{spec.name}' is registered already", "choose another name", code="name-taken"
             )
@@ -101,15 +107,10 @@ class Registry(Generic[E]):
         """Return all names: built in, those of entry points, then registered ones."""
         return list(dict.fromkeys((*self.builtin, *self._discovered(), *self._entries)))
 
-    def shipped(self) -> list[str]:
-        """Return the names that come with embodrl: built in, or of its own entry points."""
-        own = (name for name, point in self._discovered().items() if _is_own(point))
-        return list(dict.fromkeys((*self.builtin, *own)))
-
     def package(self, name: str) -> str | None:
-        """Return the package of somebody else whose entry point a name is; None of other names."""
+        """Return the package whose entry point a name is; None for other names."""
         point = self._discovered().get(name)
-        if name in self.builtin or name in self._entries or point is None or _is_own(point):
+        if name in self.builtin or name in self._entries or point is None:
             return None
         return "an unknown package" if point.dist is None else str(point.dist.metadata["Name"])
 
@@ -129,7 +130,7 @@ class Registry(Generic[E]):
             hint = f"did you mean '{near}'?" if near else f"choose a known {self.kind} or register yours"
             raise UnknownNameError(
                 f"unknown {self.kind} '{name}'; known: {', '.join(self.names())}",
-                REINSTALL if lacks_entry_points() else hint,
+                hint,
             )
         return self._entries[name]
 
@@ -173,10 +174,10 @@ class Registry(Generic[E]):
     def _discovered(self) -> dict[str, EntryPoint]:
         if self._points is None:  # reading the metadata of all installed packages takes some milliseconds
             points = installed_points(self.group) if self.group else ()
-            # Those that come with embodrl first: where the first one counts, no other package takes its place.
-            ordered = sorted(points, key=lambda point: (not _is_own(point), point.name))
+            # An older installation of embodrl from its sources may still list entry points to its own modules.
+            others = [point for point in points if not point.value.startswith(("embodrl.", "embodrl:"))]
             self._points = {}
-            for point in ordered:
+            for point in sorted(others, key=lambda point: point.name):
                 self._points.setdefault(point.name, point)
         return self._points
 
@@ -202,14 +203,6 @@ class Registry(Generic[E]):
         return spec
 
 
-REINSTALL = "entry points of this version are not installed: install again, with `make setup` or `pip install -e .`"
-
-
-def lacks_entry_points() -> bool:
-    """Return whether embodrl is not installed, or was installed before its features registered by entry points."""
-    return not any(map(_is_own, installed_points("embodrl.launchers")))
-
-
 def installed_points(group: str) -> list[EntryPoint]:
     """Return the entry points of a group; those of a package whose list is damaged are left out, with a warning."""
     try:
@@ -233,7 +226,3 @@ def installed_points(group: str) -> list[EntryPoint]:
 @cache
 def _warn_of_package(name: str, problem: str) -> None:
     logger.warning("the entry points of the package %s can't be read: %s; install it again", name, problem)
-
-
-def _is_own(point: EntryPoint) -> bool:
-    return re.split(r"[.:]", point.value)[0].strip() == "embodrl"

@@ -1,11 +1,8 @@
 """What embodrl knows about simulators, model families, algorithms and pipelines: one spec each, without torch.
 
-Built-in specs stand with what they describe: ``embodrl/envs/<simulator>/spec.py``, ``embodrl/models/<family>/spec.py``,
-``embodrl/algorithms/spec.py``, ``embodrl/pipelines/builtin.py``. Others come from a module named in ``extensions``, or
-from an installed package with an entry point in one of the groups ``embodrl.envs``, ``embodrl.models``,
-``embodrl.engines``, ``embodrl.protocols``, ``embodrl.verbs`` and ``embodrl.env_servers``, which is imported when its
-name is first asked for.
-embodrl's own optional features (``embodrl/extras/``) register by such entry points, too.
+Built-in specs stand with what they describe, e.g. ``embodrl/envs/<simulator>/spec.py``, and are listed in one table per
+kind, e.g. ``embodrl/envs/registry.py``. Others come from a module named in ``extensions``, or from an installed package
+with an entry point in the group of the kind, e.g. ``embodrl.envs``. Each is imported when its name is first asked for.
 """
 
 from __future__ import annotations
@@ -452,7 +449,7 @@ class SmallActorSpec(Entry):
     """A small actor that learns on a frozen policy.
 
     ``target`` is a class with the class methods ``base_config`` and ``build`` of
-    ``embodrl.extras.small_actors.on_frozen.OnFrozenPolicy``.
+    ``embodrl.models.small_actors.on_frozen.OnFrozenPolicy``.
 
     Attributes:
         engine: class derived from ``OffPolicyEngine`` that trains it, as ``module:Class``; None: ``OffPolicyEngine``.
@@ -504,13 +501,13 @@ class FunctionRegistry(Registry[FunctionSpec]):
 
     Args:
         kind: of the functions.
-        builtin: name -> ``module:SPEC``.
+        table: the built-in ones, as that of ``Registry``.
         arguments: where the ``FunctionArguments`` are, as ``module:attribute``.
         group: entry points that name further specs; "" for none.
     """
 
-    def __init__(self, kind: str, builtin: Mapping[str, str], arguments: str, group: str = "") -> None:
-        super().__init__(kind, FunctionSpec, group, builtin)
+    def __init__(self, kind: str, table: Mapping[str, str] | str, arguments: str, group: str = "") -> None:
+        super().__init__(kind, FunctionSpec, group, table)
         self.arguments = arguments
 
     def entry(self, name: str) -> FunctionSpec:
@@ -582,7 +579,7 @@ ENVS = Registry(
     "environment",
     SimulatorSpec,
     "embodrl.envs",
-    {name: f"embodrl.envs.{name}.spec:SPEC" for name in ("maniskill", "toy")},
+    "embodrl.envs.registry:SIMULATORS",
 )
 BUILT_IN_STATISTICS = ("maniskill", "new_embodiment")
 """Names of those that models without weights have."""
@@ -590,50 +587,38 @@ MODELS = Registry(
     "model",
     ModelSpec,
     "embodrl.models",
-    {
-        "openvla": "embodrl.models.openvla.spec:SPEC",
-        "gaussian": "embodrl.models.gaussian.spec:SPEC",
-    },
+    "embodrl.models.registry:FAMILIES",
 )
 
 
 ADVANTAGES = FunctionRegistry(
     "advantage estimator",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("gae", "grpo", "rloo", "reinforce_pp", "none")},
+    "embodrl.algorithms.registry:ESTIMATORS",
     "embodrl.algorithms.spec:ESTIMATOR_ARGUMENTS",
 )
 LOSSES = FunctionRegistry(
     "loss",
-    {name: f"embodrl.algorithms.spec:{name.upper()}" for name in ("actor_critic", "actor", "fpo", "sac", "dagger")},
+    "embodrl.algorithms.registry:LOSSES",
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
     "embodrl.losses",
 )
-PIPELINES = Registry(
-    "pipeline",
-    PipelineSpec,
-    builtin={
-        name: f"embodrl.pipelines.builtin:{name.upper()}" for name in ("on_policy", "off_policy", "dagger", "offline")
-    },
-)
-
-
-PROTOCOLS = Registry("protocol", ProtocolSpec, "embodrl.eval_protocols")
+PIPELINES = Registry("pipeline", PipelineSpec, table="embodrl.pipelines.registry:PIPELINES")
+PROTOCOLS = Registry("protocol", ProtocolSpec, "embodrl.eval_protocols", "embodrl.envs.registry:EVAL_PROTOCOLS")
 """Settings of published evaluations."""
-ENGINES = Registry(
-    "engine",
-    EngineSpec,
-    "embodrl.engines",
-    {name: f"embodrl.hybrid_engines.spec:{name.upper()}" for name in ("native", "fsdp")},
-)
+ENGINES = Registry("engine", EngineSpec, "embodrl.engines", "embodrl.hybrid_engines.registry:ENGINES")
 """Backends of training and of rollouts."""
-SERVE_PROTOCOLS = Registry("protocol of a policy server", ServeProtocolSpec, "embodrl.protocols")
-VERBS = Registry("verb", VerbSpec, "embodrl.verbs")
+SERVE_PROTOCOLS = Registry(
+    "protocol of a policy server", ServeProtocolSpec, "embodrl.protocols", "embodrl.serving.registry:PROTOCOLS"
+)
+VERBS = Registry("verb", VerbSpec, "embodrl.verbs", "embodrl.cli.registry:VERBS")
 """Verbs of the command line that are not the core's; GROUP.NAME is one below a group, e.g. ``env.serve``."""
-WORKFLOW_RUNNERS = Registry("runner of workflows", WorkflowRunnerSpec, "embodrl.workflow_runners")
+WORKFLOW_RUNNERS = Registry(
+    "runner of workflows", WorkflowRunnerSpec, "embodrl.workflow_runners", "embodrl.workers.registry:WORKFLOW_RUNNERS"
+)
 """What plays the episodes of ``rollout.workflow``; the first one does."""
-SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors")
+SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors", "embodrl.models.registry:ACTORS")
 """What ``model.small_actor.kind`` chooses."""
-ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers")
+ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers", "embodrl.envs.registry:SERVERS")
 
 
 class RegisteredName(str):

@@ -70,7 +70,7 @@ class EnvSpec:
                 raise EnvError(
                     f"number {number} of an action is between {bounds[0]:g} and {bounds[1]:g}, not -1 and 1",
                     "give the environment the bounds -1 and 1, and map them to its own in step, as"
-                    " embodrl/extras/gymnasium/env.py does",
+                    " embodrl/envs/gymnasium/env.py does",
                     code="action-bounds",
                 )
 

@@ -130,7 +130,7 @@ VERSIONS = """
 import json, platform, sys
 from importlib.metadata import PackageNotFoundError, version
 import torch
-from embodrl.extras.bench.hardware import describe_hardware
+from embodrl.tools.bench.hardware import describe_hardware
 found = {"python": platform.python_version(), "hardware": describe_hardware(), "cuda": torch.version.cuda}
 for name in ("torch", "transformers", "numpy", "tokenizers", "safetensors", "pydantic", "megatron-core", "mujoco"):
     try:

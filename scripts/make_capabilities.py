@@ -17,8 +17,8 @@ from typing import cast
 
 from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError
-from embodrl.extras.sweep.combinations import expand_sweep
 from embodrl.pipelines.load import load_config
+from embodrl.tools.sweep.combinations import expand_sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "capabilities.md"

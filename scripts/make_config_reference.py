@@ -203,7 +203,7 @@ def own_settings(name: str) -> list[str]:
         return []
     registry, settings_of, base = kinds[name]
     classes: dict[type[BaseModel], list[str]] = {}
-    for spec in registry.shipped():
+    for spec in registry.builtin:
         classes.setdefault(settings_of(spec), []).append(spec)
     lines: list[str] = []
     for cls, specs in classes.items():

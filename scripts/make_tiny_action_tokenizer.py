@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from embodrl.extras.pi0_fast.codec import TINY_CODEC, ActionCodec, cosines
+from embodrl.models.pi0_fast.codec import TINY_CODEC, ActionCodec, cosines
 
 VOCAB_SIZE = 384
 SCALE, MIN_COEFFICIENT = 10, -40  # all coefficients of actions of [-1, 1] are one byte

@@ -87,3 +87,12 @@ DAGGER = FunctionSpec(
     off_policy=True,
     imitates=True,
 )
+NFT = FunctionSpec(
+    name="nft",
+    target="embodrl.algorithms.nft:nft_loss",
+    description="negative-aware fine-tuning of flow policies, without likelihoods",
+    parameters=(
+        *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
+        "counts",
+    ),
+)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -19,8 +18,6 @@ from embodrl.cli.resume import resume
 from embodrl.cli.sft import sft
 from embodrl.cli.train import train
 from embodrl.processes.ending import own_process
-from embodrl.registry import REINSTALL
-from embodrl.specs import VERBS
 
 SIGNALLED = 128
 """Exit codes above it are 128 + the signal that has stopped the command."""
@@ -80,8 +77,6 @@ app.add_typer(config.app, name="config", short_help=summary(config.about))
 
 def main() -> None:
     """Run the command line. What a signal has stopped ends soon: its time is limited."""
-    if not VERBS.shipped():  # the list that the help reads anyway
-        print(f"warning: {REINSTALL}", file=sys.stderr)
     for name in ("COLUMNS", "LINES"):
         if os.environ.get(name) == "0":  # of terminals without a size: nothing would be shown
             del os.environ[name]

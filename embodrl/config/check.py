@@ -59,12 +59,12 @@ def _sections_that_load(path: str, names: Iterable[str]) -> dict[str, type[Secti
 
 def shipped_schemas() -> list[type[Config]]:
     """Return schemas that together have every key of the simulators, models and features that come with embodrl."""
-    further: dict[str, object] = {name: {} for verb in VERBS.shipped() for name in VERBS.entry(verb).sections}
+    further: dict[str, object] = {name: {} for verb in VERBS.builtin for name in VERBS.entry(verb).sections}
     for section in ("actor", "rollout"):
-        further[section] = {name: {} for name in ENGINES.shipped()}
-    further["serve"] = {name: {} for name in SERVE_PROTOCOLS.shipped()}
-    schemas = [schema_for({**further, "env": {"env_type": name}}) for name in ENVS.shipped()]
-    return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.shipped())]
+        further[section] = {name: {} for name in ENGINES.builtin}
+    further["serve"] = {name: {} for name in SERVE_PROTOCOLS.builtin}
+    schemas = [schema_for({**further, "env": {"env_type": name}}) for name in ENVS.builtin]
+    return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.builtin)]
 
 
 def remove_settings_of_others(tree: Node, schema: type[Config]) -> list[ConfigProblem]:

@@ -7,6 +7,19 @@ from typing import ClassVar
 
 from embodrl.specs import ENVS, RegisteredName, SimulatorSpec
 
+SIMULATORS = {
+    name: f"embodrl.envs.{name}.spec:SPEC"
+    for name in ("maniskill", "toy", "dataset", "gymnasium", "libero", "metaworld", "robot")
+}
+"""The built-in environments: name -> where their specs are."""
+SERVERS = {"tcp": "embodrl.envs.env_server.spec:TCP"}
+"""The built-in kinds of servers whose simulators run on other machines."""
+EVAL_PROTOCOLS = {
+    name: f"embodrl.envs.libero.protocols:{name.upper()}"
+    for name in ("openpi", "openvla", "openvla_oft", "rlinf", "simplevla")
+}
+"""The built-in settings of published evaluations."""
+
 
 class SupportedEnv(RegisteredName):
     """The name of a registered environment: ``SupportedEnv("libero")``, ``SupportedEnv.LIBERO``, ``members()``.
@@ -23,6 +36,7 @@ class SupportedEnv(RegisteredName):
     METAWORLD: ClassVar[SupportedEnv]
     GYMNASIUM: ClassVar[SupportedEnv]
     LIBERO: ClassVar[SupportedEnv]
+    DATASET: ClassVar[SupportedEnv]
     ROBOT: ClassVar[SupportedEnv]
 
     @classmethod
@@ -62,5 +76,5 @@ class SupportedEnv(RegisteredName):
         )
 
 
-for _name in SupportedEnv.registry.shipped():
+for _name in SupportedEnv.registry.builtin:
     setattr(SupportedEnv, _name.upper(), SupportedEnv(_name))

@@ -1,4 +1,4 @@
-"""The engines of the core, for the configuration: no torch here."""
+"""The engines without settings of their own, for the configuration: no torch here."""
 
 from __future__ import annotations
 
@@ -15,4 +15,9 @@ FSDP = EngineSpec(
     training="embodrl.hybrid_engines.training.fsdp:make_fsdp",
     description="one training process for each device, with sharded weights",
     shards=True,
+)
+REMOTE = EngineSpec(
+    name="remote",
+    rollout="embodrl.hybrid_engines.rollout.remote:make_remote",
+    description="acts by policy servers, which take the published weights",
 )

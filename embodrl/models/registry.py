@@ -14,6 +14,25 @@ if TYPE_CHECKING:
     from embodrl.models.base import LoadReport, VLAPolicy
 
 
+FAMILIES = {
+    "openvla": "embodrl.models.openvla.spec:SPEC",
+    "gaussian": "embodrl.models.gaussian.spec:SPEC",
+    "gr00t": "embodrl.models.gr00t.spec:SPEC",
+    "gr00t_n1_6": "embodrl.models.gr00t.spec:N1_6",
+    "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
+    "lerobot": "embodrl.models.lerobot_policy.spec:SPEC",
+    "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
+    "pi0": "embodrl.models.pi.spec:PI0",
+    "pi05": "embodrl.models.pi.spec:PI05",
+    "pi0_fast": "embodrl.models.pi0_fast.spec:SPEC",
+    "remote": "embodrl.models.remote_policy.spec:SPEC",
+    "smolvla": "embodrl.models.smolvla.spec:SPEC",
+}
+"""The built-in model families: name -> where their specs are."""
+ACTORS = {name: f"embodrl.models.small_actors.spec:{name.upper()}" for name in ("dsrl", "residual", "rlt")}
+"""The built-in small actors."""
+
+
 class SupportedModel(RegisteredName):
     """The name of a registered model family: ``SupportedModel("openvla")``, ``SupportedModel.OPENVLA``, ``members()``.
 
@@ -28,6 +47,7 @@ class SupportedModel(RegisteredName):
     OPENVLA_OFT: ClassVar[SupportedModel]
     PI0: ClassVar[SupportedModel]
     PI05: ClassVar[SupportedModel]
+    PI0_FAST: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
     GR00T_N1_6: ClassVar[SupportedModel]
     GR00T_N1_7: ClassVar[SupportedModel]
@@ -54,7 +74,7 @@ class SupportedModel(RegisteredName):
         return cls.of(ModelSpec.make(name, builder, description, facts))
 
 
-for _name in SupportedModel.registry.shipped():
+for _name in SupportedModel.registry.builtin:
     setattr(SupportedModel, _name.upper(), SupportedModel(_name))
 
 

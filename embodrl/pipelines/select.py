@@ -98,7 +98,7 @@ def default_name(config: Config) -> str:
 def algorithm_name(config: Config) -> str:
     """Return what names of runs and model cards call the algorithm; a registered pipeline stands for it."""
     pipeline = config.pipeline.name
-    if pipeline is not None and pipeline not in PIPELINES.shipped():
+    if pipeline is not None and pipeline not in PIPELINES.builtin:
         return pipeline
     algorithm = config.algorithm
     learner = default_name(config)

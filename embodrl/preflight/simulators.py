@@ -124,7 +124,7 @@ def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: boo
         return MachineFinding(env_type, "ok", "its own probe finds nothing missing")
     if not can_draw:
         return MachineFinding(env_type, "ok", "installed")
-    hint = f"reinstall it: {_install_hint(spec)}{' --force' * spec.isolated}" if env_type in ENVS.shipped() else ""
+    hint = f"reinstall it: {_install_hint(spec)}{' --force' * spec.isolated}" if env_type in ENVS.builtin else ""
     hint += f"; or try another Vulkan driver: {MESA}" * (spec.draws_with == "vulkan")
     frame = draw_frame(env_type, env_type, spec.example, python, extensions, hint)
     frame = replace(frame, detail=f"{_versions(spec)}{frame.detail}")

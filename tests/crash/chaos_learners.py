@@ -227,9 +227,9 @@ def _says_lost(found: Sequence[Mapping[str, object]]) -> bool:
 
 def check_store(run: Path) -> str:
     """Say which episodes of a store were lost, repeated or read twice, or nothing."""
-    from embodrl.extras.store.shards import EPISODES
-    from embodrl.extras.store.store import Store
     from embodrl.storage.checkpoint import CheckpointManager
+    from embodrl.store.shards import EPISODES
+    from embodrl.store.store import Store
 
     store = Store(str(run / "store"))
     marks = {name: mark for name in store.names(EPISODES) if (mark := store.mark(name))}

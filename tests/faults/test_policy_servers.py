@@ -14,7 +14,7 @@ sys.path.insert(0, HELPERS)
 from served import TOKEN, MeanPolicy, raw, websocket
 from embodrl.processes.ending import own_process
 from embodrl.pipelines.load import load_config
-from embodrl.extras.serving import verb
+from embodrl.serving import verb
 
 class Hangs(MeanPolicy):
     def predict_action_batch(self, observation, *arguments, **settings):

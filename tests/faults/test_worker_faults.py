@@ -149,7 +149,7 @@ def test_no_worker_outlives_a_killed_driver(thread):
 
 def test_a_dead_ray_actor_is_reported_with_rank_and_last_words():
     pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
-    from embodrl.extras.ray.launcher import RayLauncher
+    from embodrl.scheduler.launchers.ray.launcher import RayLauncher
 
     places = [ProcessPlace("trouble", rank) for rank in range(2)]
     launcher = RayLauncher(places, timeout_s=120, num_cpus=2)
@@ -167,7 +167,7 @@ def test_a_dead_ray_actor_is_reported_with_rank_and_last_words():
 
 def test_a_ray_actor_that_is_stopped_or_hangs_is_reported_and_replaced():
     pytest.importorskip("ray", reason="Ray is not installed (extra: ray)")
-    from embodrl.extras.ray.launcher import RayLauncher
+    from embodrl.scheduler.launchers.ray.launcher import RayLauncher
 
     places = [ProcessPlace("trouble", rank) for rank in range(2)]
     launcher = RayLauncher(places, timeout_s=120, limits=Limits(heartbeat_s=2.0, stall_s=3.0), num_cpus=2)

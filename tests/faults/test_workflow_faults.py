@@ -13,7 +13,7 @@ from test_env_faults import wait_until_gone
 
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import EnvError, EnvWorkerDied
-from embodrl.extras.workflows.async_pool import AsyncPool
+from embodrl.workers.workflows.async_pool import AsyncPool
 
 FORWARD = {"actions": np.full((2, 7), 0.01, np.float32)}
 

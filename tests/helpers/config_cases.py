@@ -5,7 +5,7 @@ from __future__ import annotations
 from config_case import Wrong
 
 KEY = "rollout.workflow"
-WORKFLOW = f"{KEY}='embodrl.extras.workflows.workflow:ChunkWorkflow'"
+WORKFLOW = f"{KEY}='embodrl.workers.workflows.workflow:ChunkWorkflow'"
 EPISODES = ("env.train.auto_reset=false", "env.train.max_steps_per_rollout_epoch=50")
 
 # Cases do arithmetic with these, whatever the presets say.

@@ -87,7 +87,7 @@ ALGORITHMS = [
         "branches of a workflow",
         "rollout.workflow",
         "branches-can-be-compared",
-        ("rollout.workflow='embodrl.extras.workflows.workflow:ChunkWorkflow'", *BRANCH),
+        ("rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'", *BRANCH),
     ),
     Wrong(
         "branches of one simulator for all",

@@ -6,7 +6,7 @@ import importlib.util
 
 from config_case import Wrong
 
-from embodrl.extras.megatron.spec import has_megatron
+from embodrl.hybrid_engines.training.megatron.spec import has_megatron
 
 PLACES = "cluster.component_placement={actor:'0:0-1',rollout:0,env:0}"
 MEGATRON = ("actor=megatron", PLACES, "cluster.device=cpu")

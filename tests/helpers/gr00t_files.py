@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from embodrl.extras.gr00t.sidecars import Sidecars
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.norm_stats import stats_sets
+from embodrl.models.gr00t.sidecars import Sidecars
 
 N1_5: dict[str, Any] = {
     "model_type": "gr00t_n1_5",

@@ -17,9 +17,9 @@ from toy_policy import ToyPolicy
 from embodrl.config.schema import CameraConfig, Config, ServeConfig, section_class
 from embodrl.config.schema.env import EnvConfig
 from embodrl.errors import EmbodrlError
-from embodrl.extras.serving.server import PolicyServer
 from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.models.base import VLAPolicy
+from embodrl.serving.server import PolicyServer
 from embodrl.types import ChunkPrefix, Observation, PolicyOutput
 
 TOKEN = "a-token-of-the-tests"

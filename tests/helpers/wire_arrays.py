@@ -10,7 +10,7 @@ from expect import raises_code
 from served import raw
 
 from embodrl.errors import WireError
-from embodrl.extras.wire import codec
+from embodrl.serving.wire import codec
 
 ARRAY = np.array([[1.5, -2.0]], "<f4")
 DATA = b"\x00\x00\xc0?\x00\x00\x00\xc0"

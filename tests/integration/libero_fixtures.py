@@ -13,7 +13,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from embodrl.extras.libero.sim import LiberoScene, LiberoSim, SceneOptions, import_libero
+from embodrl.envs.libero.sim import LiberoScene, LiberoSim, SceneOptions, import_libero
 
 
 def main(suite: str, task: str, seed: int) -> None:

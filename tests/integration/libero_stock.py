@@ -13,8 +13,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from embodrl.extras.libero.sim import NOTHING, LiberoScene, LiberoSim, SceneOptions, import_libero
-from embodrl.extras.libero.suites import init_state_of
+from embodrl.envs.libero.sim import NOTHING, LiberoScene, LiberoSim, SceneOptions, import_libero
+from embodrl.envs.libero.suites import init_state_of
 
 CAMERAS = ("agentview", "wrist")
 SIZE = 64

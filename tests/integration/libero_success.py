@@ -10,7 +10,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from embodrl.extras.libero.sim import NOTHING, LiberoScene, LiberoSim, SceneOptions
+from embodrl.envs.libero.sim import NOTHING, LiberoScene, LiberoSim, SceneOptions
 
 
 def main() -> None:

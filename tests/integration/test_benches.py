@@ -11,7 +11,7 @@ import pytest
 import task_runner as tasks
 import weight_sync
 
-from embodrl.extras.bench import e2e, transport
+from embodrl.tools.bench import e2e, transport
 
 
 @pytest.mark.long

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodrl.extras.bench import e2e, envs, render
+from embodrl.tools.bench import e2e, envs, render
 
 pytestmark = [pytest.mark.sim, pytest.mark.slow, pytest.mark.xdist_group("maniskill")]
 

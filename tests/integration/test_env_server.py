@@ -16,15 +16,15 @@ from expect import raises_code
 from tcp_proxy import TcpProxy
 from test_env_manager import KWARGS, SEEDS, TASKS, actions_of, assert_same_observation, assert_same_step
 
+from embodrl.envs.env_server.link import connect
+from embodrl.envs.env_server.relay import probe
+from embodrl.envs.env_server.server import TcpEnvServer
+from embodrl.envs.env_server.serving import serve
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import RemoteEnv
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError, EnvWorkerDied, UsageError
-from embodrl.extras.env_server.link import connect
-from embodrl.extras.env_server.relay import probe
-from embodrl.extras.env_server.server import TcpEnvServer
-from embodrl.extras.env_server.serving import serve
 
 TOKEN = "a-token"
 
@@ -131,7 +131,7 @@ def test_what_a_server_refuses_has_a_code(served, monkeypatch):
     monkeypatch.setenv("EMBODRL_TOKEN", "another")
     with raises_code("env-remote-token", EnvError):
         probe(address)
-    monkeypatch.setattr("embodrl.extras.env_server.server.__version__", "0.0.1")
+    monkeypatch.setattr("embodrl.envs.env_server.server.__version__", "0.0.1")
     with raises_code("env-remote-version", EnvError):
         probe(address)
     with socket.socket() as free:
@@ -154,7 +154,7 @@ def test_simulators_that_are_still_ending_count_until_they_are_gone(served, monk
 
     address = f"tcp://127.0.0.1:{served.port}"
     hello = {"resume": False, "reconnect_s": 20.0}
-    monkeypatch.setattr("embodrl.extras.env_server.server.EnvManager.close", close_late)
+    monkeypatch.setattr("embodrl.envs.env_server.server.EnvManager.close", close_late)
     managers = [EnvManager("toy", KWARGS, remote=remote(served.port)) for _ in range(4)]
     for manager in managers:
         manager.start()

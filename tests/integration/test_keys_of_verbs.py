@@ -58,7 +58,7 @@ def run(verb: Verb, loaded: LoadedConfig) -> None:
 
         sft(loaded)
     else:
-        from embodrl.extras.serving.verb import serve
+        from embodrl.serving.verb import serve
 
         serve(loaded, say=lambda line: os.kill(os.getpid(), signal.SIGTERM) if line == "ready" else None)
 

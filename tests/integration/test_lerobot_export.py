@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from embodrl.config import load_config
-from embodrl.extras.pi.policy import PiPolicy
+from embodrl.models.pi.policy import PiPolicy
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 

@@ -22,14 +22,14 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.config.isolated import installed_python
+from embodrl.envs.libero.assets import PACKAGE
+from embodrl.envs.libero.probe import find_package
+from embodrl.envs.libero.suites import SUITES
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EnvRaised
-from embodrl.extras.bench import envs
-from embodrl.extras.libero.assets import PACKAGE
-from embodrl.extras.libero.probe import find_package
-from embodrl.extras.libero.suites import SUITES
 from embodrl.preflight.simulators import check_simulator, missing_gl
+from embodrl.tools.bench import envs
 from embodrl.types import EnvStep
 
 PYTHON = installed_python("libero")

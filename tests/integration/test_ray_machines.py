@@ -16,8 +16,8 @@ from embodrl.scheduler.worker import Worker, dispatch
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
-from embodrl.extras.ray import machines as ray_machines  # noqa: E402
-from embodrl.extras.ray.launcher import RayLauncher  # noqa: E402
+from embodrl.scheduler.launchers.ray import machines as ray_machines  # noqa: E402
+from embodrl.scheduler.launchers.ray.launcher import RayLauncher  # noqa: E402
 
 pytestmark = pytest.mark.slow
 START_S, CALL_S = 240.0, 120.0

@@ -110,10 +110,10 @@ def test_no_episode_is_lost_when_actor_and_learner_are_killed(tmp_path):
     pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
     from test_store_runs import Role, assert_each_attempt_counts_once
 
-    from embodrl.extras.store.collect import METRICS_FILE
-    from embodrl.extras.store.shards import EPISODES
-    from embodrl.extras.store.store import Store
     from embodrl.storage.checkpoint import CheckpointManager
+    from embodrl.store.collect import METRICS_FILE
+    from embodrl.store.shards import EPISODES
+    from embodrl.store.store import Store
 
     (tmp_path / "config.yaml").write_text(CONFIG)
     store, moments = Store(str(tmp_path / "store")), random.Random(time.time_ns())

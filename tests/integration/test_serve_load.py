@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from served import MeanPolicy, served, websocket
 
-from embodrl.extras.wire.codec import openpi_default, openpi_envelope, pack, unpack
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.serving.wire.codec import openpi_default, openpi_envelope, pack, unpack
 
 aiohttp = pytest.importorskip("aiohttp", reason="the extra serve is not installed")
 

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 
 import embodrl
 from embodrl.data.load import load_demos
-from embodrl.extras.data_check.check import check_data
-from embodrl.extras.export.checkpoint import export_checkpoint
-from embodrl.extras.pi.stats import read_lerobot, read_openpi
+from embodrl.models.pi.stats import read_lerobot, read_openpi
 from embodrl.pipelines.load import load_config
+from embodrl.tools.data_check.check import check_data
+from embodrl.tools.export.checkpoint import export_checkpoint
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.long
@@ -45,7 +45,7 @@ def test_a_replay_succeeds_again_and_one_of_other_actions_does_not(data: Path, m
     assert report.replay.picture_difference == 0.0  # lossless, from the same seeds
     opposite = load_demos(data)
     opposite.actions = -opposite.actions
-    monkeypatch.setattr("embodrl.extras.data_check.check.load_demos", lambda *args, **kwargs: opposite)
+    monkeypatch.setattr("embodrl.tools.data_check.check.load_demos", lambda *args, **kwargs: opposite)
     assert "replay-fails" in {finding.code for finding in check_data(data, config, None, 4, []).findings}
 
 

@@ -17,10 +17,10 @@ import pytest
 import runs
 from s3_server import S3Server
 
-from embodrl.extras.store.parts import RESULTS
-from embodrl.extras.store.shards import EPISODES
-from embodrl.extras.store.store import Store
 from embodrl.storage.checkpoint import CheckpointManager
+from embodrl.store.parts import RESULTS
+from embodrl.store.shards import EPISODES
+from embodrl.store.store import Store
 
 pytest.importorskip("pyarrow", reason="the extra datasets is not installed")
 CONFIG = (

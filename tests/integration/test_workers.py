@@ -32,7 +32,7 @@ def launcher(request):
     else:
         if importlib.util.find_spec("ray") is None:
             pytest.skip("Ray is not installed (extra: ray)")
-        from embodrl.extras.ray.launcher import RayLauncher
+        from embodrl.scheduler.launchers.ray.launcher import RayLauncher
 
         found = RayLauncher(RAY_PLACES, timeout_s=120, num_cpus=8, num_gpus=3)
     yield found

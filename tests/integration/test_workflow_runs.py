@@ -13,8 +13,8 @@ from test_examples import run_example
 
 from embodrl.config import load_config
 from embodrl.errors import EnvError
-from embodrl.extras.workflows.async_pool import AsyncPool
 from embodrl.types import Observation, PolicyOutput
+from embodrl.workers.workflows.async_pool import AsyncPool
 
 NUM_ENVS = 12
 
@@ -68,10 +68,10 @@ def test_twelve_episodes_at_a_time_on_maniskill_equal_those_in_lockstep() -> Non
     pytest.importorskip("mani_skill")
     import torch
 
-    from embodrl.extras.workflows.runner import WorkflowCollector
-    from embodrl.extras.workflows.workflow import ChunkWorkflow
     from embodrl.workers.collector import SyncCollector
     from embodrl.workers.env import make_pool
+    from embodrl.workers.workflows.runner import WorkflowCollector
+    from embodrl.workers.workflows.workflow import ChunkWorkflow
 
     config = load_config(
         [

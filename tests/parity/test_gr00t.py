@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.flow.flow import denoising_times, integrate, reversed_velocity
-from embodrl.extras.gr00t import dit
-from embodrl.extras.gr00t.action_head import FlowActionHead
-from embodrl.extras.parity import gr00t as parity
+from embodrl.models.flow.flow import denoising_times, integrate, reversed_velocity
+from embodrl.models.gr00t import dit
+from embodrl.models.gr00t.action_head import FlowActionHead
+from embodrl.tools.parity import gr00t as parity
 
 FIXTURE = Path(__file__).parents[3] / "shared" / "parity" / "gr00t_n1_5_action_head"
 pytestmark = pytest.mark.skipif(not FIXTURE.is_dir(), reason=f"no recorded reference outputs in {FIXTURE}")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM, SiglipVisionConfig, SiglipVisionModel
 
-from embodrl.extras.gr00t.config import Gr00tArchitectureConfig, Gr00tConfig, QwenSpec
-from embodrl.extras.gr00t.modeling import EagleModel
 from embodrl.models.common.patches import SiglipSpec
+from embodrl.models.gr00t.config import Gr00tArchitectureConfig, Gr00tConfig, QwenSpec
+from embodrl.models.gr00t.modeling import EagleModel
 
 SIGLIP = SiglipSpec(image_size=32, patch_size=8, width=48, depth=3, num_heads=4, mlp_dim=80)
 QWEN = QwenSpec(

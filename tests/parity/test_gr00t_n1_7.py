@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodrl.extras.gr00t import qwen3_vl
-from embodrl.extras.gr00t.action_head import FlowActionHead
-from embodrl.extras.gr00t.dit import ContextMask
-from embodrl.extras.gr00t.modeling import Gr00tN17Model
-from embodrl.extras.parity import gr00t_n1_7 as parity
+from embodrl.models.gr00t import qwen3_vl
+from embodrl.models.gr00t.action_head import FlowActionHead
+from embodrl.models.gr00t.dit import ContextMask
+from embodrl.models.gr00t.modeling import Gr00tN17Model
+from embodrl.tools.parity import gr00t_n1_7 as parity
 
 RECORDING = Path(__file__).parent / "recordings" / "gr00t_n1_7"
 IMAGE_TOKEN = 111

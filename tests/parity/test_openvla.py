@@ -10,11 +10,11 @@ from expect import raises_code
 from safetensors.torch import load_file, save_file
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.parity import openvla as parity
-from embodrl.extras.parity.common import Comparison
 from embodrl.models.common.action_bins import ActionBins
 from embodrl.models.openvla import modeling
 from embodrl.models.openvla.modeling import OpenVLAModel
+from embodrl.tools.parity import openvla as parity
+from embodrl.tools.parity.common import Comparison
 
 FIXTURE = Path(__file__).parents[3] / "shared" / "parity" / "openvla"
 pytestmark = pytest.mark.skipif(not FIXTURE.is_dir(), reason=f"no recorded reference outputs in {FIXTURE}")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodrl.extras.parity import openvla as openvla_parity
-from embodrl.extras.parity import openvla_oft as parity
-from embodrl.extras.parity.common import Comparison
 from embodrl.models.openvla.modeling import OpenVLAModel
+from embodrl.tools.parity import openvla as openvla_parity
+from embodrl.tools.parity import openvla_oft as parity
+from embodrl.tools.parity.common import Comparison
 
 FIXTURE = Path(__file__).parents[3] / "shared" / "parity" / "openvla_oft"
 pytestmark = pytest.mark.skipif(not FIXTURE.is_dir(), reason=f"no recorded reference outputs in {FIXTURE}")

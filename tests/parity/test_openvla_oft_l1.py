@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from embodrl.extras.openvla_oft import components
-from embodrl.extras.parity import openvla_oft as parity
 from embodrl.models.base import LoadReport
+from embodrl.models.openvla_oft import components
+from embodrl.tools.parity import openvla_oft as parity
 
 RECORDING = Path(__file__).parent / "recordings" / "openvla_oft"
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers.models.siglip.modeling_siglip import SiglipMLP
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.flow import gemma
-from embodrl.extras.flow.flow import reversed_velocity
-from embodrl.extras.parity import pi as parity
-from embodrl.extras.pi import modeling
-from embodrl.extras.pi.modeling import PiModel
-from embodrl.extras.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
+from embodrl.models.flow import gemma
+from embodrl.models.flow.flow import reversed_velocity
+from embodrl.models.pi import modeling
+from embodrl.models.pi.modeling import PiModel
+from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
+from embodrl.tools.parity import pi as parity
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "parity"
 pytestmark = pytest.mark.skipif(

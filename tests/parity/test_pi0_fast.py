@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from embodrl.extras.parity import pi0_fast as parity
-from embodrl.extras.pi0_fast import modeling
-from embodrl.extras.pi0_fast.files import public_state
-from embodrl.extras.pi0_fast.modeling import FastModel
+from embodrl.models.pi0_fast import modeling
+from embodrl.models.pi0_fast.files import public_state
+from embodrl.models.pi0_fast.modeling import FastModel
+from embodrl.tools.parity import pi0_fast as parity
 
 RECORDING = Path(__file__).parent / "recordings" / "pi0_fast"
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodrl.extras.parity import smolvla as parity
-from embodrl.extras.smolvla.files import public_state
-from embodrl.extras.smolvla.modeling import SmolVlaModel
+from embodrl.models.smolvla.files import public_state
+from embodrl.models.smolvla.modeling import SmolVlaModel
+from embodrl.tools.parity import smolvla as parity
 
 RECORDING = Path(__file__).parent / "recordings" / "smolvla"
 

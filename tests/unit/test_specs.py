@@ -13,11 +13,11 @@ from fresh import forget_extensions
 
 from embodrl.config.explain import to_yaml
 from embodrl.envs.registry import SupportedEnv
-from embodrl.errors import ConfigError, ConfigProblem, UnknownNameError
+from embodrl.errors import ConfigError, ConfigProblem
 from embodrl.models.registry import SupportedModel
 from embodrl.pipelines.load import load_config, load_run
-from embodrl.registry import REINSTALL, Registry, lacks_entry_points
-from embodrl.specs import ENVS, MODELS, WORKFLOW_RUNNERS, ModelSpec, SimulatorSpec, WorkflowRunnerSpec
+from embodrl.registry import Registry
+from embodrl.specs import ENVS, MODELS, WORKFLOW_RUNNERS, SimulatorSpec, WorkflowRunnerSpec
 from embodrl.workers.env import env_kwargs
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -115,7 +115,7 @@ def test_entry_points_of_installed_packages_are_known(tmp_path: Path, monkeypatc
     registry = Registry("environment", SimulatorSpec, "embodrl.envs", {})
     assert "planet" in registry and "planets" not in sys.modules
     assert registry.entry("planet").target == "planets:World"
-    found = [spec.name for spec in registry.all() if spec.name not in ENVS.shipped()]
+    found = [spec.name for spec in registry.all() if spec.name not in ENVS.builtin]
     assert "broken" in registry.names() and found == ["planet"]
     with raises_code("entry-point-broken"):
         registry.entry("broken")
@@ -130,17 +130,10 @@ def test_no_package_takes_the_first_place_or_the_name_of_a_feature(
     points = "[embodrl.workflow_runners]\naaa = planets:RUNNER\ncoroutines = planets:RUNNER\n"
     (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry = Registry("runner", WorkflowRunnerSpec, "embodrl.workflow_runners")
+    table = "embodrl.workers.registry:WORKFLOW_RUNNERS"
+    registry = Registry("runner", WorkflowRunnerSpec, "embodrl.workflow_runners", table)
     assert registry.names()[0] == "coroutines"
     assert registry.entry("coroutines").target == WORKFLOW_RUNNERS.entry("coroutines").target
-
-
-def test_an_installation_without_entry_points_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not lacks_entry_points()
-    monkeypatch.setattr("embodrl.registry.entry_points", lambda group: ())
-    with pytest.raises(UnknownNameError) as caught:
-        Registry("model", ModelSpec, "embodrl.models", {}).entry("pi0")
-    assert lacks_entry_points() and caught.value.hint == REINSTALL
 
 
 def test_a_missing_module_of_a_target_is_named() -> None:
@@ -249,7 +242,7 @@ def test_a_policy_without_a_method_is_named() -> None:
 
 def test_a_module_of_gymnasium_that_is_missing_is_named() -> None:
     pytest.importorskip("gymnasium")
-    from embodrl.extras.gymnasium.env import _make
+    from embodrl.envs.gymnasium.env import _make
 
     with raises_code("gymnasium-module-missing") as caught:
         _make("no_such_module_at_all:MyArm-v0", 5)

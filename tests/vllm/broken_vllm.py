@@ -1,6 +1,6 @@
 """An extension with which vLLM fails in its third batch."""
 
-from embodrl.extras.vllm.decoder import VllmDecoder
+from embodrl.hybrid_engines.rollout.vllm.decoder import VllmDecoder
 
 start = VllmDecoder._start
 

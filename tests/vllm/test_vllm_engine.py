@@ -22,9 +22,9 @@ from embodrl.types import Observation
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; `make test-vllm` makes an environment that has it", allow_module_level=True)
 
-from embodrl.extras.vllm import decoder as vllm_decoder
-from embodrl.extras.vllm.decoder import import_vllm
-from embodrl.extras.vllm.engine import VllmRolloutEngine, language_weights
+from embodrl.hybrid_engines.rollout.vllm import decoder as vllm_decoder
+from embodrl.hybrid_engines.rollout.vllm.decoder import import_vllm
+from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine, language_weights
 
 pytestmark = pytest.mark.timeout(1800)  # importing and starting vLLM takes minutes on a machine that others use
 ROWS = 5

@@ -120,7 +120,7 @@ def test_a_rollout_process_with_vllm_plays_the_same_run(config: Path, served: Pa
 @pytest.mark.timeout(3600)
 def test_workflows_ask_vllm_for_one_row_at_a_time(config: Path, tmp_path: Path) -> None:
     episodes = (
-        "rollout.workflow='embodrl.extras.workflows.workflow:ChunkWorkflow'",
+        "rollout.workflow='embodrl.workers.workflows.workflow:ChunkWorkflow'",
         "env.train.auto_reset=false",
         "env.train.max_steps_per_rollout_epoch=6",
         "actor.global_batch_size=4",

@@ -137,7 +137,7 @@ def _imported(rules: RuleSet | str) -> RuleSet:
 def shipped_rules() -> RuleSet:
     """Return all rules that come with embodrl, for the references in docs/."""
     registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, SERVE_PROTOCOLS, VERBS)
-    specs = [registry.entry(name) for registry in registries for name in registry.shipped()]
+    specs = [registry.entry(name) for registry in registries for name in registry.builtin]
     found = [_imported(rules) for spec in specs for rules in spec.rules]
     sets = {id(rules): rules for rules in found}.values()  # families share some
     return RuleSet(

@@ -80,7 +80,7 @@ def env_has_the_reward(context: Context) -> Iterator[Finding]:
         message = f"{env.env_type} has no {lack}"
         hint = f"set it to {modes[0]}"
         yield Finding("env.reward_mode", message, hint, ", ".join(modes), others=("env.env_type",))
-    elif modes is None and env.reward_mode == "potential" and env.env_type not in ENVS.shipped():
+    elif modes is None and env.reward_mode == "potential" and env.env_type not in ENVS.builtin:
         message = f"{env.env_type} does not say that it discounts potentials"
         hint = "set it to dense_delta, or register it with 'potential' in reward_modes=(...); its class then takes"
         hint += " shaping_gamma and discounts_actions as well"
@@ -151,7 +151,7 @@ def env_keys_without_effect(context: Context) -> Iterator[Finding]:
     for key in keys:
         if context.by_user(f"env.{key}"):
             part = key.partition(".")[0]
-            own = part in READABLE and spec.name not in ENVS.shipped()
+            own = part in READABLE and spec.name not in ENVS.builtin
             hint = f"leave it out, or register '{spec.name}' with '{part}' in reads=(...)" if own else "leave it out"
             yield Finding(f"env.{key}", f"has no effect: {spec.name} does not read it", hint)
 

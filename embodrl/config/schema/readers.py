@@ -43,7 +43,7 @@ def reads(verb: Verb | None, key: str, schema: type[Section] = Config) -> bool:
         return True
     spec = VERBS.entry(verb) if verb in VERBS else None
     # A verb of another package that says nothing may read anything.
-    is_open = spec is not None and not spec.reads_as and verb not in VERBS.shipped()
+    is_open = spec is not None and not spec.reads_as and verb not in VERBS.builtin
     return is_open or (spec is not None and spec.reads_as in named)
 
 

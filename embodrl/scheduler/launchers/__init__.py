@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from embodrl.registry import Entry, Registry
 
-LAUNCHERS = Registry("launcher", Entry, "embodrl.launchers")
-LAUNCHERS.add(
-    "inline", "embodrl.scheduler.launchers.inline:InlineLauncher", "all in this process, one after the other; to debug"
+INLINE = Entry(
+    name="inline",
+    target="embodrl.scheduler.launchers.inline:InlineLauncher",
+    description="all in this process, one after the other; to debug",
 )
-LAUNCHERS.add(
-    "process", "embodrl.scheduler.launchers.process:ProcessLauncher", "a process each on this machine, shared memory"
+PROCESS = Entry(
+    name="process",
+    target="embodrl.scheduler.launchers.process:ProcessLauncher",
+    description="a process each on this machine, shared memory",
 )
+RAY = Entry(
+    name="ray",
+    target="embodrl.scheduler.launchers.ray.launcher:RayLauncher",
+    description="Ray actors, on several machines",
+)
+BUILT_IN = {name: f"{__name__}:{name.upper()}" for name in ("inline", "process", "ray")}
+LAUNCHERS = Registry("launcher", Entry, "embodrl.launchers", BUILT_IN)

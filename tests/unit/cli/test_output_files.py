@@ -89,7 +89,7 @@ def test_verbs_refuse_before_anything_starts(
         raise AssertionError("started")
 
     monkeypatch.setattr("embodrl.workers.parts.configure_torch", started)
-    monkeypatch.setattr("embodrl.extras.bench.transport.main", started)
+    monkeypatch.setattr("embodrl.tools.bench.transport.main", started)
     with pytest.raises(SystemExit) as left:
         app([*verb, "--json", str(tmp_path)])
     assert left.value.code == 1

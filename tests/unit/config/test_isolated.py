@@ -14,9 +14,9 @@ from expect import raises_code
 
 from embodrl.config import isolated as places
 from embodrl.config import load_config
+from embodrl.envs.libero import probe
+from embodrl.envs.libero.assets import PACKAGE, PARTS
 from embodrl.errors import EmbodrlError, UsageError
-from embodrl.extras.libero import probe
-from embodrl.extras.libero.assets import PACKAGE, PARTS
 from embodrl.preflight import isolated, simulators
 from embodrl.preflight.findings import MachineFinding, can_train
 from embodrl.specs import ENVS

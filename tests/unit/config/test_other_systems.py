@@ -95,12 +95,12 @@ def problems(*arguments: str) -> list[ConfigProblem]:
 
 def test_a_workflow_without_its_methods_is_named_with_them() -> None:
     with raises_code("workflow-abstract") as caught:
-        import_workflow("embodrl.extras.workflows.workflow:RolloutWorkflow")
+        import_workflow("embodrl.workers.workflows.workflow:RolloutWorkflow")
     assert "run_episode" in caught.value.message
 
 
 def test_an_evaluation_says_that_it_plays_no_workflow() -> None:
-    settings = {"rollout": {"workflow": "embodrl.extras.workflows.workflow:ChunkWorkflow"}}
+    settings = {"rollout": {"workflow": "embodrl.workers.workflows.workflow:ChunkWorkflow"}}
     settings["env"] = {"train": {"auto_reset": False, "max_steps_per_rollout_epoch": 25}}  # type: ignore[dict-item]
     for verb, notes in (("eval", 1), ("train", 0)):
         found = [note.code for note in load_config([], settings, verb=verb).notes]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from embodrl.cli.main import app
 from embodrl.config import load_config
 from embodrl.errors import ConfigError
-from embodrl.extras.sweep.combinations import expand_sweep
+from embodrl.tools.sweep.combinations import expand_sweep
 
 MY_TOY = "# A short one.\ndefaults:\n  - toy\n  - _self_\n\nmax_episode_steps: 12\n"
 MINE = "# @package _global_\n# Mine.\ndefaults:\n  - override /env: my_toy\n\nrunner: {max_iterations: 3}\n"

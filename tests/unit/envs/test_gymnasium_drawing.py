@@ -10,7 +10,7 @@ from expect import raises_code
 
 def test_the_package_that_the_first_picture_wants_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("gymnasium")
-    from embodrl.extras.gymnasium.env import GymnasiumSimulator
+    from embodrl.envs.gymnasium.env import GymnasiumSimulator
 
     monkeypatch.setitem(sys.modules, "pygame", None)
     with raises_code("gymnasium-drawing") as caught:

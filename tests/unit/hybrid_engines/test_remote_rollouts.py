@@ -11,7 +11,7 @@ from served import TOKEN, MeanPolicy, served
 
 from embodrl.config.schema import Config, RemoteRolloutConfig, RolloutConfig
 from embodrl.errors import RemotePolicyError
-from embodrl.extras.serving.remote_engine import RemoteRolloutEngine
+from embodrl.hybrid_engines.rollout.remote import RemoteRolloutEngine
 from embodrl.hybrid_engines.weight_sync.disk import DiskSender
 from embodrl.types import Observation, PolicyOutput
 
@@ -164,7 +164,7 @@ def test_where_no_server_is_left_the_run_waits_for_one(tmp_path, monkeypatch):
 
 def test_what_can_not_go_on_is_an_error(tmp_path, monkeypatch):
     with servers(monkeypatch) as (urls, _):
-        monkeypatch.setattr("embodrl.extras.serving.remote_engine._PAUSE_S", 0.0)
+        monkeypatch.setattr("embodrl.hybrid_engines.rollout.remote._PAUSE_S", 0.0)
         acting = engine(urls, tmp_path / "nothing")
         with pytest.raises(RemotePolicyError) as raised:  # no weights are there
             acting.act(seen(1), False)

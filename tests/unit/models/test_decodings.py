@@ -6,8 +6,8 @@ import torch
 from expect import raises_code
 from tiny_families import build, observation
 
-from embodrl.extras.openvla_oft.policy import OpenVLAOFTRegressionPolicy
 from embodrl.models.common.sampling import draw, expected
+from embodrl.models.openvla_oft.policy import OpenVLAOFTRegressionPolicy
 from embodrl.types import SamplingParams
 
 

@@ -29,11 +29,11 @@ from tiny_families import (
 from torch import Tensor
 
 from embodrl.errors import CheckpointError
-from embodrl.extras.model_tools import contract
-from embodrl.extras.model_tools.contract import Subject, reached_groups, row_problems, stray_gradients
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
+from embodrl.tools.model_tools import contract
+from embodrl.tools.model_tools.contract import Subject, reached_groups, row_problems, stray_gradients
 from embodrl.types import TOKEN_MASK, PolicyOutput, SamplingParams
 
 SAMPLING = SamplingParams(0.7)

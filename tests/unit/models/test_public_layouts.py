@@ -26,22 +26,22 @@ from test_openvla_layout import PUBLIC as OPENVLA
 from tokenizers import Tokenizer, models
 
 from embodrl.config.schema import model_settings
-from embodrl.extras.gr00t.build_n1_7 import QwenTokenizer
-from embodrl.extras.gr00t.config import Gr00tConfig
-from embodrl.extras.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
-from embodrl.extras.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
-from embodrl.extras.gr00t.processing import tiny_chat_tokenizer
-from embodrl.extras.pi.config import PUBLIC as PI
-from embodrl.extras.pi.modeling import PiModel
-from embodrl.extras.pi0_fast.codec import TINY_CODEC
-from embodrl.extras.smolvla.config import SmolVlaConfig
-from embodrl.extras.smolvla.modeling import SmolVlaModel
 from embodrl.models.base import LoadReport, VLAPolicy
 from embodrl.models.common.adapters import adapter_names
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
+from embodrl.models.gr00t.build_n1_7 import QwenTokenizer
+from embodrl.models.gr00t.config import Gr00tConfig
+from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
+from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
+from embodrl.models.gr00t.processing import tiny_chat_tokenizer
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel
+from embodrl.models.pi.config import PUBLIC as PI
+from embodrl.models.pi.modeling import PiModel
+from embodrl.models.pi0_fast.codec import TINY_CODEC
 from embodrl.models.registry import build_policy
+from embodrl.models.smolvla.config import SmolVlaConfig
+from embodrl.models.smolvla.modeling import SmolVlaModel
 
 Shapes = dict[str, tuple[int, ...]]
 SHARD_TENSORS = 400

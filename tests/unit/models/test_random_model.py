@@ -27,13 +27,13 @@ from tiny_families import FAMILIES
 from tokenizers import Tokenizer, models
 
 from embodrl.config.schema import model_settings
-from embodrl.extras.model_tools import random_model
-from embodrl.extras.model_tools.cli import families
-from embodrl.extras.model_tools.random_model import random_policy, write_random_model
-from embodrl.extras.pi.weights import EXPERT_HEAD
 from embodrl.models.common.checkpoint import stored_shapes, weight_files
+from embodrl.models.pi.weights import EXPERT_HEAD
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
+from embodrl.tools.model_tools import random_model
+from embodrl.tools.model_tools.cli import families
+from embodrl.tools.model_tools.random_model import random_policy, write_random_model
 from embodrl.types import Observation, SamplingParams
 
 OFFERED = families()

@@ -20,13 +20,13 @@ from embodrl.cli.main import app
 from embodrl.config.presets import presets
 from embodrl.config.schema import Config
 from embodrl.errors import ConfigError
-from embodrl.extras.listing.tables import pipelines
-from embodrl.extras.pipeline_show.draw import to_mermaid, to_svg, to_text
 from embodrl.pipelines.builtin import NODES
 from embodrl.pipelines.graph import Graph, Pipeline
 from embodrl.pipelines.load import load_config
 from embodrl.pipelines.select import algorithm_name, build_graph, default_name
 from embodrl.specs import PIPELINES
+from embodrl.tools.listing.tables import pipelines
+from embodrl.tools.pipeline_show.draw import to_mermaid, to_svg, to_text
 
 TOY = ("env=toy", "model.warm_start=null")
 PLAIN = ["rollout", "reward", "advantage", "train", "sync"]

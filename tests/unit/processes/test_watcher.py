@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 
-from embodrl.extras.ray.watcher import Watcher
 from embodrl.processes.liveness import Limits
+from embodrl.scheduler.launchers.ray.watcher import Watcher
 
 BEATS = """
 import os, sys

@@ -19,15 +19,15 @@ from fresh import forget_extensions
 from typer.core import TyperGroup
 
 from embodrl.cli.main import app
+from embodrl.cli.serve import arguments_of
 from embodrl.config import LoadedConfig
 from embodrl.config.rules import NOTES, RULES
 from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError
-from embodrl.extras.recipe.stages import plan_recipe
-from embodrl.extras.serving.cli import arguments_of
-from embodrl.extras.sweep.combinations import expand_sweep
 from embodrl.pipelines.load import load_config
 from embodrl.specs import ENVS, MODELS
+from embodrl.tools.recipe.stages import plan_recipe
+from embodrl.tools.sweep.combinations import expand_sweep
 
 COMMANDS = [command for page in documented.PAGES for command in documented.commands(page)]
 VERBS: dict[tuple[str, ...], Verb | None] = {

@@ -20,7 +20,6 @@ import pytest
 from rich.console import Console as RichConsole
 
 from embodrl.config import load_config
-from embodrl.extras.compare.comparison import comparison_page, differing_settings, figure_rows, read_runs
 from embodrl.reporting.charts import Series, histogram, integer_ticks, line_chart, nice_ticks, stacked_chart
 from embodrl.reporting.console import Console
 from embodrl.reporting.eval_report import eval_page
@@ -29,6 +28,7 @@ from embodrl.reporting.intervals import eval_interval, wilson_interval
 from embodrl.reporting.report import report_page
 from embodrl.reporting.verdict import is_solved, regression
 from embodrl.runs.eval_output import EvalDirectory
+from embodrl.tools.compare.comparison import comparison_page, differing_settings, figure_rows, read_runs
 from embodrl.workers.evaluator import EvalResult
 
 Random = random.Random

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from embodrl.cli.main import app
 from embodrl.errors import FileFormatError, OutputError
-from embodrl.extras.compare.comparison import comparison_page, differing_settings, read_runs
-from embodrl.extras.compare.paired_evals import comparison_of
 from embodrl.reporting.report import report_page, write_report
 from embodrl.reporting.run_files import own_files, read_run_config
+from embodrl.tools.compare.comparison import comparison_page, differing_settings, read_runs
+from embodrl.tools.compare.paired_evals import comparison_of
 
 ROW = '{"iteration": 1, "train/approx_kl": 0.1}\n'
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console as RichConsole
 
 from embodrl.config import load_config
-from embodrl.extras.sweep import runs as sweep
-from embodrl.extras.sweep.combinations import SweptRun
-from embodrl.extras.sweep.runs import COMPARISON_FILE, Sweep, run_sweep
 from embodrl.reporting.console import Console
 from embodrl.runs import eval_output
+from embodrl.tools.sweep import runs as sweep
+from embodrl.tools.sweep.combinations import SweptRun
+from embodrl.tools.sweep.runs import COMPARISON_FILE, Sweep, run_sweep
 from embodrl.trainer import result
 from embodrl.workers.evaluator import EvalResult
 

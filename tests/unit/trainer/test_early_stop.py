@@ -11,8 +11,8 @@ from scripted_learner import scripted_trainer
 
 from embodrl.config import load_config
 from embodrl.errors import ConfigError, EmbodrlError
-from embodrl.extras.compare.comparison import read_runs
 from embodrl.reporting.verdict import is_solved, regression
+from embodrl.tools.compare.comparison import read_runs
 from embodrl.trainer.async_evaluation import PendingEvaluation
 from embodrl.trainer.loop import Trainer
 

@@ -15,7 +15,7 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError
-from embodrl.extras.bench.echo_env import EchoVectorEnv
+from embodrl.tools.bench.echo_env import EchoVectorEnv
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.env import check_environments

@@ -9,9 +9,9 @@ from expect import raises_code
 
 from embodrl.config import load_config
 from embodrl.errors import EmbodrlError
-from embodrl.extras.model_tools.random_model import write_random_model
-from embodrl.extras.serving import verb as serving
 from embodrl.runs import evaluate as verb
+from embodrl.serving import verb as serving
+from embodrl.tools.model_tools.random_model import write_random_model
 from embodrl.trainer.parts import check_machine
 from embodrl.workers import parts, policy
 

@@ -17,7 +17,6 @@ from test_rollout import config_of, worker_of
 
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, WorkerDied, WorkerRaised
-from embodrl.extras.workflows.runner import WorkflowCollector
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.processes.liveness import stop_requested
 from embodrl.scheduler.channel import LocalChannel
@@ -26,6 +25,7 @@ from embodrl.scheduler.launchers.base import CallOutcome
 from embodrl.workers.collector import EpisodeSchedule, RolloutState, Share, Snapshot, SyncCollector, share_config
 from embodrl.workers.lockstep import EpisodeStats, Seconds, ShardMeta
 from embodrl.workers.remote_backend import RemoteBackend, RemoteCollector
+from embodrl.workers.workflows.runner import WorkflowCollector
 
 
 class Processes:
@@ -329,7 +329,7 @@ def test_what_was_counted_is_reported_after_carrying_on(kind: type[SyncCollector
         []
         if kind is SyncCollector
         else [
-            "rollout.workflow=embodrl.extras.workflows.workflow:ChunkWorkflow",
+            "rollout.workflow=embodrl.workers.workflows.workflow:ChunkWorkflow",
             "env.train.auto_reset=false",
             "env.train.max_steps_per_rollout_epoch=8",
         ]

@@ -1,0 +1,359 @@
+"""Any single environment that is registered with Gymnasium, with what it draws as the camera.
+
+Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.mujoco.divergence import Divergence
+from embodrl.envs.mujoco.scene import is_fast, simplify
+from embodrl.envs.mujoco_gl import choose_gl
+from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, RewardOptions
+from embodrl.errors import EnvError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
+
+
+class _Viewer(Protocol):
+    """An OpenGL window or off-screen context."""
+
+    def make_context_current(self) -> None: ...
+
+
+class _Renderer(Protocol):
+    """Gymnasium's ``MujocoRenderer``."""
+
+    viewer: _Viewer | None
+
+    def render(self, mode: str, /) -> NDArray[np.uint8]: ...
+
+
+class _Env(Protocol):
+    """What is used of ``gymnasium.Env``; observations may be anything."""
+
+    unwrapped: Any
+    action_space: Any
+    observation_space: object
+    metadata: Mapping[str, float]
+
+    def reset(self, *, seed: int) -> tuple[object, object]: ...
+    def step(self, action: NDArray[np.generic], /) -> tuple[object, float, bool, bool, dict[str, float]]: ...
+    def render(self) -> object: ...
+    def close(self) -> None: ...
+
+
+class _Options(TypedDict):
+    """Arguments of ``GymnasiumSimulator``."""
+
+    env_id: str
+    size: tuple[int, int]
+    film_size: tuple[int, int]
+    instruction: str
+    success_key: str | None
+    success_threshold: float
+    max_episode_steps: int
+    render_detail: str
+
+
+SUCCESS_KEYS = ("success", "is_success")
+RETURN = "return"
+"""Value of ``success_key`` that means the sum of the rewards so far."""
+HINT = "pip install 'embodrl[gymnasium]', or set env.python to an interpreter that has it"
+
+
+class GymnasiumSimulator(Simulator):
+    """One environment of Gymnasium.
+
+    Actions lie in [-1, 1] and are mapped to the bounds of the environment's Box, where it has any.
+
+    Args:
+        env_id: as for ``gymnasium.make``, also ``module:Name-v0``, which imports the module first.
+        size: height and width in pixels of a picture.
+        film_size: the same of ``film``.
+        instruction: for the policy, in words.
+        success_key: of ``info``, or ``return``; None: ``success`` or ``is_success`` where there is one.
+        success_threshold: success is a value at or above it.
+        max_episode_steps: put in place of the environment's own limit.
+        render_detail: auto, full or fast; of environments on MuJoCo.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        size: tuple[int, int],
+        film_size: tuple[int, int],
+        instruction: str,
+        success_key: str | None,
+        success_threshold: float,
+        max_episode_steps: int,
+        render_detail: str,
+    ) -> None:
+        self._id = env_id
+        self._size = size
+        self._film_size = film_size
+        has_gl = choose_gl(required=False)
+        self.env = _make(env_id, max_episode_steps)
+        if hasattr(self.env.unwrapped, "mujoco_renderer"):
+            choose_gl(required=not has_gl)
+            self._prepare_mujoco(size, render_detail)
+        self.instruction = instruction
+        self.control_hz = float(self.env.metadata.get("render_fps") or self.control_hz)
+        self._success_key = success_key
+        self._threshold = success_threshold
+        box = self.env.action_space
+        low, high = (bound.reshape(-1).astype(np.float64) for bound in (box.low, box.high))
+        bounded = np.isfinite(low) & np.isfinite(high)
+        self._middle = np.where(bounded, (low + high) / 2, 0).astype(np.float32)
+        self._half = np.where(bounded, (high - low) / 2, 1).astype(np.float32)
+        self._shape = box.shape
+        self.action_low = (-1.0,) * low.size
+        self.action_high = (1.0,) * low.size
+        self._obs: object = None
+        self._return = 0.0
+        self._divergence = Divergence()
+        self._film_renderer: _Renderer | None = None
+        self.state_dim = _vector_size(self.env.observation_space)
+        # The first picture is slow, and a free camera of MuJoCo stays where the first picture puts it.
+        self.reset(0)
+        self._frame()
+
+    def _prepare_mujoco(self, size: tuple[int, int], detail: str) -> None:
+        """Draw at the camera's size at once, and without what is slow on a CPU."""
+        base = self.env.unwrapped
+        base.mujoco_renderer.height, base.mujoco_renderer.width = size
+        glob = base.model.vis.global_
+        glob.offheight = max(glob.offheight, size[0], self._film_size[0])
+        glob.offwidth = max(glob.offwidth, size[1], self._film_size[1])
+        if is_fast(detail):
+            simplify(base.model)
+
+    def reset(self, seed: int) -> None:
+        self._obs, _ = self.env.reset(seed=seed)
+        self._return = 0.0
+
+    def step(self, action: NDArray[np.float32]) -> SimStep:
+        scaled = (self._middle + self._half * np.clip(action, -1, 1)).reshape(self._shape)
+        self._obs, reward, terminated, truncated, info = self.env.step(scaled.astype(self.env.action_space.dtype))
+        self._return += float(reward)
+        diverged = self._divergence.struck(getattr(self.env.unwrapped, "data", None))
+        return SimStep(float(reward), self._is_success(info), bool(terminated), bool(truncated), diverged)
+
+    def _is_success(self, info: dict[str, float]) -> bool:
+        if self._success_key == RETURN:
+            return self._return >= self._threshold
+        if self._success_key is None:
+            return any(bool(np.all(info[key])) for key in SUCCESS_KEYS if key in info)
+        if self._success_key not in info:
+            raise EnvError(
+                f"the info of {self._id} has no '{self._success_key}' (env.success_key)",
+                f"name one of {', '.join([*map(str, info), RETURN])}",
+                code="gymnasium-success-key",
+            )
+        return float(info[self._success_key]) >= self._threshold
+
+    def images(self) -> NDArray[np.uint8]:
+        return resized(self._frame(), *self._size)[None]
+
+    def film(self) -> NDArray[np.uint8]:
+        base = self.env.unwrapped
+        if not hasattr(base, "mujoco_renderer"):
+            return resized(self._frame(), *self._film_size)
+        renderer = self._film_renderer
+        if renderer is None:
+            ours = base.mujoco_renderer
+            height, width = self._film_size
+            renderer = self._film_renderer = type(ours)(
+                base.model,
+                base.data,
+                ours.default_cam_config,
+                width,
+                height,
+                ours.max_geom,
+                ours.camera_id,
+            )
+        _make_current(renderer)
+        return renderer.render("rgb_array")
+
+    def _frame(self) -> NDArray[np.uint8]:
+        _make_current(getattr(self.env.unwrapped, "mujoco_renderer", None))
+        frame = self._render()
+        if not isinstance(frame, np.ndarray) or frame.ndim != 3 or frame.dtype != np.uint8:
+            found = f"{frame.dtype}{list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
+            raise EnvError(
+                f"{self._id} draws {found}, not uint8[H,W,3]",
+                "wrap it so that render() gives RGB pictures",
+                code="gymnasium-pictures",
+            )
+        return frame[..., :3]
+
+    def _render(self) -> object:
+        """Draw a picture; the first call imports what the environment draws with, such as pygame."""
+        try:
+            return self.env.render()
+        except ImportError as error:
+            raise self._cannot_draw(error) from error
+        except import_module("gymnasium").error.DependencyNotInstalled as error:
+            raise self._cannot_draw(error) from error
+
+    def _cannot_draw(self, error: Exception) -> MissingDependencyError:
+        text = f"{self._id} draws with a package that is not installed: {error}"
+        hint = "pip install pygame, or the package that the message names"
+        return MissingDependencyError(text, hint, code="gymnasium-drawing")
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """Return the environment's observation if that is a vector: ``float32[S]``."""
+        return np.asarray(self._obs, np.float32).reshape(-1) if self.state_dim else np.zeros(0, np.float32)
+
+    def signature(self) -> bytes:
+        if isinstance(self._obs, np.ndarray):
+            return self._obs.tobytes()
+        return hashlib.sha256(repr(self._obs).encode()).digest()
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _make_current(renderer: _Renderer | None) -> None:
+    """Make the OpenGL context of a renderer current; Gymnasium leaves that to chance where there are several."""
+    if renderer is not None and renderer.viewer is not None:
+        renderer.viewer.make_context_current()
+
+
+def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """Return the picture ``uint8[H,W,3]`` at that size; every new pixel is the mean of what it covers."""
+    if picture.shape[:2] == (height, width):
+        return picture
+    image = import_module("PIL.Image")
+    smaller = height <= picture.shape[0] and width <= picture.shape[1]
+    how = image.Resampling.BOX if smaller else image.Resampling.BILINEAR
+    return np.asarray(image.fromarray(np.ascontiguousarray(picture)).resize((width, height), how))
+
+
+def _make(env_id: str, max_episode_steps: int) -> _Env:
+    """Return the environment.
+
+    Raises:
+        MissingDependencyError: gymnasium, or what the environment needs, is not installed.
+        EnvError: there is no such environment, it draws no pictures, or takes other actions than a Box.
+    """
+    try:
+        gymnasium = import_module("gymnasium")
+    except ImportError as error:
+        raise MissingDependencyError(f"gymnasium can't be imported: {error}", HINT) from error
+    try:
+        env = gymnasium.make(env_id, max_episode_steps=max_episode_steps, render_mode="rgb_array")
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as error:
+        missing = env_id.partition(":")[0].partition(".")[0] if ":" in env_id else ""
+        if missing and find_spec(missing) is None:
+            raise MissingDependencyError(
+                f"env.id {env_id}: there is no module '{missing}'",
+                "correct the name, or put the directory of the module on PYTHONPATH",
+                code="gymnasium-module-missing",
+            ) from error
+        raise MissingDependencyError(f"{env_id} needs a package that is not installed: {error}", HINT) from error
+    except gymnasium.error.UnregisteredEnv as error:
+        hint = "`python -c 'import gymnasium; gymnasium.pprint_registry()'` lists them; another package's are"
+        raise EnvError(str(error), f"{hint} written module:Name-v0", code="gymnasium-id") from error
+    if env.render_mode != "rgb_array":
+        raise EnvError(
+            f"{env_id} can't draw RGB pictures",
+            "choose an environment with render_mode rgb_array",
+            code="gymnasium-pictures",
+        )
+    box = gymnasium.spaces.Box
+    if not isinstance(env.action_space, box) or env.action_space.dtype.kind != "f":
+        raise EnvError(
+            f"{env_id} takes actions in {env.action_space}, not in a Box of numbers",
+            "choose a variant with continuous actions, or register one that has such a wrapper",
+            code="gymnasium-actions",
+        )
+    return env
+
+
+def _vector_size(space: object) -> int:
+    """Return the length of the observations of a space; 0 if they are no vectors of numbers."""
+    shape = getattr(space, "shape", None)
+    dtype = getattr(space, "dtype", None)
+    return shape[0] if shape is not None and dtype is not None and len(shape) == 1 and dtype.kind in "fiu" else 0
+
+
+class GymnasiumVectorEnv(SimulatorVectorEnv):
+    """B environments of Gymnasium.
+
+    Args:
+        num_envs: B.
+        tasks: one name, under which results are reported.
+        id: of Gymnasium.
+        cameras: one, ``[{name, height, width}]``: the size that pictures are brought to.
+        instruction: for the policy, in words.
+        action_dim: what the policy gives, A; compared with the environment.
+        success_key, success_threshold: see ``GymnasiumSimulator``.
+        max_episode_steps: see ``EpisodeRules``; replaces the environment's own limit.
+        include_state: add the environment's observation, if that is a vector.
+        max_chunk: largest number of actions in a chunk.
+        render_detail: auto, full or fast; of environments on MuJoCo.
+        video_size: height and width in pixels of videos.
+        video_fps: frames per second of videos; None is the rate of control.
+        rules: the other fields of ``EpisodeRules``.
+
+    Raises:
+        EnvError: the environment takes other actions, has no such state, or a key is missing.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        tasks: list[str],
+        id: str,
+        cameras: Sequence[CameraSettings],
+        instruction: str,
+        action_dim: int | None = None,
+        success_key: str | None = None,
+        success_threshold: float = 0.5,
+        max_episode_steps: int = 100,
+        include_state: bool = False,
+        max_chunk: int = 8,
+        render_detail: str = "auto",
+        video_size: tuple[int, int] = (256, 256),
+        video_fps: float | None = None,
+        **rules: Unpack[RewardOptions],
+    ) -> None:
+        self._options: _Options = {
+            "env_id": id,
+            "size": (cameras[0]["height"], cameras[0]["width"]),
+            "film_size": (video_size[0], video_size[1]),
+            "instruction": instruction,
+            "success_key": success_key,
+            "success_threshold": success_threshold,
+            "max_episode_steps": max_episode_steps,
+            "render_detail": render_detail,
+        }
+        rules.setdefault("reward_mode", "dense")
+        episode_rules = EpisodeRules(max_episode_steps, **rules)
+        super().__init__(num_envs, tasks, cameras, episode_rules, include_state, max_chunk, video_fps)
+        if action_dim is not None and action_dim != self.spec.action_dim:
+            raise EnvError(
+                f"{id} takes {self.spec.action_dim} numbers per action, the policy gives {action_dim}",
+                f"set model.action_dim={self.spec.action_dim}",
+                code="gymnasium-actions",
+            )
+        if include_state and not self.spec.state_dim:
+            raise EnvError(
+                f"the observation of {id} is not a vector to give as state",
+                "set env.include_state=false",
+                code="gymnasium-state",
+            )
+
+    def make_simulator(self, task: str) -> Simulator:
+        return Replayed(GymnasiumSimulator(**self._options))

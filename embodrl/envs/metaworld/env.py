@@ -1,0 +1,199 @@
+"""Meta-World (Sawyer arm, MuJoCo) with pictures: MT1, MT10 and MT50, its success, its scripted policies as experts.
+
+Meta-World: Yu et al. 2019, arXiv 1910.10897; version 3 of its tasks (the package ``metaworld``).
+Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.envs.metaworld.tasks import INSTRUCTIONS
+from embodrl.envs.mujoco.divergence import Divergence
+from embodrl.envs.mujoco.scene import SceneRenderer, make_camera
+from embodrl.envs.mujoco_gl import choose_gl
+from embodrl.envs.simulator import Replayed, SimStep, Simulator, SimulatorVectorEnv
+from embodrl.envs.stepping import CameraSettings, EpisodeRules, RuleOptions
+from embodrl.errors import EnvOrderError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from typing import Unpack  # not in Python 3.10, which simulators may run in
+
+MAX_REWARD = 10.0
+"""Meta-World's dense rewards lie between 0 and this, which they reach at success."""
+STATE_DIM = 4
+FULL_STATE_DIM = 39
+UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
+"""Cameras that hang head first in Meta-World's scenes; their pictures are turned."""
+UNLIMITED = 10**9
+HINT = "pip install 'embodrl[metaworld]', or set env.python to an interpreter that has it"
+
+
+class _Expert(Protocol):
+    """One of Meta-World's scripted policies."""
+
+    def get_action(self, obs: NDArray[np.float64], /) -> NDArray[np.float64]: ...
+
+
+class MetaWorldSimulator(Simulator):
+    """One task of Meta-World. Actions are the change of the gripper's place (x, y, z; 1 is 1 cm) and its closing.
+
+    The initial state follows from the seed alone, also where Meta-World would take one of 50 from a list.
+
+    Args:
+        task: a name such as ``push-v3``.
+        cameras: ``[{name, height, width, fov_rad, eye, target}]``.
+        film_size: height and width in pixels of ``film``.
+        renderers: task -> its renderer; shared by the simulators of a process.
+        render_detail: see ``SceneRenderer``.
+        full_state: ``proprioception`` is Meta-World's whole observation: objects now and a step before, and the goal.
+    """
+
+    action_low = (-1.0,) * 4
+    action_high = (1.0,) * 4
+    is_seeded = True
+
+    def __init__(
+        self,
+        task: str,
+        cameras: Sequence[CameraSettings],
+        film_size: tuple[int, int],
+        renderers: dict[str, SceneRenderer],
+        render_detail: str,
+        full_state: bool = False,
+    ) -> None:
+        try:
+            environments = import_module("metaworld.env_dict").ALL_V3_ENVIRONMENTS
+            self._policies = import_module("metaworld.policies").ENV_POLICY_MAP
+        except ImportError as error:
+            raise MissingDependencyError(f"Meta-World can't be imported: {error}", HINT) from error
+        self.instruction = INSTRUCTIONS[task]
+        self._mujoco = import_module("mujoco")
+        self._task = task
+        env = environments[task]()
+        env._set_task_called = True
+        env._freeze_rand_vec = False
+        env.seeded_rand_vec = True
+        # The experts want to see the goal; it is in no observation of the policy's.
+        env._partially_observable = False
+        env.__dict__.pop("sawyer_observation_space", None)  # a cached one would cut the goal off
+        env.max_path_length = UNLIMITED
+        self._env = env
+        self.state_dim = FULL_STATE_DIM if full_state else STATE_DIM
+        self.control_hz = 1 / env.dt
+        self._divergence = Divergence()
+        self._obs: NDArray[np.float64] = np.zeros(0)
+        self._expert: _Expert | None = None
+        self._size = (cameras[0]["height"], cameras[0]["width"])
+        self._film_size = film_size
+        self._cameras = [(make_camera(env.model, each), _is_upside_down(each)) for each in cameras]
+        if task not in renderers:
+            height, width = (max(pair) for pair in zip(self._size, film_size, strict=True))
+            renderers[task] = SceneRenderer(env.model, height, width, render_detail)
+        self._renderer = renderers[task]
+
+    def reset(self, seed: int) -> None:
+        self._env.seed(seed)
+        self._obs, _ = self._env.reset()
+        self._expert = None
+        # Meta-World moves the marks of the goal last: without this, they are drawn where the episode before had them.
+        self._mujoco.mj_kinematics(self._env.model, self._env.data)
+
+    def step(self, action: NDArray[np.float32]) -> SimStep:
+        self._obs, reward, _, _, info = self._env.step(np.clip(action, -1, 1))
+        diverged = self._divergence.struck(self._env.data)
+        return SimStep(float(reward) / MAX_REWARD, bool(info["success"]), diverged=diverged)
+
+    def first_reward(self) -> float:
+        reward, _ = self._env.evaluate_state(self._obs, np.zeros(len(self.action_low), np.float32))
+        return float(reward) / MAX_REWARD
+
+    def images(self) -> NDArray[np.uint8]:
+        return np.stack([self._draw(index, *self._size) for index in range(len(self._cameras))])
+
+    def film(self) -> NDArray[np.uint8]:
+        return self._draw(0, *self._film_size)
+
+    def _draw(self, index: int, height: int, width: int) -> NDArray[np.uint8]:
+        camera, turned = self._cameras[index]
+        picture = self._renderer.draw(self._env.model, self._env.data, camera, height, width)
+        return picture[::-1, ::-1] if turned else picture
+
+    def proprioception(self) -> NDArray[np.float32]:
+        """Return the gripper's place in metres, its opening, 0 to 1, and what ``full_state`` adds: ``float32[S]``."""
+        return self._obs[: self.state_dim].astype(np.float32)
+
+    def signature(self) -> bytes:
+        return self._obs.tobytes() + self._env.data.qvel.tobytes()
+
+    def expert_reset(self) -> None:
+        self._expert = self._policies[self._task]()
+
+    def expert_action(self) -> NDArray[np.float32]:
+        """Meta-World's own scripted policy, which sees the state."""
+        if self._expert is None:
+            raise EnvOrderError("the expert has not begun", "call expert_reset first")
+        return np.clip(self._expert.get_action(self._obs), -1, 1).astype(np.float32)
+
+    def close(self) -> None:
+        """Its renderer belongs to all."""
+
+
+def _is_upside_down(camera: CameraSettings) -> bool:
+    return camera["name"] in UPSIDE_DOWN and camera.get("eye") is None
+
+
+class MetaWorldVectorEnv(SimulatorVectorEnv):
+    """B environments of Meta-World.
+
+    Args:
+        num_envs: B.
+        tasks: names of ``INSTRUCTIONS``.
+        cameras: ``[{name, height, width, fov_rad, eye, target}]``; Meta-World's are topview, corner, corner2, corner3,
+            corner4, behindGripper and gripperPOV.
+        include_state: add the gripper's place and opening to the observation.
+        full_state: and all else that Meta-World's own observation has: places of objects and of the goal.
+        include_images: False: nothing is drawn for the policy, and its pictures are black.
+        max_chunk: largest number of actions in a chunk.
+        render_detail: auto, full or fast.
+        video_size: height and width in pixels of videos.
+        video_fps: frames per second of videos; None is the rate of control.
+        rules: the fields of ``EpisodeRules``; the dense reward is Meta-World's, divided by 10.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        tasks: list[str],
+        cameras: Sequence[CameraSettings],
+        include_state: bool = False,
+        full_state: bool = False,
+        include_images: bool = True,
+        max_chunk: int = 8,
+        render_detail: str = "auto",
+        video_size: tuple[int, int] = (256, 256),
+        video_fps: float | None = None,
+        **rules: Unpack[RuleOptions],
+    ) -> None:
+        choose_gl()
+        self._cameras = cameras
+        self._detail = render_detail
+        self._full_state = full_state
+        self._film_size = (video_size[0], video_size[1])
+        self._renderers: dict[str, SceneRenderer] = {}
+        own = EpisodeRules(**rules)
+        super().__init__(num_envs, tasks, cameras, own, include_state, max_chunk, video_fps, include_images)
+
+    def make_simulator(self, task: str) -> Simulator:
+        shared = (self._cameras, self._film_size, self._renderers, self._detail, self._full_state)
+        return Replayed(MetaWorldSimulator(task, *shared))
+
+    def close(self) -> None:
+        super().close()
+        for renderer in self._renderers.values():
+            renderer.close()

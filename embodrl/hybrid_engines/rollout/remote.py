@@ -1,0 +1,261 @@
+"""The rollout backend "remote": policy servers (`embodrl serve protocol=http`) act with the weights that train.
+
+Each version of the weights is published in the run's directory, from which a server takes it before it acts with it:
+every answer names its server and the version, and one of another version, or of a server that was restarted, is asked
+for again. A server that does not answer leaves its rows to the others; where there is none, the run waits.
+
+Shapes: B batch, C actions in a chunk, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from embodrl.config.schema import RemoteRolloutConfig, RolloutConfig, SamplingConfig
+from embodrl.data.rng import RowGenerators
+from embodrl.errors import RemotePolicyError
+from embodrl.hybrid_engines.offload import Offload
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutParts
+from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine, concat_outputs
+from embodrl.models.base import VLAPolicy
+from embodrl.serving.wire import TOKEN_VARIABLE
+from embodrl.serving.wire.codec import openpi_default, openpi_envelope, pack, unpack
+from embodrl.types import PolicyOutput
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.5
+_ATTEMPTS = 5
+"""At making a server act with a version: it may be restarted meanwhile."""
+
+
+class ServerGone(Exception):
+    """A server can't be reached, or is stopping."""
+
+
+class RolloutServer:
+    """One policy server.
+
+    Args:
+        url: of its HTTP API.
+        directory: of the published weights, as the server sees it.
+        timeout_s: for one answer.
+
+    Attributes:
+        is_gone: the last request to it failed.
+    """
+
+    def __init__(self, url: str, directory: Path, timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._directory = directory
+        self._timeout_s = timeout_s
+        # No proxies: servers are named by their own addresses.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._token = os.environ.get(TOKEN_VARIABLE)
+        self._lock = threading.Lock()
+        self._ready: tuple[object, int] | None = None
+        self.is_gone = False
+
+    def act(self, content: Mapping[str, object], version: int) -> Mapping[str, Any]:
+        """Return an answer of POST /rollout by weights of this version.
+
+        Raises:
+            ServerGone: it can't be reached.
+            RemotePolicyError: it refuses the request or the weights.
+        """
+        for _ in range(_ATTEMPTS):
+            with self._lock:
+                if self._ready is None or self._ready[1] != version:
+                    self._ready = self._take(version)
+                ready = self._ready
+            answer = self._post("/rollout", content)
+            if (answer.get("instance"), answer.get("policy_version")) == ready:
+                return answer
+            with self._lock:  # it was restarted, or somebody else gave it weights
+                self._ready = None
+        hint = "one run at a time may use a server"
+        raise RemotePolicyError(f"{self.url} does not keep version {version}", hint, code="remote-version")
+
+    def _take(self, version: int) -> tuple[object, int]:
+        """Make the server take the newest published weights; return its name for this life, and the version."""
+        problem = ""
+        for _ in range(_ATTEMPTS):
+            try:
+                answer = self._post("/weights", {"directory": str(self._directory)})
+            except RemotePolicyError as error:  # a run that was resumed has gone back: the next attempt begins there
+                problem = error.message
+            else:
+                if answer.get("policy_version") == version:
+                    return answer.get("instance"), version
+                problem = f"it took version {answer.get('policy_version')}"
+            time.sleep(_PAUSE_S)
+        hint = f"the server must serve the same model, and see {self._directory}"
+        raise RemotePolicyError(
+            f"{self.url} does not take the weights of version {version}: {problem}", hint, code="remote-weights"
+        )
+
+    def _post(self, path: str, content: Mapping[str, object]) -> Mapping[str, Any]:
+        headers = {"Content-Type": "application/msgpack"}
+        headers |= {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
+        request = urllib.request.Request(self.url + path, pack(dict(content), openpi_default), headers)
+        try:
+            with self._opener.open(request, timeout=self._timeout_s) as answer:
+                found = unpack(answer.read(), openpi_envelope)
+        except urllib.error.HTTPError as error:
+            if error.code == 503:
+                raise ServerGone(f"{self.url}: it is stopping, or has too many clients") from error
+            text = error.read().decode("utf-8", "replace")[-2000:]
+            hint = f"it has to serve this model; {TOKEN_VARIABLE} is its token"
+            raise RemotePolicyError(
+                f"{self.url}{path} answered {error.code}: {text}", hint, code="remote-refused"
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGone(f"{self.url}: {error}") from error
+        if not isinstance(found, Mapping):
+            raise RemotePolicyError(f"{self.url}{path} answered something that is not a map", "", code="remote-refused")
+        return found
+
+
+class RemoteRolloutEngine(NativeRolloutEngine):
+    """Actions come from servers; values of final observations and what policies make of them, from the policy here.
+
+    Every row has a seed of its own, drawn here: which server computes it does not matter to what is drawn, for policies
+    with ``draws_by_row``.
+
+    Args:
+        policy, config, sampling, seed, num_threads, part, memory: see RolloutEngine.
+        weights_dir: where the run publishes its weights.
+    """
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
+        memory: Offload | None = None,
+        *,
+        weights_dir: Path,
+    ) -> None:
+        super().__init__(policy, config, sampling, seed, num_threads, part, memory)
+        self._settings: RemoteRolloutConfig = config.remote
+        seen = Path(self._settings.weights_dir or weights_dir)
+        self._servers = [RolloutServer(url, seen, self._settings.request_timeout_s) for url in self._settings.urls]
+        self._threads = ThreadPoolExecutor(len(self._servers), "rollout-server")
+
+    def _predict(self, request: ActRequest) -> PolicyOutput:
+        if request.mode == "mean":  # servers on vLLM can't, and the policy here has the same weights
+            return super()._predict(request)
+        seeds = self._seeds(request)
+        rows = np.arange(request.observation.batch_size)
+        present = [number for number, server in enumerate(self._servers) if not server.is_gone]
+        shares = np.array_split(rows, min(len(present) or 1, len(rows)))
+        given_up = threading.Event()
+        with self._lock:
+            asked = [
+                self._threads.submit(self._ask, number, _message(request, share, seeds), given_up)
+                for number, share in zip(present or [0], shares, strict=False)
+            ]
+            try:
+                outputs = [_output(each.result()) for each in asked]
+            except BaseException:  # a signal, too: the threads must stop waiting; raised again
+                given_up.set()
+                raise
+            return replace(outputs[0] if len(outputs) == 1 else concat_outputs(outputs), version=self.version)
+
+    def _seeds(self, request: ActRequest) -> list[int]:
+        if request.mode != "train":  # nothing is drawn, and an evaluation leaves the random state as it is
+            return [0] * request.observation.batch_size
+        found: list[int] = []
+        for part, generator in zip(self._parts(request.observation), request.generators, strict=False):
+            count = part.batch_size
+            each = generator.rows if isinstance(generator, RowGenerators) else (generator,) * count
+            found += [int(torch.randint(2**62, (1,), generator=one)) for one in each]
+        return found
+
+    def _ask(self, first: int, content: Mapping[str, object], given_up: threading.Event) -> Mapping[str, Any]:
+        """Ask one server after the other until one answers.
+
+        Raises:
+            RemotePolicyError: a server refuses, or none can be reached for ``rollout.remote.timeout_s``.
+        """
+        deadline = time.monotonic() + self._settings.timeout_s
+        turn = first
+        while not given_up.is_set():
+            server = self._servers[turn % len(self._servers)]
+            try:
+                answer = server.act(content, self.version)
+            except ServerGone as error:
+                if not server.is_gone:
+                    logger.warning("a rollout server does not answer; the others act for it (%s)", error)
+                server.is_gone = True
+                turn += 1
+                if (turn - first) % len(self._servers) == 0:  # all of them are gone
+                    if time.monotonic() > deadline:
+                        limit = f"{self._settings.timeout_s:g} s (rollout.remote.timeout_s)"
+                        hint = "start the servers again, and resume the run"
+                        message = f"no rollout server answered within {limit}: {error}"
+                        raise RemotePolicyError(message, hint, code="remote-unreachable") from error
+                    given_up.wait(_PAUSE_S)
+                continue
+            if server.is_gone:
+                logger.warning("%s answers again", server.url)
+                server.is_gone = False
+            return answer
+        raise InterruptedError
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        super().update_weights(weights, version)
+        for server in self._servers:  # with every version, those that were gone get a chance
+            server.is_gone = False
+
+
+def _message(request: ActRequest, rows: np.ndarray[Any, Any], seeds: list[int]) -> dict[str, object]:
+    observation = request.observation.select(rows)
+    return {
+        "images": np.ascontiguousarray(observation.images),
+        "state": np.ascontiguousarray(observation.state),
+        "instructions": list(observation.instruction),
+        "seeds": [seeds[row] for row in rows],
+        "mode": request.mode,
+        "compute_values": request.compute_values,
+    }
+
+
+def _output(answer: Mapping[str, Any]) -> PolicyOutput:
+    """Return what a server answered, as tensors.
+
+    Raises:
+        RemotePolicyError: something is missing or of another type.
+    """
+    actions, logprobs, values = (answer.get(name) for name in ("actions", "logprobs", "values"))
+    inputs = answer.get("forward_inputs")
+    tensors = {"logprobs": logprobs, **inputs} if isinstance(inputs, Mapping) else {"logprobs": None}
+    is_whole = all(isinstance(each, np.ndarray) for each in (actions, *tensors.values()))
+    if not is_whole or not isinstance(values, np.ndarray | None):
+        raise RemotePolicyError("a server's answer lacks actions, log-probs or inputs", "", code="remote-refused")
+    found = {str(name): torch.from_numpy(np.array(array)) for name, array in tensors.items()}
+    worth = None if values is None else torch.from_numpy(np.array(values))
+    return PolicyOutput(np.asarray(actions), found.pop("logprobs"), worth, found)
+
+
+def make_remote(parts: RolloutParts) -> RemoteRolloutEngine:
+    """Return the engine that asks the servers of ``rollout.remote``."""
+    assert parts.weights_dir is not None, "a rule restricts it to training in lockstep"
+    return RemoteRolloutEngine(*parts.common, parts.memory, weights_dir=parts.weights_dir)

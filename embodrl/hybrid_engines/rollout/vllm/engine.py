@@ -1,0 +1,179 @@
+"""The rollout backend "vllm": the language model in vLLM, images and values in the policy's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embodrl.config.schema import RolloutConfig, SamplingConfig, section_in
+from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.hybrid_engines.offload import OffloadReport, allocated_bytes
+from embodrl.hybrid_engines.rollout.base import ActRequest, RolloutEngine, RolloutParts
+from embodrl.hybrid_engines.rollout.native import max_batch_rows
+from embodrl.hybrid_engines.rollout.vllm.decoder import VllmDecoder
+from embodrl.hybrid_engines.rollout.vllm.spec import VllmConfig
+from embodrl.hybrid_engines.training.parallel import on_threads
+from embodrl.hybrid_engines.training.precision import autocast
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.sampling import exponential_noise
+from embodrl.models.openvla.policy import OpenVLAPolicy
+from embodrl.types import Decoding, Observation, PolicyOutput
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """What a part of a batch asks.
+
+    Attributes:
+        inputs: what ``preprocess`` returns.
+        rows: embeddings ``[P,D]`` of images and prompt, one per row, without padding.
+        noise: ``float32[B,N,256]`` to sample with; None for the most probable tokens.
+    """
+
+    inputs: dict[str, Tensor]
+    rows: list[Tensor]
+    noise: Tensor | None
+
+
+class VllmRolloutEngine(RolloutEngine):
+    """Acts with OpenVLA; vLLM decodes the action tokens on a copy of the language model.
+
+    Images, projector, token embeddings and value head are the policy's own modules, so that weights which train with
+    the policy are current there; vLLM gets those of the language model with every ``update_weights``, low-rank
+    adapters merged. Tokens are drawn as by the native engine, from the same random numbers: at equal weights and
+    precision both choose the same tokens, unless two are equally likely to within rounding. See RolloutEngine.
+
+    Args:
+        policy, config, sampling, seed, num_threads, part: see RolloutEngine.
+        max_num_seqs: rows that vLLM decodes at once; further ones wait.
+
+    Raises:
+        EmbodrlError: the policy does not decode one token after the other.
+        MissingDependencyError: see VllmDecoder.
+    """
+
+    def __init__(
+        self,
+        policy: VLAPolicy,
+        config: RolloutConfig,
+        sampling: SamplingConfig,
+        seed: int,
+        num_threads: int = 1,
+        part: tuple[int, int] = (0, 1),
+        max_num_seqs: int = 64,
+    ) -> None:
+        super().__init__(policy, config, sampling, seed, num_threads, part)
+        if not isinstance(policy, OpenVLAPolicy):
+            raise EmbodrlError(
+                f"vLLM decodes one token after the other, and {type(policy).__name__} does not",
+                "set rollout.backend=native, or model=openvla",
+                code="vllm-policy",
+            )
+        self._served = policy
+        self._asleep = self._stale = False
+        self._sleeps = config.enable_offload
+        self._num_tokens = policy.num_action_chunks * policy.action_dim
+        longest = policy.model.config.num_patches + policy.processor.max_prompt_tokens + self._num_tokens
+        self.decoder = VllmDecoder(
+            policy.model,
+            dtype=torch.bfloat16 if self.precision == "bf16" else torch.float32,
+            max_length=longest,
+            max_num_seqs=max_num_seqs,
+            num_threads=self.num_threads,
+            can_sleep=self._sleeps,
+        )
+        self._load()
+
+    @property
+    def decodings(self) -> tuple[Decoding, ...]:
+        """vLLM feeds on its own choices, so that there is no ``mean``."""
+        return tuple(name for name in self.policy.decodings if name != "mean")
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """vLLM's copy is overwritten in place."""
+        with self._lock:
+            self._copy_weights(weights)
+            self._load()
+            self.version = version
+
+    def offload(self) -> None:
+        """vLLM's weights go to main memory, and its cache is dropped."""
+        with self._lock:
+            if self._sleeps and not self._asleep:
+                before = allocated_bytes(self.device)
+                self.decoder.sleep()
+                self._asleep = True
+                self.offload_report = OffloadReport(self.device, before, allocated_bytes(self.device))
+
+    def onload(self) -> None:
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self.decoder.wake_up()
+            self._asleep = False
+        if self._stale:
+            self._load()
+
+    def _load(self) -> None:
+        """Give vLLM the policy's weights, or make a note of it while it sleeps."""
+        self._stale = self._asleep
+        if not self._stale:
+            self.decoder.load_weights(language_weights(self._served))
+
+    def _predict(self, request: ActRequest) -> PolicyOutput:
+        def ask(part: Observation, generator: RandomSource) -> _Prompts:
+            with torch.no_grad(), autocast(self.precision, self.device):
+                return self._prompts(part, generator if request.mode == "train" else None)
+
+        pairs = zip(self._parts(request.observation), request.generators, strict=False)
+        tasks = [lambda part=part, generator=generator: ask(part, generator) for part, generator in pairs]
+        with self._lock:
+            self._wake()
+            parts = on_threads(tasks, self.num_threads)
+            noise = [part.noise for part in parts if part.noise is not None]
+            tokens, logits, hidden = self.decoder.run(
+                [row for part in parts for row in part.rows],
+                self._num_tokens,
+                self.sampling,
+                torch.cat(noise) if noise else None,
+            )
+            version = self.version
+        inputs = {name: torch.cat([part.inputs[name] for part in parts]) for name in parts[0].inputs}
+        values = self._values(request.observation, hidden) if request.compute_values else None
+        output = self._served.make_output(inputs, tokens, logits, values, self.sampling)
+        output.version = version
+        return output
+
+    def _prompts(self, part: Observation, generator: RandomSource | None) -> _Prompts:
+        inputs = self._served.preprocess(part)
+        embeddings, mask = self._served.prompt_embeddings(inputs)
+        # Positions don't count padding, so that leaving it out changes nothing.
+        rows = list(embeddings) if mask is None else [e[m.bool()] for e, m in zip(embeddings, mask, strict=True)]
+        shape = (len(embeddings), self._num_tokens, self._served.bins.num_bins)
+        return _Prompts(inputs, rows, None if generator is None else exponential_noise(shape, generator, self.device))
+
+    def _values(self, observation: Observation, hidden: Tensor) -> Tensor:
+        """Return values from the hidden states ``[B,D]`` at the end of the prompts, or from a pass of our own."""
+        if self._served.value_input != "prompt_end":
+            return self.values(observation).to(self.device)
+        with torch.no_grad():
+            return self._served.values_from(hidden)
+
+
+def language_weights(policy: OpenVLAPolicy) -> Iterator[tuple[str, Tensor]]:
+    """Yield names, those of transformers' Llama, and weights of the language model, adapters merged."""
+    for name, tensor in merged_state_dict(policy.model.language_model).items():
+        yield name, tensor.detach()
+
+
+def make(parts: RolloutParts) -> VllmRolloutEngine:
+    """Return the engine of a rollout."""
+    settings = section_in(parts.config.rollout, "vllm", VllmConfig)
+    return VllmRolloutEngine(*parts.common, max_num_seqs=settings.max_num_seqs or max_batch_rows(parts.config))

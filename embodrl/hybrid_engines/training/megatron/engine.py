@@ -1,0 +1,299 @@
+"""Training in processes that share the layers of OpenVLA's language model, by megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from embodrl.config.schema import Config, ModelConfig
+from embodrl.hybrid_engines.base import EngineState
+from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, FLOAT32_BYTES, MASTER, HeldState, StateShapes
+from embodrl.hybrid_engines.training.megatron.core import start
+from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
+from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
+from embodrl.hybrid_engines.training.megatron.policy import LLAMA, ParallelOpenVLAPolicy
+from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.sharding import TP, held, whole
+from embodrl.hybrid_engines.training.shares import SharedTrainEngine
+from embodrl.models.base import VLAPolicy
+from embodrl.models.openvla.policy import OpenVLAPolicy
+
+
+class MegatronState(HeldState["MegatronTrainEngine"]):
+    """State by the names of the public layout."""
+
+    def kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        in_half = parameter.dtype.itemsize < FLOAT32_BYTES
+        return (*ADAM_STATE, MASTER) if self.engine.zero is not None and in_half else ADAM_STATE
+
+    def _holders(self, section: str) -> dict[str, Tensor]:
+        """Return the parallel tensors of ``policy`` or ``reference``, by their own names."""
+        if section == "policy":
+            return {name: t for name, t in self.engine.policy.state_dict().items() if name in self.engine.pieces}
+        if self.engine.reference is None:
+            return {}
+        pairs = zip(self.engine.policy_parameters, self.engine.reference, strict=True)
+        return {self.engine.names[parameter]: kept for parameter, kept in pairs}
+
+    def _steps(self) -> dict[str, Tensor]:
+        """Return how many steps the parameters have taken, without those that took none, by their own names.
+
+        A collective call with ``distributed``.
+        """
+        taken = torch.zeros(len(self.engine.names), device=self.engine.device)
+        for index, parameter in enumerate(self.engine.names):
+            leaf = self.engine.leaves.get(parameter)
+            if leaf is not None and leaf in self.engine.optimizer.state:
+                taken[index] = self.engine.optimizer.state[leaf]["step"]
+        if self.engine.zero is not None:
+            dist.all_reduce(taken, dist.ReduceOp.MAX, group=self.engine.group)
+        return {name: taken[index].clone() for index, name in enumerate(self.engine.names.values()) if taken[index] > 0}
+
+    def _moment_of(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """Return a moment or the float32 copy in the parameter's shape; a collective call with ``distributed``."""
+        leaf = self.engine.leaves.get(parameter)
+        if self.engine.zero is None:
+            return self.engine.optimizer.state[leaf][key]
+        total = torch.zeros(parameter.numel(), device=self.engine.device)
+        if leaf is not None:
+            total[self.engine.zero.span(parameter)] = (
+                leaf.detach() if key == MASTER else self.engine.optimizer.state[leaf][key]
+            )
+        dist.all_reduce(total, group=self.engine.group)
+        return total.view(parameter.shape)
+
+    def held(self, section: str, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield what this process holds of a section by public names, one after the other; all by default."""
+        self.engine.onload()
+        if section != "optimizer":
+            yield from publish(self._holders(section), self.engine.pieces, self.engine.tensor_mesh, wanted)
+            return
+        steps = self._steps()
+        for parameter, name in self.engine.names.items():
+            if name not in steps:
+                continue
+            for key in self.kept_of(parameter):
+                found = [p for p in self.engine.pieces[name] if wanted is None or f"{key}.{p.name}" in wanted]
+                moment = self._moment_of(parameter, key) if found and key != "step" else None
+                for piece in found:
+                    part = (
+                        steps[name] if moment is None else piece.distribute(piece.get(moment), self.engine.tensor_mesh)
+                    )
+                    yield f"{key}.{piece.name}", part
+
+    def shards(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state by public names, as this process holds it; parts of fused tensors are copies.
+
+        A collective call with ``distributed``.
+        """
+        sections = ("policy", "optimizer", *(["reference"] if self.engine.reference is not None else []))
+        return {section: dict(self.held(section)) for section in sections}
+
+    def inventory(self) -> dict[str, dict[str, int]]:
+        self.engine.onload()
+        found: dict[str, dict[str, int]] = {"policy": {}, "optimizer": {}}
+        for section in ("policy", "reference"):
+            for name, holder in self._holders(section).items():
+                for piece in self.engine.pieces[name]:
+                    found.setdefault(section, {})[piece.name] = piece.num_bytes(holder)
+        steps = self._steps()
+        for name in steps:
+            parameter = self.engine.parameters[name]
+            in_float32 = 1 if self.engine.zero is None else FLOAT32_BYTES // parameter.itemsize
+            for piece in self.engine.pieces[name]:
+                found["optimizer"][f"step.{piece.name}"] = steps[name].element_size()
+                for key in self.kept_of(parameter)[1:]:
+                    found["optimizer"][f"{key}.{piece.name}"] = in_float32 * piece.num_bytes(parameter)
+        return found
+
+    def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """A collective call with ``distributed``. Parts of fused tensors are copies."""
+        return dict(self.held(section, set(names)))
+
+    def whole(self) -> EngineState:
+        """Return weights, optimizer state and counters in one piece: a collective call, and a copy."""
+        inventory = self.inventory()
+        return EngineState({s: self.gather(s, list(names)) for s, names in inventory.items()}, self.counters())
+
+    def shapes(self) -> StateShapes:
+        shards = {section: dict(self.held(section)) for section in ("policy", "reference")}
+        trained = {piece.name for name in self.engine.names.values() for piece in self.engine.pieces[name]}
+        sizes = {s: {n: tuple(t.shape) for n, t in parts.items()} for s, parts in shards.items()}
+        kept = [t for parts in shards.values() for t in parts.values()]
+        num_bytes = sum(t.numel() * t.element_size() for t in kept)
+        for tensor in (t for name, t in shards["policy"].items() if name in trained):
+            in_half = tensor.itemsize < FLOAT32_BYTES and self.engine.zero is not None
+            num_bytes += tensor.numel() * (3 * FLOAT32_BYTES if in_half else 2 * tensor.itemsize)
+        return StateShapes(
+            sizes["policy"],
+            {name: shape for name, shape in sizes["policy"].items() if name in trained},
+            sizes["reference"],
+            num_bytes,
+        )
+
+    def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            owner = name.partition(".")[2] if section == "optimizer" else name
+            piece = self.engine.places[owner][1]
+            self.load_part(section, name, tensor if name.startswith("step.") else piece.cut(tensor))
+        self._finish_load(section)
+
+    def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return new tensors: what is held is fused."""
+        owners = {name: name.partition(".")[2] if section == "optimizer" else name for name in saved}
+        like = dict(self.held("policy", set(owners.values())))
+        return {
+            name: torch.zeros((), device=self.engine.device)
+            if not tensor.ndim and section == "optimizer"
+            else torch.zeros_like(like[owners[name]], dtype=tensor.dtype)
+            for name, tensor in saved.items()
+        }
+
+    def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            self.load_part(section, name, held(part))
+        self._finish_load(section)
+
+    @torch.no_grad()
+    def load_part(self, section: str, name: str, part: Tensor) -> None:
+        """Load this process's part of a public tensor; ``_finish_load`` comes after the last of a section.
+
+        Args:
+            section: policy, optimizer or reference; what the engine has no use for is skipped.
+            name: public; of a moment with the moment's in front.
+            part: see ``layout.Piece.cut``; how many steps were taken is whole.
+        """
+        self.engine.onload()
+        if section == "optimizer":
+            key, _, owner = name.partition(".")
+            if key in self.kept_of(self.engine.parameters[self.engine.places[owner][0]]):
+                self._put_moment(key, owner, part.to(self.engine.device))
+            return
+        holders = self._holders(section)
+        own_name, piece = self.engine.places[name]
+        if own_name in holders:
+            piece.put(holders[own_name], part.to(self.engine.device))
+
+    def _finish_load(self, section: str) -> None:
+        """Copy loaded weights to the optimizer; its float32 copies, which come after them, replace these."""
+        if self.engine.zero is not None and section == "policy":
+            self.engine.zero.take_weights()
+
+    def _put_moment(self, key: str, owner: str, part: Tensor) -> None:
+        name, piece = self.engine.places[owner]
+        parameter = self.engine.parameters[name]
+        leaf = self.engine.leaves.get(parameter)
+        if leaf is None:
+            return  # another process of the data group has it
+        state = self.engine.optimizer.state[leaf]
+        if key == "step":
+            state[key] = part.to(torch.float32, copy=True)
+            return
+        mine = leaf if key == MASTER else state.setdefault(key, torch.zeros_like(leaf))
+        if self.engine.zero is None:
+            piece.put(mine, part)
+            return
+        holder = torch.zeros(parameter.shape, device=self.engine.device)
+        chosen = torch.zeros(parameter.shape, dtype=torch.bool, device=self.engine.device)
+        piece.put(holder, part)
+        piece.select(chosen).fill_(True)
+        span = self.engine.zero.span(parameter)
+        mine.copy_(torch.where(chosen.flatten()[span], holder.flatten()[span], mine))
+
+
+class MegatronTrainEngine(SharedTrainEngine):
+    """AdamW on this process's part of the language model, and on vision, projector and value head, which all have.
+
+    ``megatron.core.start`` comes first. The state has the names and shapes of the public layout, so that a checkpoint
+    fits every training backend.
+
+    Args:
+        policy: whole, the same in all processes, on the device; sharded in place, and must not be used afterwards.
+        model: section ``model``.
+        options: what the run asks for.
+        mesh: of the device that the policy trains on, with the dimensions ``dp`` and ``tp``, of consecutive ranks.
+        distributed_optimizer: share out the optimizer's state over ``dp`` (see ``optimizer.py``); by default on CUDA.
+            Without, every process has all of it: the same arithmetic by torch's AdamW.
+
+    Raises:
+        EmbodrlError: the dimensions can't be divided evenly.
+        MissingDependencyError: megatron-core is not installed.
+    """
+
+    make_state = MegatronState
+
+    def __init__(
+        self,
+        policy: OpenVLAPolicy,
+        model: ModelConfig,
+        options: EngineOptions,
+        mesh: DeviceMesh,
+        distributed_optimizer: bool | None = None,
+    ) -> None:
+        cuda = policy.device.type == "cuda"
+        self.distributed = cuda if distributed_optimizer is None else distributed_optimizer
+        cut = ParallelOpenVLAPolicy(policy, model)
+        self.pieces = policy_pieces(cut, LLAMA)
+        super().__init__(cut, options, mesh)
+        self.tensor_mesh = mesh[TP]
+        self.places = {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
+        self.parameters = dict(cut.named_parameters())
+        self.names = {p: name for name, p in self.parameters.items() if p in self.leaves}
+        if self.distributed:
+            self.leaves = cast(Any, self.zero).stretches
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        adamw = super()._build_optimizer()
+        self.zero = DistributedAdamW(self.policy, adamw) if self.distributed else None
+        # Of an optimizer, the update uses what the two have in common.
+        return adamw if self.zero is None else cast(torch.optim.AdamW, self.zero)
+
+    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return none: megatron-core's distributed optimizer has float32 copies of its own, the stretches."""
+        return {}
+
+    def offloadable(self) -> Iterator[Tensor]:
+        yield from super().offloadable()
+        if self.zero is not None:
+            yield from self.zero.memory()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def _clip_gradients(self) -> float:
+        if self.zero is not None:
+            self.zero.reduce_gradients()
+        elif self.num_shares > 1:
+            for parameter in self.leaves:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=self.group)
+        return self._clip_leaves()
+
+    def _num_copies(self, parameter: nn.Parameter) -> int:
+        cut = self.pieces[self.names[parameter]][0].dim is not None
+        return (1 if cut else self.tensor_mesh.size()) * (1 if self.distributed else self.num_shares)
+
+    # -- state, in public names ---------------------------------------------------------------------------------------
+
+    def _held(self, section: str, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(self.state, MegatronState)
+        return self.state.held(section, wanted)
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        return dict(self._held("reference"))
+
+    def weights(self, wanted: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole tensors of the policy by public names: a collective call."""
+        for name, part in self._held("policy", wanted):
+            yield name, whole(part)
+
+
+def make(policy: VLAPolicy, config: Config, mesh: DeviceMesh) -> MegatronTrainEngine:
+    """Return the engine of one training process, after megatron-core's process groups have been made."""
+    assert isinstance(policy, OpenVLAPolicy), "the configuration was checked"
+    start(config.actor.tensor_parallel_size)
+    return MegatronTrainEngine(policy, config.model, EngineOptions.of(config), mesh)

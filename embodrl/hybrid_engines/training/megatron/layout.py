@@ -1,0 +1,184 @@
+"""The weights of a parallel Llama under their public names: which part of which public tensor a process holds.
+
+A process's part of any public tensor is one stretch of its rows or columns, so that parts are DTensors over the tensor
+group; only the fused layers hold several public tensors in one, as megatron-core orders them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from embodrl.hybrid_engines.training.megatron.core import tensor_group
+from embodrl.hybrid_engines.training.megatron.llama import ParallelAttention, ParallelLlama
+from embodrl.models.common.llama import Llama
+
+Select = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A public tensor, or a process's part of it, in a tensor of the parallel model.
+
+    Attributes:
+        name: public name.
+        select: from the tensor that holds it to a view with its elements in order.
+        width: columns of the part.
+        dim: along which the whole is sharded; None where it is whole in every process.
+    """
+
+    name: str
+    select: Select
+    width: int | None
+    dim: int | None
+
+    def get(self, holder: Tensor) -> Tensor:
+        """Return the part, ``[rows,columns]``; a copy where it is scattered over the holder."""
+        view = self.select(holder)
+        return view if self.width is None else view.reshape(-1, self.width)
+
+    def put(self, holder: Tensor, part: Tensor) -> None:
+        """Write the part."""
+        view = self.select(holder)
+        view.copy_(part.reshape(view.shape))
+
+    def num_bytes(self, holder: Tensor) -> int:
+        """Return the bytes of the whole public tensor."""
+        parts = 1 if self.dim is None else tensor_group().size()
+        return self.select(holder).numel() * holder.element_size() * parts
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this process's part of the public tensor."""
+        if self.dim is None:
+            return whole
+        group = tensor_group()
+        return whole.chunk(group.size(), dim=self.dim)[group.rank()]
+
+    def distribute(self, part: Tensor, mesh: DeviceMesh) -> DTensor:
+        """Return a part as what it is of the whole.
+
+        Args:
+            part: as ``get`` returns it.
+            mesh: of one dimension: the tensor group.
+        """
+        placement = Replicate() if self.dim is None else Shard(self.dim)
+        return DTensor.from_local(part.contiguous(), mesh, [placement], run_check=False)
+
+
+def _itself(holder: Tensor) -> Tensor:
+    return holder
+
+
+def _one(name: str, dim: int | None) -> list[Piece]:
+    return [Piece(name, _itself, None, dim)]
+
+
+def _qkv(prefix: str, attention: ParallelAttention, width: int) -> list[Piece]:
+    groups = attention.groups
+    heads = attention.heads_of_group
+    size = attention.head_dim
+
+    def rows(part: slice) -> Select:
+        return lambda holder: holder.view(groups, heads + 2, size, width)[:, part]
+
+    parts = {"q": slice(0, heads), "k": slice(heads, heads + 1), "v": slice(heads + 1, heads + 2)}
+    return [Piece(f"{prefix}.{name}_proj.weight", rows(part), width, 0) for name, part in parts.items()]
+
+
+def _gate_up(prefix: str, width: int) -> list[Piece]:
+    def half(number: int) -> Select:
+        return lambda holder: holder.chunk(2, dim=0)[number]
+
+    return [Piece(f"{prefix}.{name}_proj.weight", half(n), width, 0) for n, name in enumerate(("gate", "up"))]
+
+
+def llama_pieces(model: ParallelLlama) -> dict[str, list[Piece]]:
+    """Return what every parameter of the model holds, by its name, in the names of the public layout."""
+    width = model.spec.hidden_size
+    pieces = {
+        "model.embed_tokens.weight": _one("model.embed_tokens.weight", 0),
+        "model.norm.weight": _one("model.norm.weight", None),
+        "lm_head.weight": _one("lm_head.weight", 0),
+    }
+    for number, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{number}"
+        attention = layer.get_submodule("self_attention")
+        assert isinstance(attention, ParallelAttention)
+        pieces |= {
+            f"{prefix}.input_layernorm.weight": _one(f"{prefix}.input_layernorm.weight", None),
+            f"{prefix}.self_attention.linear_qkv.weight": _qkv(f"{prefix}.self_attn", attention, width),
+            f"{prefix}.self_attention.linear_proj.weight": _one(f"{prefix}.self_attn.o_proj.weight", 1),
+            f"{prefix}.pre_mlp_layernorm.weight": _one(f"{prefix}.post_attention_layernorm.weight", None),
+            f"{prefix}.mlp.linear_fc1.weight": _gate_up(f"{prefix}.mlp", width),
+            f"{prefix}.mlp.linear_fc2.weight": _one(f"{prefix}.mlp.down_proj.weight", 1),
+        }
+    return pieces
+
+
+def policy_pieces(policy: nn.Module, prefix: str) -> dict[str, list[Piece]]:
+    """Return what every saved tensor of a policy holds.
+
+    Args:
+        policy: its Llama is parallel, all else is whole in every process.
+        prefix: of the Llama's names, with a dot at the end.
+    """
+    llama = policy.get_submodule(prefix.removesuffix("."))
+    assert isinstance(llama, ParallelLlama)
+    inside = llama_pieces(llama)
+    return {
+        name: [Piece(prefix + p.name, p.select, p.width, p.dim) for p in inside[name.removeprefix(prefix)]]
+        if name.startswith(prefix)
+        else _one(name, None)
+        for name, tensor in policy.state_dict().items()
+        if tensor is not None  # megatron-core's layers have entries without contents
+    }
+
+
+def publish(
+    holders: Mapping[str, Tensor],
+    pieces: Mapping[str, list[Piece]],
+    mesh: DeviceMesh,
+    wanted: Container[str] | None = None,
+) -> Iterator[tuple[str, DTensor]]:
+    """Yield the public tensors that are held, one after the other; their parts are views where they can be.
+
+    Args:
+        holders: tensors of the shapes of the policy's.
+        pieces: of ``policy_pieces``; what has no entry in ``holders`` is left out.
+        mesh: of one dimension: the tensor group.
+        wanted: public names; None for all.
+    """
+    for name, holder in holders.items():
+        for piece in pieces[name]:
+            if wanted is None or piece.name in wanted:
+                yield piece.name, piece.distribute(piece.get(holder), mesh)
+
+
+@torch.no_grad()
+def parallelize(public: Llama) -> ParallelLlama:
+    """Return this process's part of a Llama, which is emptied layer by layer: it must not be used afterwards.
+
+    What trains, and the device, stay the same. At most one layer is held twice.
+
+    Raises:
+        EmbodrlError: the dimensions can't be divided evenly.
+    """
+    device = public.lm_head.weight.device
+    model = ParallelLlama(public)
+    weights = dict(public.named_parameters())
+    parameters = dict(model.named_parameters())
+    for name, pieces in llama_pieces(model).items():
+        parameter = parameters[name]
+        for piece in pieces:
+            source = weights.pop(piece.name)
+            piece.put(parameter.data, piece.cut(source.detach()).to(parameter.device))
+            parameter.requires_grad_(source.requires_grad)
+            source.data = source.data.new_empty(0)
+        parameter.data = parameter.data.to(device)
+    assert not weights, f"not converted: {min(weights)}"
+    return model

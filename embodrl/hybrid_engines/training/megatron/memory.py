@@ -1,0 +1,37 @@
+"""Memory of one training process, for `embodrl plan`."""
+
+from __future__ import annotations
+
+from embodrl.config.schema import Config
+from embodrl.deployment import Deployment
+from embodrl.hybrid_engines.figures import ModelFigures
+from embodrl.models.base import VLAPolicy
+
+
+def uncut_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what tensor parallelism leaves whole: all but the language model."""
+    cut = sum(p.numel() * p.element_size() for p in policy.parts()["language"].parameters())
+    return sum(p.numel() * p.element_size() for p in policy.parameters()) - cut
+
+
+def process_bytes(config: Config, deployment: Deployment, figures: ModelFigures, reference: int) -> dict[str, int]:
+    """Return the bytes of one training process by component.
+
+    Args:
+        config: the run.
+        deployment: where everything is.
+        figures: of the model.
+        reference: bytes of the reference policy; 0 without one.
+    """
+    training = figures.training
+    layers = config.actor.tensor_parallel_size
+    uncut = uncut_bytes(figures.policy) / figures.plain
+    part = uncut + (1 - uncut) / layers  # of all weights; of what trains, about the same
+    shares = len(deployment.of("actor")) // layers if deployment.gpus_per_node else 1
+    return {
+        "weights": int(training.weights * part),
+        "gradients": int(training.gradients * part),
+        "optimizer": int(training.optimizer * part) // max(1, shares),
+        "reference": int(reference * part),
+        "activations": training.activations,
+    }

@@ -1,0 +1,23 @@
+"""Losses of algorithms that learn from a dataset alone. Imports no torch."""
+
+from __future__ import annotations
+
+from embodrl.learners.offline.rules import RULES
+from embodrl.specs import FunctionSpec
+
+IQL = FunctionSpec(
+    name="iql",
+    target="embodrl.algorithms.offline:advantage_weights",
+    description="implicit Q-learning on a dataset: imitation weighted by advantages",
+    offline=True,
+    parts="embodrl.trainer.offline_parts:build",
+    rules=(RULES,),
+)
+RECAP = FunctionSpec(
+    name="recap",
+    target="embodrl.algorithms.offline:advantage_indicator",
+    description="imitation of a dataset whose instructions say whether the advantage is positive",
+    offline=True,
+    parts="embodrl.trainer.offline_parts:build",
+    rules=(RULES,),
+)

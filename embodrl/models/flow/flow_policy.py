@@ -1,0 +1,398 @@
+"""What every flow-matching policy shares: sampling, log-probs, values and the imitation loss.
+
+Shapes: B batch, C actions run, H actions predicted, A action dimensions, D padded action dimensions, F features.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from typing import Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from embodrl.config.policy_card import trained_delay
+from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.gripper import Convention, to_environment, to_model
+from embodrl.models.common.sampling import standard_normal
+from embodrl.models.common.value_head import ValueHead
+from embodrl.models.flow.cfm import CfmSampler
+from embodrl.models.flow.flow import (
+    NoiseHead,
+    Sampler,
+    Times,
+    Velocity,
+    denoising_times,
+    integrate_with_features,
+)
+from embodrl.models.flow.flow_spec import FlowConfig, FlowModelConfig
+from embodrl.models.flow.gemma import per_token
+from embodrl.models.flow.rtc import conditioned, drawn_delays, guided, prefix_weights
+from embodrl.types import ActMode, ChunkPrefix, EvalOutput, Observation, PolicyOutput, SamplingParams
+
+TIME_ALPHA = 1.5
+TIME_LOW = 0.001
+EVALUATION_NOISE_SEED = 0
+LEARNABLE = 5.0
+"""Standard deviations or half ranges: statistics of the data leave few values beyond, those of other units most."""
+
+
+class ActionNormalizer(Protocol):
+    """From environment units to the model's and back."""
+
+    def normalize(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
+        """``[...,A]`` in environment units to the model's."""
+        ...
+
+    def scale(self, actions: NDArray[np.floating], /) -> NDArray[np.float64]:
+        """As ``normalize``, without any clipping; infinite where ``unnormalize`` can't give the value back."""
+        ...
+
+    def unnormalize(self, actions: NDArray[np.float64], /) -> NDArray[np.float64]:
+        """``[...,A]`` in the model's units to the environment's."""
+        ...
+
+
+class FlowPolicy(VLAPolicy):
+    """A policy whose network predicts the velocity of a chunk of actions under denoising.
+
+    A family defines ``preprocess``, ``encode``, ``velocity``, ``prefix_features``, ``training_times``, ``parts`` and
+    its files.
+
+    Args:
+        stats: action statistics.
+        config: section ``model``: C, A, ``flow``, ``gripper``, and the value head's ``input`` and ``detach``.
+        horizon: H.
+        padded_action_dim: D.
+        value_input: what ``value_head.input: auto`` means.
+        value_head: the critic, or None.
+        noise_head: for Flow-Noise.
+    """
+
+    draws_by_row = True
+
+    euler_times: ClassVar[Times] = staticmethod(denoising_times)
+
+    def __init__(
+        self,
+        stats: ActionNormalizer,
+        config: FlowModelConfig,
+        horizon: int,
+        padded_action_dim: int,
+        value_input: Literal["prefix", "suffix"],
+        value_head: ValueHead | None,
+        noise_head: NoiseHead | None,
+    ) -> None:
+        super().__init__()
+        if config.num_action_chunks > horizon:
+            raise EmbodrlError(
+                f"the model predicts {horizon} actions, {config.num_action_chunks} are to be run",
+                f"set model.num_action_chunks to {horizon} or less",
+                code="action-horizon",
+            )
+        if config.action_dim > padded_action_dim:
+            raise EmbodrlError(
+                f"the model's actions have room for {padded_action_dim} dimensions, the environment's have "
+                f"{config.action_dim}",
+                "choose a model with more action dimensions",
+                code="action-size",
+            )
+        self.stats = stats
+        self.num_action_chunks = config.num_action_chunks
+        self.action_dim = config.action_dim
+        self.horizon = horizon
+        self.padded_action_dim = padded_action_dim
+        self.flow: FlowConfig = config.flow
+        self.rtc_max_delay = trained_delay(config)
+        self.gripper: Convention = config.gripper
+        self.value_input = value_input if config.value_head.input == "auto" else config.value_head.input
+        self.detach_value = config.value_head.detach
+        self.value_head = value_head
+        self.noise_head = noise_head
+        self.sampler = self._make_sampler(noise_head)
+        start = torch.Generator().manual_seed(EVALUATION_NOISE_SEED)
+        self.register_buffer(
+            "_evaluation_noise", torch.randn(1, horizon, padded_action_dim, generator=start), persistent=False
+        )
+
+    def _make_sampler(self, noise_head: NoiseHead | None) -> Sampler | CfmSampler:
+        flow = self.flow
+        chunk = (self.num_action_chunks, self.action_dim)
+        if flow.method == "cfm":
+            return CfmSampler(flow.num_steps, flow.num_samples, *chunk, type(self).euler_times, flow.keep_errors)
+        return Sampler(flow.num_steps, flow.noise_level, *chunk, noise_head, flow.joint, flow.keep_errors)
+
+    # What a family defines ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def encode(self, inputs: dict[str, Tensor]) -> Any:
+        """Run images, prompt and state once for a chunk; the result serves every denoising step."""
+
+    @abstractmethod
+    def velocity(self, context: Any) -> Velocity:
+        """Return the network for an encoded observation, in the convention of ``common/flow.py``."""
+
+    @abstractmethod
+    def prefix_features(self, context: Any) -> Tensor:
+        """Return ``[B,F]``: what a value of the observation alone is read from; padding does not count."""
+
+    def training_times(self, batch: int) -> Tensor:
+        """Draw the noise levels tau ``float32[B]`` of imitation, on the CPU, from torch's global generator.
+
+        ``0.001 + 0.999 Beta(1.5, 1)``, as openpi: more often noisy than not.
+        """
+        # The distribution function of Beta(a, 1) is u^a.
+        return TIME_LOW + (1.0 - TIME_LOW) * torch.rand(batch) ** (1.0 / TIME_ALPHA)
+
+    def loss_action_dims(self) -> int:
+        """Return how many leading action dimensions the imitation loss counts; as a rule all D."""
+        return self.padded_action_dim
+
+    def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Turn environment actions ``[B,H,A]`` into what the model learns, before normalisation."""
+        return actions
+
+    def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Undo ``relative_to`` on un-normalised actions ``[B,C,A]``."""
+        return actions
+
+    # VLAPolicy ---------------------------------------------------------------------------------------------------
+
+    @property
+    def action_horizon(self) -> int:
+        return self.horizon
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Draw a chunk for each row in ``train`` mode; in ``eval`` mode follow the ODE from ``_evaluation_start``.
+
+        ``forward_inputs`` has what ``preprocess`` returns and, in ``train`` mode, the stored part of the chain.
+        Log-probs in ``eval`` mode, where nothing is random, are 0. ``sampling`` is for token policies.
+
+        Raises:
+            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        """
+        self.check_mode(mode)
+        inputs = self.preprocess(observation)
+        context = self.encode(inputs)
+        network = self.velocity(context)
+        batch = observation.batch_size
+        if mode == "train":
+            chain = self.sampler.sample(network, (batch, self.horizon, self.padded_action_dim), generator, self.device)
+            values = self._values(context, chain.features) if compute_values else None
+            actions = self._to_environment(chain.actions, observation)
+            return PolicyOutput(actions, chain.logprobs, values, {**inputs, **chain.stored})
+        chosen, features = self._integrate(network, self._evaluation_start(observation))
+        actions = self._to_environment(chosen, observation)
+        values = self._mean_value(context, features) if compute_values else None
+        return PolicyOutput(actions, torch.zeros(actions.shape, device=self.device), values, inputs)
+
+    @torch.no_grad()
+    def predict_values(self, observation: Observation) -> Tensor:
+        """With the value input ``suffix`` the mean over the denoising steps from one fixed noise.
+
+        The critic is trained at the points of sampled chains, so it is read at such points: at the mean of the start's
+        noise, 0, it has never been trained, and is biased.
+        """
+        context = self.encode(self.preprocess(observation))
+        if self.value_input == "prefix":
+            return self._values(context, None)
+        noise = self.get_buffer("_evaluation_noise").to(self.device).expand(observation.batch_size, -1, -1)
+        return self._mean_value(context, self._integrate(self.velocity(context), noise)[1])
+
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        """Return log-probs, entropy (of Flow-SDE a constant) and values of stored chains, with gradients.
+
+        With ``model.flow.keep_errors`` the errors of their velocities, too.
+        """
+        context = self.encode(forward_inputs)
+        result = self.sampler.evaluate(self.velocity(context), forward_inputs)
+        values = self._values(context, result.features) if compute_values else None
+        return EvalOutput(result.logprobs, result.entropy if compute_entropy else None, values, result.errors)
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return what ``preprocess`` returns, ``target float32[B,H,D]``, ``noise`` like it and ``tau float32[B]``.
+
+        With ``model.flow.rtc_max_delay`` also ``given bool[B,H]``: the actions that are given rather than learned.
+        All is drawn here from torch's global generator, not in ``sft_loss``, which may run on threads.
+        """
+        raw = actions.detach().cpu().numpy().astype(np.float64)
+        raw = to_model(raw, self.gripper)
+        normalized = self.stats.normalize(self.relative_to(raw, observation))
+        target = torch.zeros(len(raw), self.horizon, self.padded_action_dim)
+        target[:, : raw.shape[1], : self.action_dim] = torch.from_numpy(normalized)
+        drawn = {
+            "target": target,
+            "noise": standard_normal(target.shape, None, torch.device("cpu")),
+            "tau": self.training_times(len(raw)),
+        }
+        if self.rtc_max_delay:
+            delays = drawn_delays(len(raw), self.rtc_max_delay)
+            drawn["given"] = torch.arange(self.horizon) < delays[:, None]
+        return {**self.preprocess(observation), **{name: value.to(self.device) for name, value in drawn.items()}}
+
+    def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """Return which values are ``LEARNABLE`` or more from 0 when normalised; noise has a standard deviation of 1."""
+        raw = to_model(np.asarray(actions, np.float64), self.gripper)[:, None]
+        nothing = np.zeros((len(raw), 0, 1, 1, 3), np.uint8)
+        observation = Observation(nothing, state.astype(np.float32), [""] * len(raw), np.zeros(len(raw), np.int32))
+        return np.abs(self.scaled(self.relative_to(raw, observation))[:, 0]) >= LEARNABLE
+
+    def scaled(self, actions: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return actions ``[...,A]`` in the model's units, without any clipping."""
+        return self.stats.scale(actions)
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean squared error of the velocity, and ``l1``: that of the actions it implies (normalised units).
+
+        Args:
+            batch: from ``sft_inputs``; ``action_mask bool[B,H]``, if there is one, leaves actions out, and those of
+                ``given`` enter without noise, at tau 0.
+            label_smoothing_bins: for token policies.
+        """
+        target = batch["target"]
+        noise = batch["noise"]
+        times = batch["tau"]
+        if "given" in batch:
+            times = times[:, None].masked_fill(batch["given"], 0.0)
+        tau = per_token(times[..., None])
+        x = tau * noise + (1.0 - tau) * target
+        v, _ = self.velocity(self.encode(batch))(x, times)
+        v = v.float()
+        dims = self.loss_action_dims()
+        weight = torch.ones_like(target[..., :1])
+        weight[:, self.action_horizon :] = 0.0
+        if "action_mask" in batch:
+            weight[:, : self.action_horizon] = batch["action_mask"][..., None].to(target.dtype)
+        if "given" in batch:
+            weight = weight * ~batch["given"][..., None]
+        total = weight.sum().clamp(min=1.0)
+        loss = ((v - (noise - target))[..., :dims].square() * weight).sum() / (total * dims)
+        with torch.no_grad():
+            error = (x - v * tau - target)[..., : self.action_dim].abs()
+            l1 = (error * weight).sum() / (total * self.action_dim)
+        return loss, {"l1": l1}
+
+    # Real-time chunking ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
+        """As ``eval`` of ``predict_action_batch``, continuing what is left of the last chunk: see ``rtc.py``.
+
+        A policy with ``model.flow.rtc_max_delay`` is given the first ``delay`` actions and reads no others; another one
+        is guided, and its first ``delay`` actions come out close to the prefix, which is what has to be executed.
+        Without a prefix the actions are those of ``predict_action_batch``.
+        """
+        if self.rtc_max_delay and int(prefix.delay.max()) > self.rtc_max_delay:
+            raise EmbodrlError(
+                f"a delay of {int(prefix.delay.max())} actions, and the policy was trained with {self.rtc_max_delay}",
+                "send a delay that it knows, or serve with model.flow.rtc_max_delay=0, which guides it instead",
+                code="policy-rtc-delay",
+            )
+        shape = (observation.batch_size, self.horizon, self.padded_action_dim)
+        target = torch.zeros(shape)
+        weights = torch.zeros(shape)
+        length = min(prefix.actions.shape[1], self.action_horizon)
+        actions = np.zeros((shape[0], self.action_horizon, self.action_dim))  # statistics may be of each step
+        actions[:, :length] = prefix.actions[:, :length]
+        units = self.scaled(self.relative_to(to_model(actions, self.gripper), observation))
+        target[:, :length, : self.action_dim] = torch.from_numpy(units[:, :length])
+        delay = torch.from_numpy(prefix.delay)
+        noise = self._evaluation_start(observation)
+        network = self.velocity(self.encode(self.preprocess(observation)))
+        target = target.to(self.device)
+        if self.rtc_max_delay:
+            given = (torch.arange(self.horizon) < delay[:, None]).to(self.device)
+            velocity = conditioned(network, given)
+            noise = torch.where(given[..., None], target, noise)
+        else:
+            held = prefix_weights(delay, torch.from_numpy(prefix.length), self.horizon)
+            weights[..., : self.action_dim] = held[..., None]
+            velocity = guided(network, target, weights.to(self.device), guidance)
+        return self._to_environment(self._integrate(velocity, noise)[0], observation)
+
+    # Noise that another policy chooses ---------------------------------------------------------------------------
+
+    def encode_observation(self, observation: Observation) -> Any:
+        """Return what ``encode`` makes of an observation."""
+        return self.encode(self.preprocess(observation))
+
+    def denoise(self, context: Any, noise: Tensor, observation: Observation) -> NDArray[np.float32]:
+        """Return the actions ``float32[B,C,A]``, in environment units, that the ODE reaches from ``float32[B,H,D]``."""
+        return self._to_environment(self._integrate(self.velocity(context), noise)[0], observation)
+
+    # Parts -------------------------------------------------------------------------------------------------------
+
+    @property
+    def trained_steps(self) -> int:
+        """Passes of the action expert that one row of an update differentiates."""
+        return self.sampler.trained_steps
+
+    def chosen_bytes(self, num_cameras: int) -> int:
+        """Return the bytes of what the sampler stores, and of log-probs."""
+        stored = self.sampler.stored_numbers(self.horizon, self.padded_action_dim)
+        return torch.float32.itemsize * (stored + self.num_action_chunks * self.action_dim)
+
+    def own_heads(self) -> dict[str, nn.Module]:
+        """Return the groups that embodrl adds to the family's network."""
+        heads = {"noise_head": self.noise_head, "value_head": self.value_head}
+        return {name: head for name, head in heads.items() if head is not None}
+
+    def _evaluation_start(self, observation: Observation) -> Tensor:
+        """Return the noise ``float32[B,H,D]`` that evaluations start from; see ``model.flow.evaluation_noise``.
+
+        What is drawn follows from a row's pictures and state alone, so that it depends on no generator and no batch.
+        """
+        if self.flow.evaluation_noise == "fixed":
+            noise = self.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
+        else:
+            rows = zip(observation.images, observation.state, strict=True)
+            seeds = [zlib.crc32(state.tobytes(), zlib.crc32(images.tobytes())) for images, state in rows]
+            shape = (self.horizon, self.padded_action_dim)
+            noise = torch.stack([torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        return noise.to(self.device)
+
+    def _integrate(self, network: Velocity, noise: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return integrate_with_features(network, noise, self.flow.num_steps, type(self).euler_times)
+
+    def _mean_value(self, context: Any, features: list[Tensor]) -> Tensor:
+        """Return the mean of the values at the denoising steps; Flow-Noise's critic is read at the first alone."""
+        if self.value_input == "prefix":
+            return self._values(context, None)
+        read = features if self.noise_head is None else features[:1]
+        return torch.stack([self._values(context, step) for step in read]).mean(dim=0)
+
+    def _values(self, context: Any, features: Tensor | None) -> Tensor:
+        if self.value_head is None:
+            raise EmbodrlError(
+                "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"
+            )
+        if self.value_input == "prefix":
+            hidden = self.prefix_features(context)
+        else:
+            assert features is not None
+            hidden = features[:, : self.num_action_chunks].float().mean(dim=1)
+        return self.value_head(hidden.detach() if self.detach_value else hidden)
+
+    def _to_environment(self, actions: Tensor, observation: Observation) -> NDArray[np.float32]:
+        run = actions[:, : self.num_action_chunks, : self.action_dim].double().cpu().numpy()
+        raw = self.absolute_from(self.stats.unnormalize(run), observation)
+        return to_environment(raw, self.gripper).astype(np.float32)

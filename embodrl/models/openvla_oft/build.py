@@ -1,0 +1,143 @@
+"""From a ModelConfig to an OpenVLA-OFT policy: a public checkpoint, or the tiny size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from embodrl.errors import CheckpointError
+from embodrl.models.base import LoadReport
+from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
+from embodrl.models.openvla.build import ModelParts, build_parts, resize_filter
+from embodrl.models.openvla_oft.components import (
+    ACTION_HEAD,
+    PROPRIO,
+    VISION,
+    component_file,
+    film_tensors,
+    load_component,
+)
+from embodrl.models.openvla_oft.config import (
+    TINY_PROPRIO_DIM,
+    check_choices,
+    check_components,
+    choose_action_stats,
+    choose_proprio_stats,
+    normalization_of,
+)
+from embodrl.models.openvla_oft.modeling import ActionHead, ProprioProjector
+from embodrl.models.openvla_oft.policy import OpenVLAOFTPolicy, OpenVLAOFTRegressionPolicy
+from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor, ProprioInput
+from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
+
+Component = TypeVar("Component", ActionHead, ProprioProjector)
+
+
+def build_openvla_oft(
+    config: OpenVlaOftConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[OpenVLAOFTPolicy, LoadReport]:
+    """Build the policy that a configuration asks for; see ``build_openvla``.
+
+    The number of images and the length of the chunk are not part of a checkpoint: they follow the observation and
+    ``num_action_chunks``. The weights of an OpenVLA fit, too; fine-tuning makes an OpenVLA-OFT of them.
+
+    Args:
+        config: the section ``model``.
+        device: where the policy lives.
+        dtype: of its weights; the value head is always float32.
+        seed: of weights that come from no checkpoint.
+
+    Raises:
+        CheckpointError: no such checkpoint, it does not fit, or has parts that the settings leave out.
+    """
+    device = torch.device(device)
+    parts = build_parts(config, None, False, device, dtype, seed, config.use_film, partial(_components, config))
+    ends = normalization_of(config)
+    model = parts.model.config
+    # Only embodrl's tiny size leaves actions and states as they are.
+    is_public = parts.directory is not None and OWN_SECTION not in model.raw
+    if is_public or ends[0] in model.norm_stats[parts.stats.key].fields("action"):
+        parts.stats = choose_action_stats(model.norm_stats, parts.stats, ends)
+        origin = "model.normalization" if config.normalization else "the number of action dimensions"
+        parts.report.conventions["normalization"] = f"{' and '.join(ends)}, from {origin}"
+    projector, proprio = _proprio(config, parts, is_public, device, dtype)
+    head = _action_head(config, parts, device, dtype)
+    processor = OpenVLAOFTProcessor(
+        parts.tokenizer,
+        model.image_size,
+        config.architecture.max_prompt_tokens,
+        model.pad_token_id,
+        config.center_crop,
+        proprio,
+        resize_filter(config, parts),
+    )
+    arguments = (parts.model, processor, parts.stats, config, parts.value_head, projector)
+    if head is None:
+        return OpenVLAOFTPolicy(*arguments), parts.report
+    return OpenVLAOFTRegressionPolicy(*arguments, action_head=head), parts.report
+
+
+def _components(
+    config: OpenVlaOftConfig, directory: Path, report: LoadReport, device: torch.device
+) -> dict[str, Tensor]:
+    check_components(directory, config)
+    check_choices(read_file(directory / CONFIG_FILE).fields(OWN_SECTION, {}), config, str(directory))
+    path = component_file(directory, VISION)
+    return {} if path is None else film_tensors(path, report, device)
+
+
+def _action_head(
+    config: OpenVlaOftConfig, parts: ModelParts, device: torch.device, dtype: torch.dtype
+) -> ActionHead | None:
+    if config.action_head == "tokens":
+        return None
+    width = parts.model.config.llama.hidden_size
+    return _component(lambda: ActionHead(width, config.action_dim), ACTION_HEAD, "action_head", parts, device, dtype)
+
+
+def _proprio(
+    config: OpenVlaOftConfig, parts: ModelParts, is_public: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[ProprioProjector | None, ProprioInput | None]:
+    """Return the projector of the state and what makes its input."""
+    if not config.use_proprio:
+        return None, None
+    norm_stats = parts.model.config.norm_stats
+    stats = None
+    if is_public or norm_stats[parts.stats.key].content.get("proprio"):
+        stats = choose_proprio_stats(norm_stats, parts.stats.key, parts.report.source, normalization_of(config))
+    dim = TINY_PROPRIO_DIM if stats is None else len(stats.q01)
+    width = parts.model.config.llama.hidden_size
+    projector = _component(lambda: ProprioProjector(dim, width), PROPRIO, "use_proprio", parts, device, dtype)
+    return projector, ProprioInput(dim, stats)
+
+
+def _component(
+    make: Callable[[], Component], name: str, setting: str, parts: ModelParts, device: torch.device, dtype: torch.dtype
+) -> Component:
+    """Return a component with random weights, or with those of the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint lacks it, or its file does not fit.
+    """
+    if parts.directory is None:
+        module = make().to(device, dtype)
+        module.init_weights(parts.generator)
+        random = (f"{name}.{key}" for key in module.state_dict())
+        parts.report.initialized.update(dict.fromkeys(random, "random weights were asked for"))
+        return module
+    path = component_file(parts.directory, name)
+    if path is None:
+        raise CheckpointError(
+            f"{parts.directory} has no {name}.safetensors and no {name}--*.pt",
+            f"leave out model.{setting}, or use a checkpoint that was trained with it",
+            code="oft-component-missing",
+        )
+    with torch.device("meta"):
+        module = make()
+    load_component(module, path, parts.report, device=device, dtype=dtype)
+    return module

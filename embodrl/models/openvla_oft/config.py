@@ -1,0 +1,136 @@
+"""What an OpenVLA-OFT checkpoint has in addition to OpenVLA's files; their config.json files may be the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.errors import CheckpointError, StatisticsMissingError
+from embodrl.fields import Fields
+from embodrl.models.common.norm_stats import ActionStats, StatsSets, is_constant, read_mask, read_range
+from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO, VISION, component_file
+from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
+
+MAX_IMAGES = 4
+TINY_PROPRIO_DIM = 32
+ALOHA_DIM = 14
+
+
+@dataclass(frozen=True)
+class ProprioStats:
+    """Range of each dimension of the robot's state: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
+
+    Attributes:
+        q01, q99: the ends, ``float64[S]``, in environment units.
+        mask: ``bool[S]``; False passes a dimension through.
+    """
+
+    q01: NDArray[np.float64]
+    q99: NDArray[np.float64]
+    mask: NDArray[np.bool_]
+
+    def normalize(self, state: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Return ``2 (s - q01) / (q99 - q01 + 1e-8) - 1`` where ``mask``, else ``s``, in [-1, 1]; ``[...,S]``.
+
+        The range of a constant dimension is 1.
+        """
+        values = np.asarray(state, dtype=np.float64)
+        span = self.q99 - self.q01
+        span = np.where(is_constant(span, self.q01, self.q99), 1.0, span + 1e-8)
+        scaled = 2.0 * (values - self.q01) / span - 1.0
+        return np.clip(np.where(self.mask, scaled, values), -1.0, 1.0)
+
+
+def normalization_of(config: OpenVlaOftConfig) -> tuple[str, str]:
+    """Return the names of the statistics between which actions and states are scaled to [-1, 1].
+
+    By default the reference's: minimum and maximum for ALOHA's 14 dimensions, else quantiles.
+    """
+    chosen = config.normalization or ("min_max" if config.action_dim == ALOHA_DIM else "quantiles")
+    return ("min", "max") if chosen == "min_max" else ("q01", "q99")
+
+
+def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, str]) -> ActionStats:
+    """Return the statistics ``stats`` of a dataset with other ends of the range; raises as ``choose_stats``."""
+    if ends == ("q01", "q99"):
+        return stats
+    low, high = read_range(sets[stats.key].fields("action"), *ends)
+    if len(low) != stats.action_dim:
+        raise CheckpointError(
+            f"action statistics '{stats.key}': '{ends[0]}' has {len(low)} entries, not {stats.action_dim}",
+            "set model.normalization=quantiles, or fix the file",
+            code="statistics-size",
+        )
+    return ActionStats(stats.key, low, high, stats.mask)
+
+
+def choose_proprio_stats(
+    sets: StatsSets, key: str, source: str, ends: tuple[str, str] = ("q01", "q99")
+) -> ProprioStats:
+    """Return the statistics of the robot's state that belong to the action statistics ``key``.
+
+    Raises:
+        CheckpointError: there are none, or a value is invalid.
+    """
+    state = sets[key].fields("proprio", {})
+    if ends[0] not in state:
+        raise StatisticsMissingError(
+            f"{source}: the statistics '{key}' have no '{ends[0]}' of the robot's state",
+            f"set model.use_proprio=false, or add 'proprio' with {ends[0]} and {ends[1]} to dataset_statistics.json",
+        )
+    low, high = read_range(state, *ends)
+    return ProprioStats(low, high, read_mask(state, len(low)))
+
+
+def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
+    """Refuse a checkpoint with components that the settings leave out, or that are not supported.
+
+    Raises:
+        CheckpointError: without them it would act wrongly.
+    """
+    if any(directory.glob("noisy_action_projector--*")):
+        raise CheckpointError(
+            f"{directory} has a diffusion action head, which is not supported",
+            "use a checkpoint with discrete actions or an L1 head",
+            code="checkpoint-unsupported",
+        )
+    wanted = {
+        ACTION_HEAD: (config.action_head == "l1", "model.action_head=l1"),
+        VISION: (config.use_film, "model.use_film=true"),
+        PROPRIO: (config.use_proprio, "model.use_proprio=true env.include_state=true"),
+    }
+    for name, (is_used, setting) in wanted.items():
+        path = component_file(directory, name)
+        if path is not None and not is_used:
+            raise CheckpointError(
+                f"{path} belongs to the policy, and without it actions would be wrong",
+                f"set {setting}; to fine-tune without it, remove the file",
+                code="oft-component-unused",
+            )
+
+
+def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
+    """Refuse a policy that embodrl trained with other choices than the settings.
+
+    Public files leave them open: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
+
+    Args:
+        own: what embodrl added to config.json.
+        config: section ``model``.
+        source: named in errors.
+
+    Raises:
+        CheckpointError: another choice.
+    """
+    for name, setting in (("keep_stop_token", config.keep_stop_token), ("use_film", config.use_film)):
+        trained = own.flag(name, setting)
+        if trained != setting:
+            text = f"model.{name}={str(trained).lower()}"
+            raise CheckpointError(f"{source} was trained with {text}", f"set {text}", code="oft-settings")
+    trained = own.text("normalization", ends := normalization_of(config)[0])
+    if trained != ends:
+        text = f"model.normalization={'min_max' if trained == 'min' else 'quantiles'}"
+        raise CheckpointError(f"{source} was trained with {text}", f"set {text}", code="oft-settings")

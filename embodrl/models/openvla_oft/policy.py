@@ -1,0 +1,242 @@
+"""OpenVLA-OFT: a reinforcement-learning policy with discrete actions, and one whose L1 head can only be imitated.
+
+Shapes: B batch, V cameras, C actions in a chunk, A action dimensions, H x W pixels, L prompt tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.models.common.gripper import to_environment, to_model
+from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.norm_stats import ActionStats
+from embodrl.models.common.sampling import draw, expected, exponential_noise
+from embodrl.models.common.value_head import ValueHead
+from embodrl.models.openvla.modeling import OpenVLAModel
+from embodrl.models.openvla.token_policy import TokenPolicy
+from embodrl.models.openvla_oft.components import ACTION_HEAD, PROPRIO
+from embodrl.models.openvla_oft.config import normalization_of
+from embodrl.models.openvla_oft.modeling import (
+    ActionHead,
+    ProprioProjector,
+    append_action_places,
+    at_action_places,
+    instruction_mean,
+)
+from embodrl.models.openvla_oft.processing import OpenVLAOFTProcessor
+from embodrl.models.openvla_oft.spec import OpenVlaOftConfig
+from embodrl.storage.files import write_safetensors
+from embodrl.types import ActMode, EvalOutput, Observation, PolicyOutput, SamplingParams
+
+
+class OpenVLAOFTPolicy(TokenPolicy):
+    """All action tokens of a chunk from one bidirectional pass over images, state, prompt and empty places for them.
+
+    The tokens chosen are never fed back, so a chunk's tokens are independent given the observation, and rollout and
+    training run the same pass. ``preprocess`` returns ``images uint8[B,V,H,W,3]``, ``input_ids`` and
+    ``attention_mask`` ``int64[B,L]``, and ``proprio float32[B,S]`` with a state token.
+
+    Args:
+        model: the network, not causal.
+        processor: makes its inputs.
+        stats: action statistics of the robot.
+        config: section ``model``.
+        value_head: the critic, or None.
+        proprio_projector: makes the state token, or None.
+    """
+
+    def __init__(
+        self,
+        model: OpenVLAModel,
+        processor: OpenVLAOFTProcessor,
+        stats: ActionStats,
+        config: OpenVlaOftConfig,
+        value_head: ValueHead | None = None,
+        proprio_projector: ProprioProjector | None = None,
+    ) -> None:
+        super().__init__(model, processor, stats, config, value_head)
+        self.keep_stop_token = config.keep_stop_token
+        self.use_film = config.use_film
+        # With FiLM the features change with the instruction's embedding, which trains.
+        self.vision_is_frozen &= not config.use_film
+        self.normalization = normalization_of(config)[0]
+        self.proprio_projector = proprio_projector
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Choose a chunk of actions for each row: sampled in ``train`` mode, the most probable bins in ``eval`` mode.
+
+        In ``mean`` mode they are the bins nearest to the mean. ``forward_inputs`` has what ``preprocess`` returns and
+        ``action_tokens int64[B,C,A]``.
+
+        Raises:
+            EmbodrlError: see ``preprocess``; or values are wanted and there is no value head.
+        """
+        inputs = self.with_patches(self.preprocess(observation))
+        logits, features = self.action_logits(inputs)
+        noise = exponential_noise(logits.shape, generator, self.device) if mode == "train" else None
+        values = self.values_from(features) if compute_values else None
+        index = expected(logits, sampling) if mode == "mean" else draw(logits, sampling, noise)
+        return self.make_output(inputs, index, logits, values, sampling)
+
+    @torch.no_grad()
+    def predict_values(self, observation: Observation) -> Tensor:
+        """The whole pass, since the prompt's hidden states depend on the empty places after it.
+
+        Raises:
+            EmbodrlError: see ``preprocess``; or there is no value head.
+        """
+        return self.values_from(self.action_features(self.preprocess(observation))[1])
+
+    def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """``action_tokens`` are not read."""
+        hidden, features = self.action_features(inputs)
+        return self.model.action_logits(hidden), features
+
+    def action_features(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the hidden states ``[B,C*A,D]`` that actions are read from, and ``[B,D]`` for the value."""
+        prefix, prefix_mask = self.prompt_embeddings(inputs)
+        length = prefix.shape[1]
+        num_tokens = self.num_action_chunks * self.action_dim
+        sequence = append_action_places(self.model, prefix, num_tokens, self.keep_stop_token)
+        mask = None if prefix_mask is None else F.pad(prefix_mask, (0, sequence.shape[1] - length), value=1)
+        first = self.first_read(length)
+        hidden = self.model.hidden_states(sequence, mask, first)
+        length -= first
+        return at_action_places(hidden, length, num_tokens), self._features(hidden[:, :length], prefix_mask)
+
+    def state_tokens(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        if self.proprio_projector is None:
+            return None
+        return self.proprio_projector(inputs["proprio"].to(self.proprio_projector.fc1.weight.dtype))[:, None]
+
+    def film_input(self, input_ids: Tensor, mask: Tensor) -> Tensor | None:
+        return instruction_mean(self.model, input_ids, mask, self.keep_stop_token) if self.use_film else None
+
+    def parts(self) -> dict[str, nn.Module]:
+        """With a state token there is also ``proprio_projector``."""
+        own = {} if self.proprio_projector is None else {"proprio_projector": self.proprio_projector}
+        return {**super().parts(), **own}
+
+    def own_section(self) -> dict[str, object]:
+        choices = {"keep_stop_token": self.keep_stop_token, "use_film": self.use_film}
+        return {**super().own_section(), **choices, "normalization": self.normalization}
+
+    def save_extras(self, directory: Path) -> None:
+        """Write the value head, and what public checkpoints have in pickled files: here they are safetensors."""
+        super().save_extras(directory)
+        for name, part in self.parts().items():
+            if name in (PROPRIO, ACTION_HEAD):
+                write_safetensors(directory / f"{name}.safetensors", merged_state_dict(part))
+
+
+class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
+    """An L1 head on the same pass regresses the chunk: for evaluation, deployment and imitation.
+
+    Without a density there are no log-probs: drawing and ``evaluate_actions`` are refused. Log-probs of ``eval`` mode,
+    where nothing is random, are 0.
+
+    Args:
+        args, kwargs: see OpenVLAOFTPolicy.
+        action_head: from hidden states to actions.
+    """
+
+    draws_by_row = False
+    decodings = ("greedy",)
+
+    def __init__(self, *args: Any, action_head: ActionHead, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.action_head = action_head
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Regress a chunk for each row; ``mode`` is ``eval``.
+
+        Raises:
+            EmbodrlError: in another mode; or see ``preprocess``; or values are wanted and there is no value head.
+        """
+        if mode == "train":
+            raise _no_density()
+        self.check_mode(mode)
+        inputs = self.preprocess(observation)
+        hidden, features = self.action_features(inputs)
+        chosen = self.action_head(hidden)
+        actions = to_environment(self.stats.unnormalize(chosen.double().cpu().numpy()), self.gripper)
+        values = self.values_from(features) if compute_values else None
+        return PolicyOutput(actions.astype(np.float32), torch.zeros_like(chosen), values, inputs)
+
+    def evaluate_actions(
+        self,
+        forward_inputs: dict[str, Tensor],
+        sampling: SamplingParams,
+        compute_entropy: bool = True,
+        compute_values: bool = True,
+    ) -> EvalOutput:
+        """Refuse: there is no density."""
+        raise _no_density()
+
+    def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
+        """Return what ``preprocess`` returns and ``target float32[B,C,A]``, normalised and clipped to [-1, 1]."""
+        raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
+        target = torch.from_numpy(self.stats.normalize(raw)).float().to(self.device)
+        return {**self.preprocess(observation), "target": target}
+
+    def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean absolute error in normalised units, and the same as ``l1``.
+
+        Args:
+            batch: from ``sft_inputs``; ``action_mask bool[B,C]``, if there is one, leaves actions out.
+            label_smoothing_bins: for action tokens.
+        """
+        target = batch["target"]
+        weight = torch.ones_like(target[..., :1])
+        if "action_mask" in batch:
+            weight = batch["action_mask"][..., None].to(target.dtype)
+        error = (self.action_head(self.action_features(batch)[0]) - target).abs() * weight
+        loss = error.sum() / (weight.sum().clamp(min=1.0) * self.action_dim)
+        return loss, {"l1": loss.detach()}
+
+    def parts(self) -> dict[str, nn.Module]:
+        """There is also ``action_head``."""
+        return {**super().parts(), "action_head": self.action_head}
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        return [*super().positions(num_cameras), (self.action_head, self.num_action_chunks)]
+
+    def head_parameters(self) -> list[nn.Parameter]:
+        """Return the last layer of the action head."""
+        return list(self.action_head.model.fc2.parameters())
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        """lm_head is unused as well."""
+        return [*super().unused_parameters(), *self.model.language_model.lm_head.parameters()]
+
+
+def _no_density() -> EmbodrlError:
+    return EmbodrlError(
+        "an L1 action head regresses actions: they have no log-probs to learn from",
+        "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
+        code="policy-has-no-density",
+    )

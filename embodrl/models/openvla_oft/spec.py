@@ -1,0 +1,93 @@
+"""OpenVLA-OFT: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.models.openvla.published import PUBLISHED, interface
+from embodrl.models.openvla.spec import DIMENSIONS, NUM_BINS, RL, TRAINABLE, VALUE_INPUTS, OpenVlaConfig, num_parameters
+from embodrl.specs import ModelSpec
+
+
+class OpenVlaOftConfig(OpenVlaConfig):
+    """An OpenVLA-OFT."""
+
+    use_proprio: bool = Field(default=False, description="feed the robot's state as a token")
+    keep_stop_token: bool = Field(
+        default=True, description="end the sequence with the stop token, as its public checkpoints"
+    )
+    action_head: Literal["tokens", "l1"] = Field(
+        default="tokens",
+        description="tokens: 256 bins per dimension; l1: a head that regresses the chunk, without log-probs, for `eval`"
+        " and `sft`",
+    )
+    use_film: bool = Field(default=False, description="the vision backbone reads the instruction (FiLM, OpenVLA-OFT+)")
+    normalization: Literal["quantiles", "min_max"] | None = Field(
+        default=None,
+        description="which statistics of a checkpoint are the ends of the range; null: min_max for the 14 dimensions of"
+        " ALOHA, else quantiles",
+    )
+
+
+STATE = RuleSet()
+
+
+@STATE.rule("model.model_type", "model.use_proprio", "env.include_state")
+def state_is_there(context: Context) -> Iterator[Finding]:
+    """A token of the robot's state needs the state."""
+    if context.model(OpenVlaOftConfig).use_proprio and not context.config.env.include_state:
+        yield Finding(
+            "model.use_proprio",
+            "the environment gives no state: env.include_state is false",
+            "set env.include_state=true, or model.use_proprio=false",
+            "false",
+            others=("env.include_state",),
+        )
+
+
+@STATE.rule("model.model_type", "model.action_head", "algorithm.loss_type")
+def l1_head_has_no_density(context: Context) -> Iterator[Finding]:
+    """Reinforcement learning needs the probability of an action, and a regressed action has none."""
+    if context.model(OpenVlaOftConfig).action_head == "l1":
+        yield Finding(
+            "model.action_head",
+            f"loss_type '{context.config.algorithm.loss_type}' needs log-probs, and an L1 head has none",
+            "use it with `embodrl eval` and `embodrl sft`, or set model.action_head=tokens",
+            "tokens",
+            others=("algorithm.loss_type",),
+        )
+
+
+@STATE.note("model.model_type", "model.action_head", "sft.label_smoothing_bins")
+def l1_head_has_no_bins(context: Context) -> Iterator[Finding]:
+    """A regressed action has no bins to smooth."""
+    if context.model(OpenVlaOftConfig).action_head == "l1" and context.by_user("sft.label_smoothing_bins"):
+        yield Finding("sft.label_smoothing_bins", "has no effect: model.action_head is l1", "leave it out")
+
+
+SPEC = ModelSpec(
+    name="openvla_oft",
+    target="embodrl.models.openvla_oft.build:build_openvla_oft",
+    description="OpenVLA-OFT: OpenVLA with several images and bidirectional parallel decoding of a chunk",
+    recognizes=lambda raw: raw.get("model_type") == "openvla",
+    settings=OpenVlaOftConfig,
+    rules=(DIMENSIONS, STATE, PUBLISHED),
+    kind="tokens",
+    public_layout=True,
+    value_inputs=VALUE_INPUTS,
+    trainable=TRAINABLE,
+    uses_state="model.use_proprio",
+    max_cameras=4,
+    num_bins=NUM_BINS,
+    keeps_vision_features=True,
+    interface=interface,
+    num_parameters=num_parameters,
+    sizes="2.3 M (tiny), 7.54 B",
+    actions="256 bins per dimension, or regressed (L1); the whole chunk at once",
+    checkpoint="moojink/openvla-7b-oft-* (L1, proprio, FiLM) and discrete fine-tunes in Hugging Face layout",
+    rl=f"{RL}; none with an L1 head",
+)

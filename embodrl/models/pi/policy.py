@@ -1,0 +1,160 @@
+"""pi0 and pi0.5 as reinforcement-learning policies.
+
+Shapes: B batch, V cameras, C actions run, H actions predicted, A action dimensions, D padded action dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from embodrl.errors import EmbodrlError
+from embodrl.models.common import checkpoint
+from embodrl.models.common.config_file import CONFIG_FILE
+from embodrl.models.common.heads import save_heads
+from embodrl.models.common.lora import merged_state_dict
+from embodrl.models.common.public_layout import PublicLayout
+from embodrl.models.common.value_head import ValueHead, masked_mean
+from embodrl.models.flow.expert_policy import ExpertPolicy
+from embodrl.models.flow.flow import NoiseHead, accumulated_times
+from embodrl.models.flow.flow_spec import FlowModelConfig
+from embodrl.models.flow.noise_head import save_noise_head
+from embodrl.models.pi.config import PUBLIC, Variant
+from embodrl.models.pi.modeling import PiContext, PiModel
+from embodrl.models.pi.processing import PiProcessor
+from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
+from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.models.pi.weights import in_float32, neutral_norm, public_state
+from embodrl.types import Observation
+
+
+class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
+    """A chunk of actions denoised by the action expert.
+
+    Args:
+        model: the network.
+        processor: makes its inputs.
+        stats: statistics of the robot.
+        config: section ``model``.
+        value_head: the critic: by default on the expert's output (pi0), or on images and prompt (pi0.5).
+        noise_head: for Flow-Noise.
+    """
+
+    euler_times = staticmethod(accumulated_times)
+    one_file = True
+    in_float32 = staticmethod(in_float32)
+    neutral_norm = staticmethod(neutral_norm)
+
+    def __init__(
+        self,
+        model: PiModel,
+        processor: PiProcessor,
+        stats: PiStats,
+        config: FlowModelConfig,
+        value_head: ValueHead | None,
+        noise_head: NoiseHead | None,
+    ) -> None:
+        super().__init__(
+            model,
+            processor,
+            stats.actions,
+            config,
+            model.config.action_horizon,
+            default_value_input(model.config.variant, config.flow.method),
+            value_head,
+            noise_head,
+        )
+        self.robot_stats = stats
+
+    def encode(self, inputs: dict[str, Tensor]) -> PiContext:
+        """Run images, prompt and state once for a chunk.
+
+        Args:
+            inputs: from ``preprocess``; ``image_mask bool[B,V]``, if there is one, leaves cameras of rows out.
+        """
+        pixels = self.processor.pixels(inputs)
+        return self.model.encode(
+            pixels, inputs["input_ids"], inputs["attention_mask"], inputs.get("state"), inputs.get("image_mask")
+        )
+
+    def prefix_features(self, context: PiContext) -> Tensor:
+        """Return the mean ``[B,W]`` of PaliGemma's final hidden states over images and prompt."""
+        return masked_mean(self.model.prefix_hidden(context), context.prefix_mask)
+
+    def relative_to(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Subtract the state from actions that are meant relative to it."""
+        return actions - self._offset(actions, observation)
+
+    def absolute_from(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        """Add it."""
+        return actions + self._offset(actions, observation)
+
+    def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
+        from embodrl.models.pi.lerobot import save_lerobot
+
+        return save_lerobot(self, directory, cameras)
+
+    def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
+        parts = self.parts()
+        patches = num_cameras * self.model.config.siglip.num_patches
+        prefix = patches + self.model.config.max_prompt_tokens
+        counts = [(parts["vision"], patches), (parts["language"], prefix)]
+        return [
+            *counts,
+            (self.model.paligemma.multi_modal_projector, patches),
+            (parts["action_expert"], (self.horizon + 1) * self.trained_steps),
+        ]
+
+    def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
+        config = self.model.config
+        positions = num_cameras * config.siglip.num_patches + config.max_prompt_tokens
+        return config.vlm.depth, config.vlm.num_kv_heads * config.vlm.head_dim, positions
+
+    def enlarge(self, own_tokenizer: bool) -> PiModel:
+        self.model = PiModel(PUBLIC[self.model.config.variant])
+        return self.model
+
+    def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:
+        if directory is not None:
+            self.processor.tokenizer = JsonTokenizer(directory / JSON_FILE)
+        return self.processor.tokenizer.vocab_size, self.model.config.vocab_size
+
+    def public_state(self) -> dict[str, Tensor]:
+        """Return the weights under the names of the public layout, with adapters merged."""
+        return public_state(merged_state_dict(self.model, deferred=True), self.model.config.expert.width)
+
+    def write_files(self, directory: Path) -> None:
+        """Write what ``save_pretrained`` writes beside the weights."""
+        precision = str(self.model.dtype).removeprefix("torch.")
+        save_heads(directory, self.value_head)
+        save_noise_head(directory, self.noise_head)
+        checkpoint.write_json(directory / CONFIG_FILE, self.model.config.to_dict(precision))
+        assets = directory / ASSETS / self.robot_stats.key
+        assets.mkdir(parents=True)
+        checkpoint.write_json(assets / STATS_FILE, {"norm_stats": self.robot_stats.raw})
+        self.processor.tokenizer.save(directory)
+
+    def _offset(self, actions: NDArray[np.float64], observation: Observation) -> NDArray[np.float64]:
+        dims = self.model.config.relative_dims
+        offset = np.zeros((len(actions), 1, actions.shape[2]))
+        if dims == 0:
+            return offset
+        if observation.state.shape[1] < dims:
+            raise EmbodrlError(
+                f"actions are relative to the first {dims} dimensions of the state, which has "
+                f"{observation.state.shape[1]}",
+                "set env.include_state=true, with a state as the checkpoint was trained on",
+                code="state-size",
+            )
+        offset[:, 0, :dims] = observation.state[:, :dims]
+        return offset
+
+
+def default_value_input(variant: Variant, method: str) -> Literal["prefix", "suffix"]:
+    """Return what ``value_head.input: auto`` means, with the sampling ``model.flow.method``."""
+    return "prefix" if variant == "pi05" or method == "cfm" else "suffix"

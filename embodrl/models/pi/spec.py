@@ -1,0 +1,147 @@
+"""pi0 and pi0.5: settings, facts and rules. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from pydantic import Field
+
+from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.schema import NonNegativeInt, PositiveInt, Section
+from embodrl.models.common.config_file import own_section
+from embodrl.models.flow.flow_spec import (
+    WHOLE_PICTURES,
+    FlowModelConfig,
+    SiglipConfig,
+    at_most,
+    chunk_fits,
+    even,
+    flow_family,
+    vlm_fits,
+)
+
+
+class PiArchitectureConfig(Section):
+    """Dimensions of a pi0 or pi0.5 built without a checkpoint, and prompts, of a checkpoint as well."""
+
+    image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
+    patch_size: PositiveInt = Field(default=8, description="pixels")
+    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
+    depth: PositiveInt = Field(default=3, description="layers of Gemma and of the action expert")
+    num_heads: PositiveInt = Field(default=4, description="query heads of both")
+    num_kv_heads: PositiveInt = Field(default=1, description="key and value heads of both; divides num_heads")
+    head_dim: PositiveInt = Field(default=32, description="of both; even, since rotary embeddings turn pairs")
+    vlm_width: PositiveInt = Field(default=128, description="Gemma hidden size")
+    vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
+    expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
+    expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
+    vocab_size: PositiveInt | None = Field(
+        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
+    )
+    max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
+    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
+    num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
+    max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
+    discrete_state: bool | None = Field(
+        default=None,
+        description="pi0.5: write the state into the prompt; null: as the checkpoint was trained, tiny size: no",
+    )
+    padded_state_in_prompt: bool | None = Field(
+        default=None,
+        description="pi0.5: pad that state to max_action_dim as lerobot before 0.5; null: as the checkpoint",
+    )
+    dark_bars: bool | None = Field(
+        default=None,
+        description="bars beside pictures that are not square are at -3 instead of black, as with lerobot before 0.5;"
+        " null: as the checkpoint",
+    )
+    relative_dims: NonNegativeInt | None = Field(
+        default=None,
+        description="leading action dimensions that a checkpoint in openpi's layout predicts relative to the state"
+        " (its DeltaActions); null: by the name of the dataset",
+    )
+    antialias: bool | None = Field(
+        default=None,
+        description="resize a checkpoint's pictures with antialiasing; null: openpi's with it, lerobot's without",
+    )
+
+
+class PiModelConfig(FlowModelConfig):
+    """A pi0 or pi0.5."""
+
+    pi: PiArchitectureConfig = Field(
+        default=PiArchitectureConfig(), description="dimensions of the tiny size, and prompts"
+    )
+
+
+RULES = RuleSet()
+OF_PI0 = RuleSet()
+
+MISSING_CONFIG = (
+    "openpi's train_pytorch.py writes none. Write config.json with the values of your TrainConfig's model, by default"
+    ' {"action_dim": 32, "action_horizon": 50, "paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}'
+    ' and, for pi0.5, "discrete_state_input": true or false'
+)
+
+
+@RULES.rule(
+    "model.model_type", "model.model_path", "model.pi", "model.num_action_chunks", "model.action_dim", "env.cameras"
+)
+def pi_dimensions_fit(context: Context) -> Iterator[Finding]:
+    """Patches tile the image, heads divide widths, and actions and cameras have room, in a tiny pi0 or pi0.5."""
+    config = context.config
+    base = "model.pi"
+    if config.model.model_path is not None:
+        return
+    shape = context.model(PiModelConfig).pi
+    yield from vlm_fits(base, shape)
+    yield from even(f"{base}.expert_width", shape.expert_width, "the time embedding has as many sines as cosines")
+    yield from chunk_fits(config.model, base, shape.action_horizon, shape.max_action_dim)
+    cameras = len(config.env.cameras)
+    yield from at_most("env.cameras", cameras, f"{base}.num_images", shape.num_images, "cameras")
+
+
+@OF_PI0.note("model.model_type", "model.pi")
+def discrete_state_is_of_pi05(context: Context) -> Iterator[Finding]:
+    """Only pi0.5 writes the state into the prompt."""
+    for key in ("model.pi.discrete_state", "model.pi.padded_state_in_prompt"):
+        if context.by_user(key):
+            yield Finding(key, "has no effect: pi0 does not read it", "leave it out")
+
+
+EXPERT = "PaliGemma and a flow-matching action expert"
+CHECKPOINT = "openpi's PyTorch conversion, or lerobot's {} layout"
+
+
+def variant_of(raw: Mapping[str, object]) -> object:
+    """Return which of the two a config.json is of; openpi's own leave open which."""
+    variant = own_section(raw).get("variant", raw.get("type"))
+    of_openpi = "paligemma_variant" in raw and raw.get("model_type") is None and not isinstance(raw.get("type"), str)
+    return "either" if of_openpi and variant not in ("pi0", "pi05") else variant
+
+
+PI0 = flow_family(
+    "pi0",
+    "embodrl.models.pi",
+    f"pi0: {EXPERT}",
+    PiModelConfig,
+    (RULES, WHOLE_PICTURES, OF_PI0),
+    lambda raw: variant_of(raw) in ("pi0", "either"),
+    sizes="1.5 M (tiny), about 3.3 B",
+    public_preset="pi0_3b",
+    missing_config=MISSING_CONFIG,
+    checkpoint=CHECKPOINT.format("pi0"),
+)
+PI05 = flow_family(
+    "pi05",
+    "embodrl.models.pi",
+    f"pi0.5: {EXPERT}",
+    PiModelConfig,
+    (RULES, WHOLE_PICTURES),
+    lambda raw: variant_of(raw) in ("pi05", "either"),
+    uses_state="model.pi.discrete_state",
+    sizes="1.7 M (tiny), about 3.3 B",
+    public_preset="pi05_3b",
+    missing_config=MISSING_CONFIG,
+    checkpoint=CHECKPOINT.format("pi05"),
+)

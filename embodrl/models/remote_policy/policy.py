@@ -1,0 +1,129 @@
+"""A policy behind a server, as a policy that acts: no weights, no log-probs, no gradients here.
+
+Shapes: B batch, C actions run, A action dimensions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import torch
+
+from embodrl.data.rng import RandomSource
+from embodrl.errors import RemotePolicyError
+from embodrl.models.base import LoadReport
+from embodrl.models.remote_policy.acting import ActingPolicy
+from embodrl.models.remote_policy.spec import RemoteConfig, client_of
+from embodrl.serving.wire.clients import Client
+from embodrl.types import ActMode, Observation, PolicyOutput, SamplingParams
+
+_T = TypeVar("_T")
+
+
+class ClientThread:
+    """A client in an event loop of its own, for callers in any thread; both end with this object.
+
+    Args:
+        config: section ``model``.
+
+    Raises:
+        RemotePolicyError: see ``Client.connect``.
+    """
+
+    def __init__(self, config: RemoteConfig) -> None:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="remote-policy", daemon=True)
+        thread.start()
+        self._loop = loop
+        try:
+            self.client: Client = self.run(_made(config))
+        except BaseException:
+            loop.call_soon_threadsafe(loop.stop)
+            raise
+        self.close = weakref.finalize(self, _end, loop, thread, self.client)
+        try:
+            self.run(self.client.connect())
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for what a coroutine of the client returns."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _made(config: RemoteConfig) -> Client:
+    return client_of(config)
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: Client) -> None:
+    asyncio.run_coroutine_threadsafe(client.close(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class RemotePolicy(ActingPolicy):
+    """Chunks of actions of a policy server, for evaluation.
+
+    Args:
+        config: section ``model``.
+        connection: to the server; None where only the shape of the policy is asked for.
+    """
+
+    def __init__(self, config: RemoteConfig, connection: ClientThread | None) -> None:
+        super().__init__(config)
+        self.connection = connection
+
+    def only_acts(self) -> RemotePolicyError:
+        return RemotePolicyError(
+            "a policy behind a server only acts: its weights and gradients are not here",
+            "use it with `embodrl eval`",
+            code="remote-only-acts",
+        )
+
+    def misfit(self, message: str, setting: str) -> RemotePolicyError:
+        hint = f"check {setting}, or serve a policy of this robot"
+        return RemotePolicyError(message, hint, code="remote-does-not-fit")
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """Ask the server; ``mode`` is ``eval``, and values are not computed. Log-probs are 0.
+
+        Raises:
+            RemotePolicyError: in ``train`` mode; the server refused, or is gone; too short a chunk, other action
+                dimensions, or actions that are not finite.
+            WireError: the observation does not fit the keys, or the answer is malformed.
+        """
+        if mode == "train" or self.connection is None:
+            self.refuse()
+        self.check_mode(mode)
+        return self.output_of(self.connection.run(self.connection.client.act(observation)), observation.batch_size)
+
+
+def build_remote(
+    config: RemoteConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
+) -> tuple[RemotePolicy, LoadReport]:
+    """Connect to ``model.url``; ``dtype`` and ``seed`` are the server's own.
+
+    Raises:
+        MissingDependencyError: the extra ``serve`` is not installed.
+        RemotePolicyError: the server can't be reached, or does not tell its keys.
+    """
+    url = str(config.url)
+    if str(device) == "meta":
+        return RemotePolicy(config, None), LoadReport(url)
+    connection = ClientThread(config)
+    keys = connection.client.keys.describe()
+    return RemotePolicy(config, connection), LoadReport(url, conventions={"observation": keys})

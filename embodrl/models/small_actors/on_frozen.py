@@ -1,0 +1,364 @@
+"""A small actor on a frozen policy of any family: it corrects actions, chooses noise, or has the last word.
+
+Residual: ``a = a_base + s tanh(u)``, Yuan et al. 2024, "Policy Decorator", arXiv 2412.13630. DSRL: the noise that a
+flow policy denoises is ``w = s tanh(u)``, Wagenmaker et al. 2025, "Steering Your Diffusion Policy with Latent Space
+Reinforcement Learning", arXiv 2506.15799. RL token: the actor reads
+a compact token of the frozen policy's prefix states and its action, and returns an action of its own (see
+``models.common.rl_token``). In all ``u`` is Gaussian given what the frozen policy makes of an
+observation, which is computed once and kept in the replay buffer in place of pictures.
+
+Shapes: B batch, C actions run, A action dimensions, H actions predicted, D padded action dimensions, G features of the
+frozen policy, S padded state.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from embodrl.config.schema import ModelConfig, SmallActorConfig
+from embodrl.data.rng import RandomSource
+from embodrl.errors import EmbodrlError
+from embodrl.models.base import LoadReport, VLAPolicy
+from embodrl.models.common import checkpoint
+from embodrl.models.common.init import new_generator
+from embodrl.models.common.sampling import standard_normal
+from embodrl.models.common.small_actor import ACTOR_CONFIG
+from embodrl.models.common.value_head import FeatureTap, ValueHead, keep_prefix
+from embodrl.models.flow.flow_policy import FlowPolicy
+from embodrl.models.gaussian.modeling import GaussianModel, GaussianSpec, TanhGaussian
+from embodrl.models.gaussian.policy import GaussianPolicy, padded_state
+from embodrl.models.small_actors.rl_token import RLToken, RLTokenSpec
+from embodrl.specs import MODELS
+from embodrl.storage.files import write_safetensors
+from embodrl.types import CHOSEN, ActMode, Observation, PolicyOutput, SamplingParams
+
+ACTOR_WEIGHTS = "small_actor.safetensors"
+GREEDY = SamplingParams()
+PREFIX_INPUTS = ("prefix", "prompt_mean")
+"""Of ``model.value_head.input``, those that are the mean of the prefix states."""
+
+
+class OnFrozenPolicy(GaussianPolicy):
+    """A Gaussian actor whose inputs a frozen policy makes.
+
+    Args:
+        base: the frozen policy.
+        model: the actor's network, of ``spec_of``.
+        config: section ``model``.
+        settings: section ``model.small_actor``.
+        token: the RL token that a ``ReferencePolicy`` reads, frozen as well.
+    """
+
+    network = GaussianModel
+
+    def __init__(
+        self,
+        base: VLAPolicy,
+        model: GaussianModel,
+        config: ModelConfig,
+        settings: SmallActorConfig,
+        token: RLToken | None = None,
+    ) -> None:
+        super().__init__(model, config, None)
+        self.base = base.requires_grad_(False)
+        self.settings = settings
+        self.token = token
+
+    @classmethod
+    def base_config(cls, config: ModelConfig, settings: SmallActorConfig) -> ModelConfig:
+        """Return the configuration of the frozen policy: its critic's place is where features are read."""
+        head = config.value_head.model_copy(update=cls._value_input(config))
+        return config.model_copy(update={"add_value_head": True, "value_head": head})
+
+    @classmethod
+    def _value_input(cls, config: ModelConfig) -> dict[str, str]:
+        """Return what ``model.value_head.input`` has to be, if it matters."""
+        return {}
+
+    @classmethod
+    def build(
+        cls,
+        base: VLAPolicy,
+        config: ModelConfig,
+        settings: SmallActorConfig,
+        directory: Path | None,
+        report: LoadReport,
+        seed: int,
+    ) -> OnFrozenPolicy:
+        """Return the small actor on a policy with a value head, whose place it takes.
+
+        Args:
+            base: the policy, of ``base_config``.
+            config: section ``model``.
+            settings: of the actor.
+            directory: directory with its weights; None draws new ones.
+            report: load report of the base, filled in.
+            seed: seed of new weights.
+
+        Raises:
+            CheckpointError: the weights do not fit.
+        """
+        head = getattr(base, "value_head", None)
+        assert isinstance(head, ValueHead), "the configuration was checked"
+        first = head.hidden[0] if len(head.hidden) else head.out
+        assert isinstance(first, nn.Linear)
+        token = cls._token(config, base.device, first.in_features)
+        width = first.in_features if token is None else token.spec.size
+        base.value_head = FeatureTap()
+        for name in [name for name in report.initialized if name.startswith("value_head.")]:
+            del report.initialized[name]
+        with torch.device("meta"):
+            model = cls.network(cls.spec_of(base, width, settings))
+        own = LoadReport(str(directory))
+        files = [] if directory is None else [directory / ACTOR_WEIGHTS]
+        generator = new_generator(base.device, seed)
+        checkpoint.fill(
+            model, files, own, lambda: model.init_weights(generator), device=base.device, dtype=torch.float32
+        )
+        report.initialized |= {f"small_actor.{name}": reason for name, reason in own.initialized.items()}
+        report.num_loaded += own.num_loaded
+        kind = f"{settings.kind}, scale {settings.scale:g}, on a frozen {config.model_type}"
+        report.conventions["small actor"] = kind
+        return cls(base, model, config, settings, None if token is None else token.to(base.device))
+
+    @classmethod
+    def _token(cls, config: ModelConfig, device: torch.device, width: int) -> RLToken | None:
+        """Return what sums up prefix states of ``width`` numbers, if the actor reads it; it is frozen, too."""
+        return None
+
+    @staticmethod
+    @abstractmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        """Return the dimensions of the actor on a policy with G = ``width``."""
+
+    @abstractmethod
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Return what is stored of an observation: ``seen float32[B,G]``, ``state float32[B,S]``, and what else it is.
+
+        Runs the frozen policy once, without gradients.
+        """
+
+    def features(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what was seen, of mean 0 and deviation 1 in each row, and the other inputs, side by side."""
+        seen = inputs["seen"].float()
+        parts = [F.layer_norm(seen, seen.shape[-1:]), inputs["state"].float()]
+        return torch.cat([*parts, *([inputs["base"].float().flatten(1)] if "base" in inputs else [])], -1)
+
+    def _values(self, features: Tensor) -> NoReturn:
+        raise _off_policy_only()
+
+    def evaluate_actions(self, *args: object, **kwargs: object) -> NoReturn:
+        raise _off_policy_only()
+
+    def encoder_parameters(self) -> list[nn.Parameter]:
+        return []
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``small_actor``, and the parts of the frozen policy."""
+        return {"small_actor": self.model, **self.base.parts()}
+
+    def unused_parameters(self) -> list[nn.Parameter]:
+        return self.base.unused_parameters()
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the frozen policy in its family's layout, and the actor beside it."""
+        with checkpoint.policy_directory(directory) as staging:
+            self.base.save_pretrained(staging)
+            write_safetensors(staging / ACTOR_WEIGHTS, self.model.state_dict())
+            checkpoint.write_json(staging / ACTOR_CONFIG, self.settings.model_dump(mode="json"))
+            self._save_beside(staging)
+
+    def _save_beside(self, staging: Path) -> None:
+        """Write what else the actor needs; a residual and chosen noise need nothing."""
+
+    def _state(self, observation: Observation) -> Tensor:
+        return padded_state(observation, self.settings.max_state_dim, "model.small_actor").to(self.device)
+
+
+class ResidualPolicy(OnFrozenPolicy):
+    """Adds at most ``scale`` to each number of the frozen policy's greedy action, within -1 to 1."""
+
+    @staticmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        chunk = base.num_action_chunks
+        dims = base.action_dim
+        return _mlp(chunk, dims, width + settings.max_state_dim + chunk * dims, settings)
+
+    @torch.no_grad()
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """Besides ``seen`` and ``state``, return ``base float32[B,C,A]``: the frozen policy's action."""
+        output = self.base.predict_action_batch(observation, "eval", GREEDY, compute_values=True)
+        assert output.values is not None
+        base = torch.from_numpy(output.actions).to(self.device)
+        return {"seen": output.values.float(), "state": self._state(observation), "base": base}
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        base = features[:, -u[0].numel() :].view_as(u)
+        return (base + self.settings.scale * torch.tanh(u)).clamp(-1.0, 1.0)
+
+
+class NoisePolicy(OnFrozenPolicy):
+    """Chooses the noise ``float32[B,1,D]`` that a frozen flow policy begins with at each of its H actions."""
+
+    base: FlowPolicy
+
+    @classmethod
+    def _value_input(cls, config: ModelConfig) -> dict[str, str]:
+        return {"input": "prefix"}  # features that do not depend on the noise
+
+    @staticmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        assert isinstance(base, FlowPolicy), "the configuration was checked"
+        return _mlp(1, base.padded_action_dim, width + settings.max_state_dim, settings)
+
+    @torch.no_grad()
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        return self._inputs(observation, self.base.prefix_features(self.base.encode_observation(observation)))
+
+    def _inputs(self, observation: Observation, seen: Tensor) -> dict[str, Tensor]:
+        return {"seen": seen.float(), "state": self._state(observation)}
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        return self.settings.scale * torch.tanh(u)
+
+    @torch.no_grad()
+    def predict_action_batch(
+        self,
+        observation: Observation,
+        mode: ActMode,
+        sampling: SamplingParams,
+        generator: RandomSource | None = None,
+        compute_values: bool = True,
+    ) -> PolicyOutput:
+        """As of ``GaussianPolicy``; ``forward_inputs`` has the noise, and log-probs are 0."""
+        self.check_mode(mode)
+        context = self.base.encode_observation(observation)
+        inputs = self._inputs(observation, self.base.prefix_features(context))
+        features = self.features(inputs)
+        noise = self.model.distribution(features)
+        u = noise.mean
+        if mode == "train":
+            u = noise.sample(standard_normal(u.shape, generator, self.device))
+        w = self.chosen(features, u)
+        actions = self.base.denoise(context, w.expand(-1, self.base.horizon, -1), observation)
+        return PolicyOutput(actions, torch.zeros(actions.shape), None, {**inputs, CHOSEN: w})
+
+    def sft_loss(self, *args: object, **kwargs: object) -> NoReturn:
+        raise _off_policy_only()
+
+
+class FixedGaussian(TanhGaussian):
+    """As ``TanhGaussian``, without the tanh."""
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        return torch.distributions.Normal(self.mean, self.std).log_prob(u)
+
+
+class ReferenceActor(GaussianModel):
+    """An MLP and a learned diagonal from the reference, which is all there is at first; of constant deviation."""
+
+    def __init__(self, spec: GaussianSpec) -> None:
+        super().__init__(spec)
+        self.skip = nn.Parameter(torch.ones(spec.num_action_chunks, spec.action_dim))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        super().init_weights(generator)
+        nn.init.ones_(self.skip)
+
+    def distribution(self, features: Tensor) -> TanhGaussian:
+        change = super().distribution(features).mean
+        mean = change + self.skip * features[:, -change[0].numel() :].view_as(change)
+        return FixedGaussian(mean, torch.full_like(mean, self.spec.initial_std))
+
+
+class ReferencePolicy(OnFrozenPolicy):
+    """Chooses the action, from the RL token, the state and the frozen policy's greedy action, its reference."""
+
+    network = ReferenceActor
+
+    token: RLToken
+
+    @classmethod
+    def _value_input(cls, config: ModelConfig) -> dict[str, str]:
+        return {"input": prefix_input(config)}
+
+    @classmethod
+    def _token(cls, config: ModelConfig, device: torch.device, width: int) -> RLToken:
+        return _token_of(config, device, width)
+
+    @staticmethod
+    def spec_of(base: VLAPolicy, width: int, settings: SmallActorConfig) -> GaussianSpec:
+        return ResidualPolicy.spec_of(base, width, settings)
+
+    @torch.no_grad()
+    def preprocess(self, observation: Observation) -> dict[str, Tensor]:
+        """``seen`` is ``z_rl float32[B,Z]``; besides it and ``state`` there is ``base float32[B,C,A]``."""
+        with keep_prefix() as kept:
+            output = self.base.predict_action_batch(observation, "eval", GREEDY, compute_values=True)
+        base = torch.from_numpy(output.actions).to(self.device)
+        return {"seen": self.token.encode(*kept[-1]), "state": self._state(observation), "base": base}
+
+    def chosen(self, features: Tensor, u: Tensor) -> Tensor:
+        return u.clamp(-1.0, 1.0)
+
+    def without_reference(self, features: Tensor, dropped: Tensor) -> Tensor:
+        """Return features whose reference is zeros in the rows ``dropped bool[B]``."""
+        numbers = self.num_action_chunks * self.action_dim
+        kept = torch.cat([features[:, :-numbers], torch.zeros_like(features[:, -numbers:])], 1)
+        return torch.where(dropped[:, None], kept, features)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``small_actor``, ``rl_token``, and the parts of the frozen policy."""
+        return {**super().parts(), "rl_token": self.token}
+
+    def _save_beside(self, staging: Path) -> None:
+        self.token.save(staging)
+
+
+def _off_policy_only() -> EmbodrlError:
+    return EmbodrlError(
+        "a small actor on a frozen policy learns off-policy only",
+        "choose algorithm=residual or algorithm=dsrl",
+        code="small-actor-loss",
+    )
+
+
+def _mlp(chunk: int, dims: int, inputs: int, settings: SmallActorConfig) -> GaussianSpec:
+    return GaussianSpec(
+        num_action_chunks=chunk,
+        action_dim=dims,
+        use_images=False,
+        image_size=1,
+        num_cameras=1,
+        channels=(),
+        feature_dim=1,
+        max_state_dim=inputs,
+        hidden_sizes=settings.hidden_sizes,
+        initial_std=settings.initial_std,
+    )
+
+
+def prefix_input(config: ModelConfig) -> str:
+    """Return the ``model.value_head.input`` of the family whose features are the mean of the prefix states."""
+    known = MODELS.entry(config.model_type).value_inputs or ()
+    return next((name for name in PREFIX_INPUTS if name in known), "auto")
+
+
+def _token_of(config: ModelConfig, device: torch.device, width: int) -> RLToken:
+    """Return the RL token beside the frozen policy.
+
+    Raises:
+        CheckpointError: there is none, or it does not fit.
+    """
+    if config.model_path is not None:
+        return RLToken.load(checkpoint.resolve(config.model_path))
+    directory = config.warm_start
+    if directory is None and str(device) == "meta":  # memory is counted before anything is loaded
+        return RLToken(RLTokenSpec(width, places=1))
+    return RLToken.load(Path(directory or "builtin").expanduser())

@@ -1,0 +1,330 @@
+"""The model behind all protocols: requests of every connection, answered in batches by one thread.
+
+The event loop never computes. While a batch is computed, requests gather for the next one. A free model waits for more
+of them for at most ``serve.max_wait_ms``, and not at all once every client of the last second has asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from embodrl.config.schema import ServeConfig
+from embodrl.errors import EmbodrlError, ServingError
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.processes.batching import BatchPump, Request
+from embodrl.serving.metrics import Metrics
+from embodrl.serving.stall import BatchWatch
+from embodrl.types import ChunkPrefix, Observation, PolicyOutput
+
+logger = logging.getLogger(__name__)
+
+ACTIVE_S = 1.0
+"""A client that has asked within that time may ask again soon."""
+
+
+LOOK_S = 1.0
+GIVE_UP = 4
+"""So many times ``serve.stall_timeout_s`` a batch may hang before the server ends."""
+
+
+@dataclass(frozen=True)
+class ServedChunk:
+    """The answer to an observation.
+
+    Attributes:
+        actions: ``float32[C,A]`` in environment units.
+        version: number of updates behind the weights that chose them.
+        batch_size: observations in the batch.
+        infer_ms: milliseconds that the batch took to compute.
+        total_ms: milliseconds from the request's arrival to the answer.
+    """
+
+    actions: NDArray[np.float32]
+    version: int
+    batch_size: int
+    infer_ms: float
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Query:
+    observation: Observation
+    arrived: float
+    prefix: tuple[NDArray[np.float32], int] | None = None
+
+
+class ModelCore(BatchPump[_Query, ServedChunk]):
+    """Answers observations with chunks of actions. Its methods belong to one event loop.
+
+    Args:
+        engine: with the policy; its weights may be updated from any thread, between two batches.
+        settings: section ``serve``.
+
+    Attributes:
+        check_observation: called with every observation of ``act``; raises if the policy must not act on it.
+    """
+
+    def __init__(self, engine: RolloutEngine, settings: ServeConfig) -> None:
+        super().__init__("policy")
+        self.engine = engine
+        self.settings = settings
+        self.metrics = Metrics()
+        self._active: OrderedDict[object, float] = OrderedDict()
+        self._arrival = asyncio.Event()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._under_way: set[Request[_Query, ServedChunk]] = set()
+        self._rollouts = 0
+        self._watch = BatchWatch(settings.stall_timeout_s)
+        self.is_stopping = False
+        self.check_observation: Callable[[Observation], None] = lambda observation: None
+
+    @property
+    def version(self) -> int:
+        """Number of updates behind the weights."""
+        return self.engine.version
+
+    @property
+    def stalled(self) -> str:
+        """Why the batch under way counts as hung; "" while none does."""
+        return self._watch.found
+
+    @property
+    def is_computing(self) -> bool:
+        """A batch is under way."""
+        return self._watch.is_entered
+
+    @property
+    def is_paused(self) -> bool:
+        """Requests wait until ``resume``."""
+        return not self._running.is_set()
+
+    def pause(self) -> None:
+        """Let requests wait; the batch under way is completed."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Answer again."""
+        self._running.set()
+
+    def warm_up(self, observation: Observation) -> None:
+        """Compute a batch of one row, so that the first client need not wait for compilers and caches."""
+        try:
+            self.engine.decide(observation, self.settings.decoding)
+        except EmbodrlError as error:  # a made-up observation may lack the state that the policy reads
+            logger.warning("the policy could not be warmed up: %s", error.message)
+
+    async def act(
+        self,
+        observation: Observation,
+        client: object,
+        protocol: str,
+        prefix: tuple[NDArray[np.float32], int] | None = None,
+    ) -> ServedChunk:
+        """Return the actions by ``serve.decoding`` for an observation ``[1]``.
+
+        Args:
+            observation: of one row.
+            client: who asks: a hashable object, the same for all requests of a connection.
+            protocol: for the metrics.
+            prefix: what is left of the client's present chunk, and the delay; see ``ChunkPrefix``.
+
+        Raises:
+            ServingError: the server is stopping, or the policy failed.
+            EmbodrlError: the observation does not fit the policy.
+        """
+        if self.is_stopping:
+            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+        if self.stalled:
+            raise self._stalled()
+        self.check_observation(observation)
+        arrived = time.perf_counter()
+        self._note(client, arrived)
+        request: Request[_Query, ServedChunk] = Request(_Query(observation, arrived, prefix))
+        self._under_way.add(request)
+        self._idle.clear()
+        self._arrival.set()
+        try:
+            chunk = await self.submit(request)
+        finally:
+            self._under_way.discard(request)
+            self._note_idle()
+        total_s = time.perf_counter() - arrived
+        self.metrics.count("requests_total", protocol)
+        self.metrics.took(total_s)
+        return ServedChunk(chunk.actions, chunk.version, chunk.batch_size, chunk.infer_ms, 1000 * total_s)
+
+    async def roll_out(self, compute: Callable[[], PolicyOutput]) -> PolicyOutput:
+        """Return what ``compute`` does with the engine, in a thread: a batch that a run has formed itself.
+
+        Raises:
+            ServingError: the server is stopping.
+            EmbodrlError: the observations do not fit the policy.
+        """
+        if self.is_stopping:
+            raise ServingError("the server is stopping", "connect to another one", code="server-stopping")
+        if self.stalled:
+            raise self._stalled()
+        await self._running.wait()
+        with self._counted_rollout():
+            return await asyncio.to_thread(compute)
+
+    @contextmanager
+    def _counted_rollout(self) -> Iterator[None]:
+        """Let ``drain`` wait for the block."""
+        self._rollouts += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._rollouts -= 1
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._under_way and not self._rollouts:
+            self._idle.set()
+
+    def _note(self, client: object, now: float) -> None:
+        self._active[client] = now
+        self._active.move_to_end(client)
+        while next(iter(self._active.values())) < now - ACTIVE_S:
+            self._active.popitem(last=False)
+
+    def forget(self, client: object) -> None:
+        """Expect no more requests of a client, whose connection has ended."""
+        self._active.pop(client, None)
+
+    async def gather(self, waiting: Sequence[Request[_Query, ServedChunk]]) -> None:
+        await self._running.wait()
+        deadline = waiting[0].content.arrived + self.settings.max_wait_ms / 1000
+        while len(waiting) < min(self.settings.max_batch_size, len(self._active)):
+            left = deadline - time.perf_counter()
+            if left <= 0 or self.is_stopping:
+                return
+            self._arrival.clear()
+            try:
+                await asyncio.wait_for(self._arrival.wait(), left)
+            except TimeoutError:
+                return
+
+    def choose(self, waiting: list[Request[_Query, ServedChunk]]) -> list[Request[_Query, ServedChunk]]:
+        """Return the oldest requests whose pictures and states have the shapes of the oldest one's.
+
+        Those that continue a chunk and those that do not are computed apart: guidance takes gradients.
+        """
+
+        def shapes(request: Request[_Query, ServedChunk]) -> tuple[object, ...]:
+            observation = request.content.observation
+            return observation.images.shape, observation.state.shape, request.content.prefix is None
+
+        wanted = shapes(waiting[0])
+        return [request for request in waiting if shapes(request) == wanted][: self.settings.max_batch_size]
+
+    async def watch(self, give_up: Callable[[], None]) -> None:
+        """Look at the batch under way once per second, until the task is cancelled.
+
+        Requests of a batch that hangs get an error, as do new ones until it ends.
+
+        Args:
+            give_up: called if it still hangs after ``GIVE_UP`` times the limit.
+        """
+        while True:
+            await asyncio.sleep(LOOK_S)
+            was = self.stalled
+            if self._watch.look() and not was:
+                logger.error("%s\n%s", self.stalled, self._watch.stack())
+                for request in list(self._under_way):
+                    request.settle(self._stalled())
+            elif was and not self.stalled:
+                logger.warning("the batch has ended: requests are answered again")
+            if self._watch.idle_s >= GIVE_UP * self.settings.stall_timeout_s:
+                give_up()
+
+    def _stalled(self) -> ServingError:
+        hint = "its log has the stack; the server ends unless the batch does"
+        return ServingError(self.stalled, hint, code="server-model-hangs")
+
+    def compute(self, batch: list[_Query]) -> Sequence[ServedChunk]:
+        with self._watch:
+            return self._compute(batch)
+
+    def _compute(self, batch: list[_Query]) -> Sequence[ServedChunk]:
+        clock = time.perf_counter()
+        try:
+            observation = Observation.concat([query.observation for query in batch])
+            prefixes = [query.prefix for query in batch if query.prefix is not None]
+            if prefixes:  # of all or none: see ``choose``
+                limit = self.settings.rtc_max_guidance_weight
+                output = self.engine.continue_chunk(observation, ChunkPrefix.stack(prefixes), limit)
+            else:
+                output = self.engine.decide(observation, self.settings.decoding)
+        except Exception:  # one observation may be what the policy can't read: the others are answered
+            if len(batch) == 1:
+                raise
+            return [self._alone(query) for query in batch]
+        return _chunks(output, 1000 * (time.perf_counter() - clock))
+
+    def _alone(self, query: _Query) -> ServedChunk:
+        # An exception in the place of an answer reaches whom it concerns: see ``Request.settle``.
+        try:
+            return self._compute([query])[0]
+        except Exception as error:  # noqa: BLE001 - the request raises it
+            return error  # pyright: ignore[reportReturnType]
+
+    async def drain(self) -> bool:
+        """Refuse new requests and answer those under way; return whether all were answered in time."""
+        self.is_stopping = True
+        self.resume()
+        self._arrival.set()
+        try:
+            await asyncio.wait_for(self._idle.wait(), self.settings.drain_timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the thread, without waiting for a batch that has outlasted ``drain``."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def abandon(self) -> None:
+        """Let ``drain`` end at once."""
+        self._idle.set()
+
+    def figures(self) -> str:
+        """Return all metrics as text."""
+        return self.metrics.text(
+            {
+                "policy_version": self.version,
+                "paused": float(self.is_paused),
+                "in_flight": len(self._under_way),
+                "model_hangs": float(bool(self.stalled)),
+                "active_clients": len(self._active),
+                "batches_total": self.batches,
+                "batched_requests_total": self.requests,
+                "compute_seconds_total": self.busy_s,
+            }
+        )
+
+
+def _chunks(output: PolicyOutput, infer_ms: float) -> list[ServedChunk]:
+    rows = len(output.actions)
+    return [ServedChunk(np.array(output.actions[row]), output.version, rows, infer_ms) for row in range(rows)]
+
+
+def explain(error: Exception) -> str:
+    """Return an error's message for a client: what is wrong and what to do, without the server's paths or stacks."""
+    if isinstance(error, EmbodrlError):
+        return f"{error.message} ({error.hint}) [{error.code}]" if error.hint else f"{error.message} [{error.code}]"
+    logger.error("a request failed", exc_info=error)
+    return f"the policy raised {type(error).__name__}; the server's log has the details [policy-raised]"

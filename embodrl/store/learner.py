@@ -1,0 +1,138 @@
+"""The learner of `embodrl store train`: imitates the episodes of a store, and publishes its weights there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from embodrl.config.schema import Config
+from embodrl.hybrid_engines.base import TrainEngine
+from embodrl.hybrid_engines.weight_sync.buckets import trained_names
+from embodrl.hybrid_engines.weight_sync.disk import DiskSender
+from embodrl.learners.imitation import ImitationHooks, ImitationLearner
+from embodrl.models.base import VLAPolicy
+from embodrl.storage.checkpoint import Checkpoint
+from embodrl.store.batches import FollowedBatches
+from embodrl.store.config import store_settings
+from embodrl.store.parts import DONE
+from embodrl.store.shards import EPISODES, newest_of_each
+from embodrl.store.store import Retry, Store
+from embodrl.store.weights import upload_versions
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+class PublishedWeights:
+    """The weights that collectors and evaluators take from a store; a store that is away gets them later.
+
+    Args:
+        store: gets them.
+        directory: of the versions on this machine.
+        policy: for the names of the weights.
+    """
+
+    def __init__(self, store: Store, directory: Path, policy: VLAPolicy) -> None:
+        self._store = store
+        self._directory = directory
+        self._sender = DiskSender(directory, trained_names(policy))
+        self._retry = Retry(logger.warning)
+        self._is_behind = False
+
+    def publish(self, engine: TrainEngine, step: int) -> None:
+        """Publish the weights after so many steps, unless a process before this one has published as many."""
+        if self._sender.version is None or step > self._sender.version:
+            self._sender.send(engine.weights(), step)
+        self._upload()
+
+    def catch_up(self) -> None:
+        """Upload what the store did not take."""
+        if self._is_behind:
+            self._upload()
+
+    def _upload(self) -> None:
+        def upload() -> bool:
+            upload_versions(self._store, self._directory)
+            return True
+
+        self._is_behind = not self._retry(upload, default=False)
+
+    def finish(self, step: int, is_to_stop: Callable[[], bool], poll_s: float) -> None:
+        """Say in the store that there will be no further weights; tried until it succeeds, or the run is to stop."""
+
+        def mark() -> bool:
+            upload_versions(self._store, self._directory)
+            self._store.put_note(DONE, {"version": step})
+            return True
+
+        while not self._retry(mark, default=False) and not is_to_stop():
+            time.sleep(poll_s)
+
+
+class StoreLearner(ImitationLearner):
+    """Imitates the episodes of a store, as many steps as they allow; each checkpoint is saved before it is published.
+
+    Args:
+        config: the run.
+        policy: of this process.
+        engine: trains.
+        batches: of the episodes.
+        store: with the episodes.
+        weights: where each checkpoint's are published.
+        hooks: what the run does for it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: VLAPolicy,
+        engine: TrainEngine,
+        batches: FollowedBatches,
+        store: Store,
+        weights: PublishedWeights,
+        hooks: ImitationHooks,
+    ) -> None:
+        self.settings = store_settings(config)
+        pauses = (config.sft.log_interval, self.settings.publish_interval, config.sft.eval_interval)
+        super().__init__(config, policy, engine, batches, pauses, hooks)
+        self.followed = batches
+        self.store = store
+        self.weights = weights
+        self._retry = Retry(logger.warning)
+        self._next_look = 0.0
+        self._restored_at: int | None = None
+
+    def begin(self) -> None:
+        if self._restored_at is not None:  # a process that was killed may have saved it, and not published
+            self.weights.publish(self.engine, self._restored_at)
+
+    def load_state(self, checkpoint: Checkpoint) -> None:
+        super().load_state(checkpoint)
+        self._restored_at = checkpoint.state.integer("iteration")
+
+    def saved(self, iteration: int) -> None:
+        self.weights.publish(self.engine, iteration)
+        if self.settings.remove_used:
+            self._retry(self.remove_used)
+
+    def await_batch(self, iteration: int) -> bool:
+        while not self.hooks.should_stop():
+            if time.monotonic() >= self._next_look:
+                self._next_look = time.monotonic() + self.settings.poll_s
+                self._retry(self.followed.poll)
+                self.weights.catch_up()
+            allowed = self.settings.steps_per_episode * self.followed.num_episodes
+            if self.followed.is_ready and iteration < allowed:
+                return True
+            self.engine.check()
+            time.sleep(_LOOK_S)
+        return False
+
+    def remove_used(self) -> None:
+        """Remove the shards that are not needed any more, but for the newest of each collector."""
+        names = self.store.names(EPISODES)
+        for name in set(names).intersection(self.followed.finished()).difference(newest_of_each(names)):
+            self.store.remove(name)

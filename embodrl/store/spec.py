@@ -1,0 +1,15 @@
+"""The verbs `embodrl store`: `embodrl --help` reads this, so it names what it needs and imports none of it."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(
+    name="store",
+    target="embodrl.cli.store:app",
+    description="Collector, trainer and evaluator as processes that share nothing but a store: episodes, weights,"
+    " results.",
+    sections={"store": "embodrl.store.config:StoreConfig"},
+    rules=("embodrl.store.rules:RULES",),
+    resumes={"store_metrics.jsonl": "embodrl.store.train:resume"},
+)

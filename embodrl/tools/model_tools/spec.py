@@ -1,0 +1,11 @@
+"""The verbs of `embodrl model`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(
+    name="model",
+    target="embodrl.tools.model_tools.cli:app",
+    description="Make model checkpoints, and check models of your own.",
+)

@@ -1,0 +1,11 @@
+"""The verbs of `embodrl pipeline`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(
+    name="pipeline",
+    target="embodrl.tools.pipeline_show.cli:app",
+    description="Look at the graph that an iteration of training walks.",
+)

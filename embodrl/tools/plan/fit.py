@@ -1,0 +1,110 @@
+"""`embodrl plan train --fit`: settings with which a run fits the memory that there is.
+
+A fixed sequence of plans, which change the run as little as possible: placement and sharding first, then recomputed
+activations and smaller micro-batches, which train alike; then bf16 weights with a float32 copy in the optimizer;
+adapters in place of all weights, which learn something else, come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from embodrl.config import LoadedConfig
+from embodrl.config.schema import Config
+from embodrl.errors import ConfigError
+from embodrl.tools.plan.memory import HEADROOM
+from embodrl.tools.plan.plan import Plan, make_plan, spread
+
+ADAPTERS = ("model.trainable=lora", "actor.param_dtype=bf16")
+CHECKPOINTING = "actor.gradient_checkpointing=true"
+MICRO_BATCH = "actor.micro_batch_size="
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was found.
+
+    Attributes:
+        overrides: settings to add; () if the run fits as it is, or the size of its model is not known.
+        loaded: the configuration with them.
+        plan: of it.
+        adapters: they train adapters where all weights were to be trained.
+    """
+
+    overrides: tuple[str, ...]
+    loaded: LoadedConfig
+    plan: Plan
+    adapters: bool = False
+
+    @property
+    def speed(self) -> int:
+        """Rank among fits that train alike: micro-batches half as large are worth not computing activations twice."""
+        return self.plan.batches.micro_batch * (1 if CHECKPOINTING in self.overrides else 2)
+
+
+def find_fit(load: Callable[[tuple[str, ...]], LoadedConfig]) -> Fit | None:
+    """Return settings with which a run fits, or None if none of those that are tried do.
+
+    Args:
+        load: loads the run with further overrides, for the verb plan.
+
+    Raises:
+        ConfigError: the run without any is not valid.
+        EmbodrlError: as of ``make_plan``.
+    """
+    load = cache(load)
+    loaded = load(())
+    plan = make_plan(loaded)
+    if plan.fits or plan.memory.not_estimated:
+        return Fit((), loaded, plan)
+    for structures in _structures(loaded, plan):
+        fits = [fit for one in structures if (fit := _with_micro_batches(load, one)) is not None]
+        if fits:
+            return max(fits, key=lambda fit: fit.speed)
+    return None
+
+
+def _structures(loaded: LoadedConfig, plan: Plan) -> Iterator[list[tuple[str, ...]]]:
+    """Yield groups of overrides, but for the size of micro-batches; of a group the fastest is best."""
+    config = loaded.config
+    placements = [spread(config, plan.deployment), ()]
+    recomputed = [()] if config.actor.gradient_checkpointing else [(), (CHECKPOINTING,)]
+    trained: list[tuple[str, ...]] = [()] if config.model.trainable != "all" else [(), ADAPTERS]
+    if config.actor.param_dtype == "fp32":
+        trained.insert(1, ADAPTERS[1:])
+    for adapters in trained:
+        for placement in dict.fromkeys(placements):
+            yield [(*placement, *checkpointing, *adapters) for checkpointing in recomputed]
+
+
+def _with_micro_batches(load: Callable[[tuple[str, ...]], LoadedConfig], overrides: tuple[str, ...]) -> Fit | None:
+    """Return the fit with the largest micro-batch, of those that divide the batch of a training process."""
+    limit: int | None = None
+    while limit is None or limit >= 1:
+        if limit is not None:
+            overrides = (*(text for text in overrides if not text.startswith(MICRO_BATCH)), f"{MICRO_BATCH}{limit}")
+        try:
+            loaded = load(overrides)
+        except ConfigError:  # what a rule refuses is no candidate
+            return None
+        plan = make_plan(loaded)
+        if plan.fits:
+            return Fit(overrides, loaded, plan, ADAPTERS[0] in overrides)
+        limit = _next_size(loaded.config, plan)
+    return None
+
+
+def _next_size(config: Config, plan: Plan) -> int:
+    """Return the largest smaller micro-batch that may fit, 0 if there is none; activations grow in proportion to it."""
+    now = config.actor.micro_batch_size
+    rows = config.actor.micro_batch_size - 1
+    for memory in plan.memory.memories:
+        activations = memory.needed.get("activations", 0)
+        if not memory.fits and activations:
+            rest = HEADROOM * memory.available - (memory.total - activations)
+            rows = min(rows, int(rest * now / activations))
+    # A process whose micro-batch is its whole batch does not keep whole gradients, so a large one may do with less.
+    share = plan.batches.batch_per_actor
+    return next((size for size in range(min(rows, share), 0, -1) if share % size == 0), 0)

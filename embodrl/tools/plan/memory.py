@@ -1,0 +1,435 @@
+"""Memory of a run by place and component, before anything is started. ``embodrl plan`` explains each figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from embodrl.config.schema import Config, model_settings
+from embodrl.deployment import Deployment, ProcessPlace
+from embodrl.deployment.topology import GIB
+from embodrl.hybrid_engines.figures import ModelFigures
+from embodrl.hybrid_engines.training.sharding import blocks_of
+from embodrl.models.base import VLAPolicy
+from embodrl.models.registry import build_policy
+from embodrl.names import import_object
+from embodrl.preflight.memory import memory_limit_bytes
+from embodrl.specs import ENGINES, ENVS, MODELS
+from embodrl.tools.plan.rollout_memory import kv_cache_bytes, recorded_bytes
+from embodrl.tools.plan.training_memory import estimate, token_counts
+
+MIB = 1 << 20
+HOST = -1
+"""The device number of main memory."""
+# Proportional set size of a ManiSkill process with PhysX and rendering on the CPU after some steps of PushCube-v1 at
+# 64 x 64 pixels: 601 MiB with 1 environment, 619 with 8, 671 with 16, 703 with 32; 656 with 16 at 224 x 224.
+PYTHON_BYTES = 420 * MIB
+"""Of the main process with torch and transformers loaded, beside its tensors."""
+KEPT_FREED_BYTES = 900 * 2**20
+"""Between the tensors of a process that trains on a CPU: see ``workers.policy.keep_freed_memory``."""
+PHASES = ("training", "handover", "rollouts")
+"""In a handover new weights go from those that train to those that act."""
+# What allocator, kernels and libraries take of a device on top of what is counted.
+HEADROOM = 0.9
+TINY_PARAMETERS = 100_000_000
+"""The smallest published family has four times as many, the largest tiny size a fiftieth."""
+
+ESTIMATED_BY = {
+    "weights": "counted: parameters and buffers, and a copy in the type of autocast; of fsdp the part of a process and"
+    " what is gathered at a time",
+    "gradients": "counted: one for every trained parameter, in its type; of fsdp whole while micro-batches add up",
+    "optimizer": "counted: AdamW's two moments of every trained parameter; of those in bf16 also a float32 copy",
+    "reference": "counted: a copy of the trained parameters where algorithm.kl.coef is above 0",
+    "activations": "estimated: inputs and outputs of linear layers and norms of one micro-batch; no attention scores",
+    "rollout weights": "counted: parameters and buffers; 0 where the rollout acts with the actor's, unless vLLM copies"
+    " them",
+    "kept policy": "counted: parameters and buffers of a main process that neither trains nor acts, for checkpoints,"
+    " publishing and export; and, ahead of training, the trained parameters that rollout processes act with",
+    "KV cache": "counted: 2 x layers x rows decided at once x key-value heads x positions x head width x bytes",
+    "trajectory buffer": "counted: what a chunk keeps, from one prepared observation, x chunks of an iteration; once"
+    " over the rollouts, once in a main process that joins them, and once in each training process",
+    "simulator": "measured once with ManiSkill on a CPU: 600 MiB per process and 5 MiB per environment; other"
+    " simulators and GPU memory of rendering are not counted",
+    "offloaded": "counted: what leaves the GPUs between phases, in pinned main memory that PyTorch keeps, without its"
+    " rounding of every tensor up to a power of two",
+    "allocator": "measured: freed memory that a process that trains on a CPU keeps, 0.6 to 1.5 GiB; at most as much as"
+    " its tensors take",
+    "evaluation": "runner.eval_async: program, weights, KV cache and simulators of the process that evaluates beside"
+    " training, as of the others",
+    "program": "measured once: Python with torch and transformers, 420 MiB per process of actor or rollout",
+}
+
+
+@dataclass(frozen=True)
+class MemoryOf:
+    """What is needed of one memory.
+
+    Attributes:
+        node: machine.
+        device: GPU of it, or HOST.
+        needed: bytes by component.
+        available: bytes; 0 if not known.
+        away: components that are not here in a phase, one of PHASES.
+    """
+
+    node: int
+    device: int
+    needed: dict[str, int]
+    available: int
+    away: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
+
+    def in_phase(self, phase: str) -> int:
+        """Return the bytes needed in a phase."""
+        away = self.away.get(phase, frozenset[str]())
+        return sum(num_bytes for component, num_bytes in self.needed.items() if component not in away)
+
+    @property
+    def total(self) -> int:
+        """Bytes needed at a time."""
+        return max(self.in_phase(phase) for phase in PHASES)
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return f"node {self.node} {'main memory' if self.device == HOST else f'GPU {self.device}'}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it has room, with a tenth to spare; True where it is not known how much there is."""
+        return not self.available or self.total <= HEADROOM * self.available
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All memories that anything is placed in.
+
+    Attributes:
+        memories: by node and device.
+        not_estimated: why there are no figures of the model; "" if there are.
+        hints: what to change where a memory does not fit, or its size is not known.
+        num_parameters: of the policy; 0 if not known.
+        tiny: a family that is published larger is built without a checkpoint.
+        public_size: preset of the published size, where the planned one is tiny and there is one.
+    """
+
+    memories: list[MemoryOf]
+    not_estimated: str = ""
+    hints: list[str] = field(default_factory=list[str])
+    num_parameters: int = 0
+    tiny: bool = False
+    public_size: str = ""
+
+
+def chunks_of(config: Config) -> int:
+    """Return the chunks of an iteration, over all environments."""
+    train = config.env.train
+    steps = config.rollout_chunks
+    return train.total_num_envs * steps * config.algorithm.rollout_epoch
+
+
+def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigures:
+    """Return the figures of a model from its shapes.
+
+    Args:
+        config: the run.
+        on_gpu: computes in bf16 where ``actor.precision`` is auto; on a CPU float32 is assumed.
+        num_rollouts: processes that share the environments.
+
+    Raises:
+        CheckpointError: see the family's builder.
+    """
+    param_dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
+    low = config.actor.precision == "bf16" or (config.actor.precision == "auto" and on_gpu)
+    compute_dtype = torch.bfloat16 if low else param_dtype
+    policy = _shapes(config.model.model_type, config.model.model_dump_json(), param_dtype)
+    cameras = config.env.cameras
+    training = estimate(
+        policy,
+        token_counts(policy, len(cameras)),
+        config.actor.micro_batch_size,
+        compute_dtype,
+        config.actor.gradient_checkpointing,
+        config.actor.optim.master_weights is not False,
+    )
+    plain = sum(t.numel() * t.element_size() for t in (*policy.parameters(), *policy.buffers()))
+    rows = -(-config.env.train.total_num_envs // (num_rollouts * config.rollout.pipeline_stages))
+    itemsize = compute_dtype.itemsize if on_gpu else torch.float32.itemsize
+    height = cameras[0].height
+    width = cameras[0].width
+    recorded = recorded_bytes(policy, len(cameras), height, width)
+    cache = kv_cache_bytes(policy, rows, len(cameras), itemsize)
+    gathered = gathered_bytes(policy) if ENGINES.entry(config.actor.training_backend).shards else 0
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    return ModelFigures(policy, training, training.gradients, plain, cache, recorded, gathered, count)
+
+
+@lru_cache(maxsize=2)
+def _shapes(model_type: str, section: str, dtype: torch.dtype) -> VLAPolicy:
+    """Return the policy of a section without its weights; `embodrl plan --fit` asks for the same one many times."""
+    model = model_settings(model_type).model_validate_json(section)
+    model = model.model_copy(update={"warm_start": None})  # it has the size of the section
+    return build_policy(model, device="meta", dtype=dtype, seed=0)[0]
+
+
+def gathered_bytes(policy: VLAPolicy) -> int:
+    """Return the bytes of what belongs to no block, and of two blocks: one computes while the next is gathered."""
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks_of(policy)]
+    total = sum(p.numel() * p.element_size() for p in policy.parameters())
+    return total - sum(sizes) + 2 * max(sizes, default=0)
+
+
+def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
+    """Estimate every memory that the deployment uses; every component has its line in ``ESTIMATED_BY``.
+
+    Raises:
+        CheckpointError: the model's files can't be read.
+    """
+    needed: dict[tuple[int, int], dict[str, int]] = {}
+
+    def add(where: tuple[int, int], component: str, num_bytes: int) -> None:
+        assert component in ESTIMATED_BY, component
+        found = needed.setdefault(where, {})
+        found[component] = found.get(component, 0) + num_bytes
+
+    actors = deployment.of("actor")
+    rollouts = deployment.of("rollout")
+    path = config.model.model_path
+    unknown = path is not None and not Path(path).expanduser().is_dir()
+    figures = None
+    if not unknown:
+        figures = model_figures(config, bool(actors[0].devices), len(rollouts))
+        _add_model(config, deployment, figures, add)
+    for place in (*actors, *rollouts):
+        if place.component == "actor" or not _shared(deployment, place):
+            add((place.node, HOST), "program", PYTHON_BYTES)
+    if deployment.main_component is None:
+        add((0, HOST), "program", PYTHON_BYTES)
+        add((0, HOST), "kept policy", 0 if figures is None else figures.plain)
+    if deployment.rolls_out_in_processes and config.runner.max_staleness and figures is not None:
+        add((0, HOST), "kept policy", figures.trained)
+    simulators = deployment.of("env")
+    simulator = ENVS.entry(config.env.env_type)
+    if simulator.process_bytes:
+        share = -(-config.env.train.total_num_envs // len(simulators))
+        for place in (*simulators, *deployment.of("eval_env")):
+            component = "simulator" if place.component == "env" else "evaluation"
+            add((place.node, HOST), component, simulator.process_bytes + share * simulator.env_bytes)
+    for place in deployment.of("eval"):
+        add((place.node, HOST), "evaluation", PYTHON_BYTES)
+        add(_memories(place)[0], "evaluation", 0 if figures is None else figures.plain + figures.kv_cache)
+    away = _away(config, deployment)
+    memories = [
+        MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])
+        for (node, device), parts in sorted(needed.items())
+    ]
+    hints = [line for memory in memories if not memory.fits for line in remedies_of(config, memory, figures)]
+    return _with_size(config, figures, MemoryPlan(memories, hints=list(dict.fromkeys(hints))))
+
+
+def _with_size(config: Config, figures: ModelFigures | None, plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan with the size of the model, or what to do about one that is not known."""
+    path = config.model.model_path
+    size = public_size(config)
+    if figures is None:
+        instead = f", or plan its size with {size} model.model_path=null" if size else ""
+        hint = f"give the directory of its files, which `embodrl fetch` makes{instead}"
+        reason = f"model.model_path '{path}' is not a local directory: its size is not known"
+        return replace(plan, not_estimated=reason, hints=[*plan.hints, hint])
+    count = figures.num_parameters
+    has_larger = MODELS.entry(config.model.model_type).public_layout
+    tiny = path is None and count < TINY_PARAMETERS and has_larger
+    return replace(plan, num_parameters=count, tiny=tiny, public_size=size if tiny else "")
+
+
+def public_size(config: Config) -> str:
+    """Return the preset with the dimensions of a family's published weights; "" if there is none."""
+    spec = MODELS.entry(config.model.model_type)
+    return f"model={spec.public_preset}" if spec.public_preset else ""
+
+
+def _add_model(
+    config: Config, deployment: Deployment, figures: ModelFigures, add: Callable[[tuple[int, int], str, int], None]
+) -> None:
+    """Add the memory that the model needs in each process, component by component."""
+    _add_actors(config, deployment, _of_actor(config, deployment, figures), add)
+    rollouts = deployment.of("rollout")
+    whole = figures.recorded * chunks_of(config)
+    if deployment.rolls_out_in_processes:  # the main process joins their parts
+        add((0, HOST), "trajectory buffer", whole)
+    for place in deployment.of("actor") if deployment.trains_in_processes else ():  # each gets all of it
+        add((place.node, HOST), "trajectory buffer", whole)
+    for place in rollouts:
+        own = ENGINES.entry(config.rollout.backend).own_weights or not _shared(deployment, place)
+        weights = figures.plain if own else 0
+        for where in _memories(place):
+            add(where, "rollout weights", weights // len(_memories(place)))
+            add(where, "KV cache", figures.kv_cache // len(_memories(place)))
+        if place.devices and _rollout_leaves(config, deployment):
+            add((place.node, HOST), "offloaded", weights)
+        add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
+
+
+def _add_actors(
+    config: Config,
+    deployment: Deployment,
+    parts: Mapping[str, int],
+    add: Callable[[tuple[int, int], str, int], None],
+) -> None:
+    actors = deployment.of("actor")
+    for place in actors:
+        for where in _memories(place):
+            for component, num_bytes in parts.items():
+                add(where, component, num_bytes // len(_memories(place)))
+        if not place.devices:
+            add((place.node, HOST), "allocator", min(KEPT_FREED_BYTES, sum(parts.values())))
+    if config.actor.enable_offload:
+        for place in (place for place in actors if place.devices):
+            drops = ENGINES.entry(config.actor.training_backend).frees_gradients
+            freed = {"activations", "gradients"} if drops else {"activations"}
+            moved = sum(parts[component] for component in _training_only(deployment) - freed)
+            add((place.node, HOST), "offloaded", moved)
+
+
+def _training_only(deployment: Deployment) -> frozenset[str]:
+    """Return the components of an actor that no rollout uses."""
+    weights = {"weights"} if _apart(deployment) else set[str]()
+    return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
+
+
+def _rollout_leaves(config: Config, deployment: Deployment) -> bool:
+    """Tell whether the rollout has weights of its own and ``rollout.enable_offload`` takes them away."""
+    own = ENGINES.entry(config.rollout.backend).own_weights
+    return config.rollout.enable_offload and (own or _apart(deployment))
+
+
+def _apart(deployment: Deployment) -> bool:
+    """Tell whether what trains and what acts are different processes, each with its weights."""
+    return deployment.has_processes
+
+
+def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:
+    """Return what is not there in a phase, for main memory (False) and GPUs (True).
+
+    What leaves a CPU for main memory is there still.
+    """
+    nothing = frozenset[str]()
+    ends = config.env.enable_offload and config.env.offload_level == "process"
+    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config, deployment) else nothing
+    trains = _training_only(deployment) if config.actor.enable_offload else nothing
+    simulators = frozenset({"simulator"}) if ends else nothing
+    done = frozenset({"gradients", "activations", "KV cache"}) if acts else nothing
+    return {
+        False: {"training": simulators, "handover": simulators},
+        True: {"training": acts, "handover": done, "rollouts": trains},
+    }
+
+
+def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
+    """Return the bytes of one actor process by component."""
+    training = figures.training
+    actor = config.actor
+    num_actors = len(deployment.of("actor"))
+    reference = figures.trained if config.algorithm.kl.coef > 0 else 0
+    if actor.training_backend == "native":
+        return {
+            "weights": training.weights,
+            "gradients": training.gradients,
+            "optimizer": training.optimizer,
+            "reference": reference,
+            "activations": training.activations,
+        }
+    estimate_process = ENGINES.entry(actor.training_backend).training_memory
+    if estimate_process:
+        return import_object(estimate_process)(config, deployment, figures, reference)
+    cut = num_actors
+    layers = actor.tensor_parallel_size
+    share = actor.global_batch_size // max(1, num_actors // layers)
+    # While gradients of several micro-batches add up, they are whole.
+    adds_up = share > actor.micro_batch_size and not actor.fsdp.reduce_every_micro_batch
+    return {
+        "weights": training.weights // cut + figures.gathered // layers,
+        "gradients": training.gradients // (layers if adds_up else cut),
+        "optimizer": training.optimizer // cut,
+        "reference": reference // cut,
+        "activations": training.activations,
+    }
+
+
+def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
+    return [(place.node, device) for device in place.devices] or [(place.node, HOST)]
+
+
+def _shared(deployment: Deployment, rollout: ProcessPlace) -> bool:
+    """Tell whether a rollout acts with the weights of an actor process: same machine and devices, same rank."""
+    return not _apart(deployment) and any(
+        (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in deployment.of("actor")
+    )
+
+
+def _available(config: Config, deployment: Deployment, node: int, device: int) -> int:
+    if device != HOST:
+        gpus = deployment.machines[node].gpus
+        return gpus[device].memory_bytes if device < len(gpus) else 0
+    hardware = config.cluster.hardware
+    return memory_limit_bytes() if hardware.name is None else int(hardware.memory_gib * GIB)
+
+
+def remedies_of(config: Config, memory: MemoryOf, figures: ModelFigures | None) -> list[str]:
+    """Return what would make a memory that is too small do, the largest component first."""
+    lines: list[str] = []
+    largest = sorted(memory.needed.items(), key=lambda item: -item[1])
+    for component in (name for name, num_bytes in largest if num_bytes):
+        if component in ("weights", "gradients", "optimizer", "reference", "activations"):
+            lines += _training_remedies(config, memory, component, figures)
+        elif component == "rollout weights" and not config.rollout.enable_offload and not config.runner.max_staleness:
+            lines.append("rollout.enable_offload=true keeps them in main memory while the policy trains")
+        elif component == "evaluation":
+            lines.append("runner.eval_async=false evaluates between two iterations")
+        elif component == "KV cache":
+            lines.append("a larger rollout.pipeline_stages decides fewer rows at once")
+        elif component in ("simulator", "trajectory buffer"):
+            lines.append(f"fewer env.train.total_num_envs than {config.env.train.total_num_envs}, or env.num_processes")
+            if component == "simulator" and not config.env.enable_offload and not config.runner.max_staleness:
+                lines.append("env.enable_offload=true ends the simulators while the policy trains")
+    return list(dict.fromkeys(lines))
+
+
+def _training_remedies(config: Config, memory: MemoryOf, component: str, figures: ModelFigures | None) -> Iterator[str]:
+    actor = config.actor
+    if component != "activations":
+        adapters = config.model.trainable == "lora"
+        if not adapters:
+            yield "model.trainable=lora leaves little to gradients and optimizer"
+        if actor.param_dtype == "fp32":
+            yield (
+                "actor.param_dtype=bf16 halves the weights; adapters stay in float32"
+                if adapters
+                else "actor.param_dtype=bf16 with model.trainable=lora halves the weights; alone it saves little beside"
+                " the optimizer's float32 copies"
+            )
+    elif figures is not None:
+        rest = HEADROOM * memory.available - (memory.total - memory.needed[component])
+        rows = int(rest / max(1, memory.needed[component] / actor.micro_batch_size))
+        if rows >= 1:
+            yield f"actor.micro_batch_size of at most {rows}"
+        if not actor.gradient_checkpointing:
+            yield "actor.gradient_checkpointing=true keeps one input per block"
+
+
+def as_plain(plan: MemoryPlan) -> list[Mapping[str, object]]:
+    """Return the memories as plain values, for JSON."""
+    return [
+        {
+            "node": memory.node,
+            "device": None if memory.device == HOST else memory.device,
+            "needed_bytes": {**memory.needed, "total": memory.total},
+            "phase_bytes": {phase: memory.in_phase(phase) for phase in PHASES},
+            "available_bytes": memory.available or None,
+            "fits": memory.fits if memory.available else None,
+        }
+        for memory in plan.memories
+    ]

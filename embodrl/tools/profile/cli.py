@@ -1,0 +1,86 @@
+"""`embodrl profile`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute, load_measured
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from embodrl.config.schema import Config
+    from embodrl.tools.profile.timeline import ProcessShare
+
+SHOWN = 4
+QUICK = {"runner.eval_interval": "0", "runner.eval_at_start": "false"} | dict.fromkeys(
+    ("actor.optim.critic_warmup_iterations", "actor.optim.lr_warmup_iterations"), "0"
+)
+"""Settings of a profile unless others are given: no evaluation but the last, and updates of the whole policy."""
+
+
+def profile(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    iterations: Annotated[
+        int, typer.Option("--iterations", metavar="N", min=2, help="of training; the first one is not measured")
+    ] = 4,
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Train some iterations and show where the time of every process goes.
+
+    Writes a run with trace.json, a timeline for https://ui.perfetto.dev or chrome://tracing. Evaluation is cut to one
+    episode per task at the end unless its settings are given. Processes on other machines are not recorded.
+
+    \b
+    Examples:
+      embodrl profile env=maniskill model=openvla
+      embodrl profile env=toy rollout.pipeline_stages=2 --iterations 6
+    """
+
+    def action() -> int:
+        given = overrides or []
+        keys = {text.partition("=")[0] for text in given}
+        quick = [f"{key}={value}" for key, value in QUICK.items() if key not in keys]
+        if "runner.output_dir" not in keys:
+            quick.append(f"runner.output_dir=outputs/profile-{time.strftime('%Y%m%d-%H%M%S')}")
+        wanted = [*given, *quick, f"runner.max_iterations={iterations}"]
+        loaded = load_measured(wanted, config, verb="train", trust=trust).with_absolute_paths()
+
+        if "env.eval.num_episodes" not in keys:
+            loaded = loaded.with_config(_briefly_evaluated(loaded.config))
+        from embodrl.tools.profile.timeline import TRACE_FILE, read_events, shares
+        from embodrl.tools.profile.timeline import profile as verb
+
+        run_dir = Path(loaded.config.runner.output_dir)
+        result = verb(loaded, run_dir)
+        if result.exit_code == 0:
+            _print(shares(read_events(run_dir / "trace")))
+            print(f"\ntimeline: {run_dir / TRACE_FILE} (open it at https://ui.perfetto.dev)")
+        return result.exit_code
+
+    execute(action, debug)
+
+
+def _briefly_evaluated(config: Config) -> Config:
+    """Return the configuration with one episode per task at the end."""
+    brief = config.env.eval.model_copy(update={"num_episodes": len(config.evaluated.env.tasks)})
+    return config.model_copy(update={"env": config.env.model_copy(update={"eval": brief})})
+
+
+def _print(found: Sequence[ProcessShare]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
+    for head in ("process", "busy", "seconds of its longest spans (how many)"):
+        drawn.add_column(head, overflow="fold")
+    for each in found:
+        longest = [f"{name} {seconds:.2f} ({each.counts[name]})" for name, seconds in each.seconds.items()][:SHOWN]
+        drawn.add_row(each.name, f"{100 * each.busy:.0f} %", ", ".join(longest))
+    Console(highlight=False).print(drawn)

@@ -1,0 +1,11 @@
+"""The verb `embodrl profile`."""
+
+from __future__ import annotations
+
+from embodrl.specs import VerbSpec
+
+VERB = VerbSpec(
+    name="profile",
+    target="embodrl.tools.profile.cli:profile",
+    description="Train some iterations and show where the time of every process goes.",
+)

@@ -1,0 +1,94 @@
+"""`embodrl sweep`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from embodrl.cli.app import choose, one_of
+from embodrl.cli.common import ConfigFile, Debug, Overrides, Trust, execute
+from embodrl.errors import UsageError
+from embodrl.tools.compare.cli import show_runs
+
+if TYPE_CHECKING:
+    from embodrl.tools.sweep.runs import Sweep
+
+BACKENDS = ("local", "slurm")
+
+
+def sweep(
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="DIR", help="new directory of all runs", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", metavar="N", min=1, help="runs at a time")] = 1,
+    backend: Annotated[
+        str,
+        typer.Option("--backend", metavar="NAME", help=" or ".join(BACKENDS), autocompletion=one_of(BACKENDS)),
+    ] = "local",
+    slurm: Annotated[
+        str, typer.Option("--slurm", metavar="OPTIONS", help="options of sbatch, in quotes", show_default=False)
+    ] = "",
+    trust: Trust = False,
+    debug: Debug = False,
+) -> None:
+    """Train with every combination of settings that have several values.
+
+    All configurations are checked before the first run starts. With --jobs, runs share the cores and GPUs of this
+    machine evenly. `embodrl resume DIR` continues a sweep; `embodrl compare DIR` shows it at any time.
+
+    \b
+    Examples:
+      embodrl sweep env=maniskill model=openvla runner.seed=0,1,2
+      embodrl sweep runner.seed=0,1 algorithm=ppo,grpo --jobs 2 --output outputs/ppo-grpo
+      embodrl sweep runner.seed=range(0,8) --backend slurm --jobs 4 --slurm "--gpus=1 --time=4:00:00"
+    """
+
+    def action() -> int:
+        from embodrl.tools.sweep.runs import new_sweep
+
+        choose(backend, BACKENDS, "backend")
+        return work(new_sweep(overrides or [], config, output, jobs, backend, shlex.split(slurm), trust))
+
+    execute(action, debug)
+
+
+def resume(directory: Path, settings: list[str], trust: bool) -> int:
+    """Continue the sweep of a directory.
+
+    Raises:
+        UsageError: there are settings, which a sweep keeps as they were.
+        ConfigError: it names code, and this user has not started it and does not trust it.
+    """
+    from embodrl.tools.sweep.runs import read_sweep
+
+    if settings:
+        message = "a sweep is continued with the settings that it began with"
+        raise UsageError(message, "leave out the settings, or start another sweep", code="sweep-settings")
+    return work(read_sweep(directory, trust))
+
+
+def work(swept: Sweep) -> int:
+    """Do what is left of a sweep, or submit it; print how its runs compare."""
+    from embodrl.tools.sweep.runs import COMPARISON_FILE, run_sweep, submit_to_slurm
+    from embodrl.trainer.afterwards import afterwards
+
+    print(f"sweep: {swept.directory}, {len(swept.unfinished())} of {len(swept.runs)} runs to do")
+    if swept.backend == "slurm":
+        number = submit_to_slurm(swept)
+        if number:
+            print(f"submitted as {number}; `embodrl compare {swept.directory}` shows the runs")
+        return 0
+    code = run_sweep(swept)
+    with afterwards("the table of runs", f"embodrl compare {shlex.quote(str(swept.directory))}"):
+        if views := swept.views():
+            show_runs(views)
+            if (swept.directory / COMPARISON_FILE).is_file():
+                print(f"\n{swept.directory / COMPARISON_FILE} has the curves")
+    if swept.unfinished():
+        print(f"`embodrl resume {swept.directory}` continues the sweep")
+    return code

@@ -1,0 +1,513 @@
+"""`embodrl sweep`: several runs, some at a time, on this machine or as jobs of Slurm; and a comparison of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from embodrl.config.argument_file import PREFIX, text_of_arguments
+from embodrl.config.compose import arguments_of_file, assignment, code_of, foreign_code, parse_arguments
+from embodrl.config.trust import approve, is_approved
+from embodrl.deployment.topology import read_machine
+from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError, OutputError, UsageError
+from embodrl.fields import open_descriptor, read_fields
+from embodrl.pipelines.load import load_config
+from embodrl.processes.child import module_command
+from embodrl.processes.ending import stop_with_parent
+from embodrl.reporting.metrics_file import METRICS_FILE, read_metrics
+from embodrl.reporting.progress import Progress
+from embodrl.storage.json_file import write_json_file, write_text_file
+from embodrl.tools.compare.comparison import RunView, comparison_page, read_runs
+from embodrl.tools.sweep.combinations import SweptRun, expand_sweep
+from embodrl.tools.sweep.spec import SWEEP_FILE
+from embodrl.trainer.afterwards import afterwards
+from embodrl.trainer.files import POLICY_DIR, REPORT_FILE
+from embodrl.trainer.lock import run_lock
+from embodrl.trainer.stop import StopSignal
+
+COMPARISON_FILE = "comparison.html"
+SCRIPT_FILE = "sweep.sbatch"
+BACKENDS = ("local", "slurm")
+LOGS = "logs"
+SETTINGS = "settings"
+APPROVAL = "approval"
+"""In sweep.json: the digest of all the rest, keyed with the secret of the user who started the sweep."""
+_EMBODRL = module_command("embodrl")
+STOP_S = 30.0
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep consists of; kept in sweep.json.
+
+    Its runs get their settings as files with the trust that sweep.json has: on the command line those of somebody else
+    would count as the user's own.
+
+    Attributes:
+        directory: of all runs.
+        runs: in the order in which they start.
+        config_file: YAML file that all of them take, absolute; None for none.
+        max_iterations: of each run.
+        jobs: runs at a time.
+        backend: one of ``BACKENDS``.
+        slurm: options of sbatch, e.g. ``--gpus=1``.
+        approved: this user has written it, or trusts it.
+        trust: the runs are started with --trust.
+    """
+
+    directory: Path
+    runs: tuple[SweptRun, ...]
+    config_file: Path | None
+    max_iterations: tuple[int, ...]
+    jobs: int
+    backend: str
+    slurm: tuple[str, ...]
+    approved: bool = False
+    trust: bool = False
+
+    def command(self, index: int) -> list[str]:
+        """Return the command that starts a run, or continues it if it has a checkpoint or metrics."""
+        path = self.path(index)
+        trust = ["--trust"] * self.trust
+        if (path / METRICS_FILE).is_file() or any(path.glob("checkpoints/step_*")):
+            return [*_EMBODRL, "resume", *trust, str(path)]
+        config = [] if self.config_file is None else ["--config", str(self.config_file)]
+        settings = [f"{PREFIX}{self.settings_file(index)}", assignment("runner.output_dir", path)]
+        return [*_EMBODRL, "train", *trust, *config, *settings]
+
+    def settings_file(self, index: int) -> Path:
+        """Return the file of arguments of a run."""
+        return self.directory / SETTINGS / f"{self.runs[index].name}.yaml"
+
+    def write_settings(self) -> None:
+        """Write the files of arguments of the runs that are still to be done.
+
+        Raises:
+            OutputError: they can't be written.
+        """
+        (self.directory / SETTINGS).mkdir(exist_ok=True)
+        for index in self.unfinished():
+            texts = list(self.runs[index].overrides)
+            approved = code_of(parse_arguments(texts)[0]) if self.approved else {}
+            write_text_file(self.settings_file(index), text_of_arguments(texts, approved))
+
+    def path(self, index: int) -> Path:
+        """Return the directory of a run."""
+        return self.directory / self.runs[index].name
+
+    def is_finished(self, index: int) -> bool:
+        """Return whether a run has ended with its results."""
+        return (self.path(index) / POLICY_DIR).is_dir() and (self.path(index) / REPORT_FILE).is_file()
+
+    def unfinished(self) -> list[int]:
+        """Return the runs that are still to be done."""
+        return [index for index in range(len(self.runs)) if not self.is_finished(index)]
+
+    def views(self) -> list[RunView]:
+        """Return the runs that have metrics."""
+        paths = [self.path(index) for index in range(len(self.runs))]
+        return read_runs([path for path in paths if (path / METRICS_FILE).is_file()])
+
+
+def is_sweep(directory: Path) -> bool:
+    """Return whether a directory is that of a sweep."""
+    return (directory / SWEEP_FILE).is_file()
+
+
+def new_sweep(
+    overrides: list[str],
+    config_file: Path | None,
+    directory: Path | None,
+    jobs: int = 1,
+    backend: str = "local",
+    slurm: Sequence[str] = (),
+    trust: bool = False,
+) -> Sweep:
+    """Check all runs of a sweep and write its directory; starts nothing.
+
+    Args:
+        overrides: arguments of ``embodrl train``, at least one of them with several values.
+        config_file: YAML file of all runs.
+        directory: of the sweep; None for a new one below outputs/.
+        jobs: runs at a time.
+        backend: one of ``BACKENDS``.
+        slurm: options of sbatch.
+        trust: settings of another user's run may run code.
+
+    Raises:
+        ConfigError: a run has an invalid configuration: all problems of all runs.
+        EmbodrlError: the machine has too few cores or GPUs for so many at a time, or no sbatch.
+        OutputError: the directory holds an earlier sweep, or can't be written.
+    """
+    if backend == "local":
+        make_slots(jobs)
+    else:
+        check_slurm()
+    runs = expand_sweep(overrides)
+    directory = (directory or Path("outputs") / f"sweep-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    file = None if config_file is None else config_file.absolute()
+    iterations = _check(runs, file, trust)
+    if is_sweep(directory):
+        hint = f"`embodrl resume {directory}` continues it; or choose another --output"
+        raise OutputError(f"{directory} holds an earlier sweep", hint, code="sweep-exists")
+    sweep = Sweep(directory, tuple(runs), file, tuple(iterations), jobs, backend, tuple(slurm), True, trust)
+    _check_script(sweep)
+    (directory / LOGS).mkdir(parents=True, exist_ok=True)
+    content: dict[str, object] = {
+        "config_file": None if file is None else str(file),
+        "jobs": jobs,
+        "backend": backend,
+        "slurm": list(slurm),
+        "runs": [
+            {"name": run.name, "overrides": list(run.overrides), "max_iterations": count}
+            for run, count in zip(runs, iterations, strict=True)
+        ],
+    }
+    write_json_file(directory / SWEEP_FILE, content | {APPROVAL: approve(content)})
+    return sweep
+
+
+def _check(runs: Sequence[SweptRun], config_file: Path | None, trust: bool) -> list[int]:
+    """Load the configuration of every run; return their numbers of iterations."""
+    found: dict[ConfigProblem, list[str]] = {}
+    iterations: list[int] = []
+    for run in runs:
+        overridden = [text for text in run.overrides if text.partition("=")[0] in ("runner.output_dir", "runner.name")]
+        for text in overridden:
+            hint = "leave it out: the runs of a sweep are named by their values; --output names the sweep's directory"
+            problem = ConfigProblem(text.partition("=")[0], "is set by the sweep", hint=hint, code="sweep-directory")
+            found.setdefault(problem, []).append(run.name)
+        try:
+            iterations.append(
+                load_config(list(run.overrides), config_file, "train", trust).config.runner.max_iterations
+            )
+        except ConfigError as error:
+            for problem in error.problems:
+                found.setdefault(problem, []).append(run.name)
+    if found:
+        raise ConfigError([_in_runs(problem, names, len(runs)) for problem, names in found.items()])
+    return iterations
+
+
+def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
+    """Name the runs that have a problem, unless all of them do."""
+    if len(names) == total:
+        return problem
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return replace(problem, message=f"{problem.message} (in {shown})")
+
+
+def read_sweep(directory: Path, trust: bool = False) -> Sweep:
+    """Read the sweep of a directory.
+
+    Args:
+        directory: of the sweep.
+        trust: what it names may run code though this user has not started it.
+
+    Raises:
+        ConfigError: it names code, and this user has not started it.
+        OutputError: sweep.json is damaged.
+    """
+    path = directory.absolute() / SWEEP_FILE
+    found = read_fields(path, OutputError, "start the sweep again in another directory")
+    file = found.text("config_file", None)
+    entries = found.objects("runs")
+    runs = tuple(SweptRun(entry.text("name"), tuple(entry.texts("overrides"))) for entry in entries)
+    for run in runs:
+        if run.name in ("", "..", LOGS, SETTINGS) or Path(run.name).name != run.name:
+            found.refuse(f"{run.name!r} is not the name of a directory")
+    iterations = tuple(entry.integer("max_iterations") for entry in entries)
+    jobs = found.integer("jobs", low=1)
+    backend = found.text("backend")
+    if backend not in BACKENDS:
+        found.refuse(f"'backend' is {backend!r}, not {' or '.join(BACKENDS)}")
+    content = {name: value for name, value in found.content.items() if name != APPROVAL}
+    approved = trust or is_approved(content, found.text(APPROVAL, ""))
+    config_file = None if file is None else Path(file)
+    slurm = tuple(found.texts("slurm"))
+    sweep = Sweep(path.parent, runs, config_file, iterations, jobs, backend, slurm, approved, trust)
+    _check_script(sweep)
+    if not approved and (problems := _foreign_code(sweep, str(path))):
+        raise ConfigError(problems)
+    return sweep
+
+
+def _foreign_code(sweep: Sweep, source: str) -> list[ConfigProblem]:
+    """Return what a sweep names that runs code."""
+    named = {
+        "config_file": "" if sweep.config_file is None else f"{sweep.config_file}: settings of all runs",
+        "slurm": f"jobs of Slurm with the options {shlex.join(sweep.slurm)!r}" if sweep.backend == "slurm" else "",
+    }
+    hint = "look at the file and what it names; then repeat the command with --trust (or EMBODRL_TRUST=1)"
+    problems = [
+        ConfigProblem(
+            key, f"names {what}; this user has not started this sweep", source, hint=hint, code="settings-run-code"
+        )
+        for key, what in named.items()
+        if what
+    ]
+    for run in sweep.runs:
+        arguments, wrong = arguments_of_file(list(run.overrides), source)
+        problems += wrong + foreign_code(arguments, source)
+    return list(dict.fromkeys(problems))
+
+
+def _check_script(sweep: Sweep) -> None:
+    """Refuse what would be another line of the job script, or not an option of sbatch in it.
+
+    Raises:
+        UsageError: names it.
+    """
+    if sweep.backend != "slurm":
+        return
+    options = [text for text in sweep.slurm if not (text.startswith("-") and text.isprintable())]
+    names = [text for text in (str(sweep.directory),) if not text.isprintable()]
+    for text in (*options, *names):
+        message = f"{text!r} can't stand in a line '#SBATCH ...' of the job script"
+        hint = "give options as --NAME=VALUE on one line, and a directory without control characters"
+        raise UsageError(message, hint, code="sweep-slurm-line")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What one run at a time gets of this machine.
+
+    Attributes:
+        cores: logical CPUs.
+        gpus: entries of CUDA_VISIBLE_DEVICES; None where the machine has no GPU.
+    """
+
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...] | None
+
+
+def make_slots(jobs: int) -> list[Slot]:
+    """Divide the cores and GPUs that this process may use.
+
+    Raises:
+        EmbodrlError: there are fewer cores, or GPUs where there are any, than runs at a time.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    gpus = read_machine().gpus
+    for what, count in (("cores", len(cores)), ("GPUs", len(gpus))):
+        if count < jobs and (what == "cores" or count):
+            message = f"--jobs {jobs} needs as many {what}, and there are {count}"
+            raise EmbodrlError(message, f"give --jobs {count} or less", code="sweep-jobs")
+
+    def share(index: int, items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(items[index * len(items) // jobs : (index + 1) * len(items) // jobs])
+
+    return [Slot(share(index, cores), share(index, gpus) if gpus else None) for index in range(jobs)]
+
+
+def run_sweep(sweep: Sweep) -> int:
+    """Do the runs that are not finished, some at a time, each on its share of the machine; write the comparison.
+
+    A run that fails does not stop the others. SIGTERM and Ctrl-C stop all of them, which save, and the sweep.
+
+    Args:
+        sweep: its runs.
+
+    Returns:
+        0; 1 if a run has failed; 128 + the signal's number if one has stopped it.
+
+    Raises:
+        EmbodrlError: the machine has too few cores or GPUs.
+    """
+    slots = make_slots(sweep.jobs)
+    with run_lock(sweep.directory), StopSignal(STOP_S) as stop:
+        sweep.write_settings()
+        stop.can_save(f"`embodrl resume {sweep.directory}` continues the sweep")
+        with Progress("sweep", sum(sweep.max_iterations), "iterations", is_even=False) as progress:
+            failed = _Queue(sweep, slots, stop, progress).work()
+        _compare(sweep)
+        return stop.exit_code or (1 if failed else 0)
+
+
+class _Queue:
+    """The runs of a sweep on this machine."""
+
+    def __init__(self, sweep: Sweep, slots: list[Slot], stop: StopSignal, progress: Progress) -> None:
+        self._sweep = sweep
+        self._stop = stop
+        self._progress = progress
+        self._waiting = sweep.unfinished()
+        self._free = list(reversed(slots))
+        self._running: dict[subprocess.Popen[bytes], tuple[int, Slot]] = {}
+        self._failed: list[int] = []
+
+    def work(self) -> list[int]:
+        """Do the runs; return those that have failed."""
+        try:
+            while self._running or (self._waiting and not self._stop):
+                while self._waiting and self._free and not self._stop:
+                    self._start(self._waiting.pop(0), self._free.pop())
+                self._wait()
+                if self._stop:
+                    self._end()
+                self._report()
+        finally:
+            self._end()
+        return self._failed
+
+    def _start(self, index: int, slot: Slot) -> None:
+        sweep = self._sweep
+        environment = dict(os.environ)
+        if slot.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.gpus)
+
+        def bind() -> None:
+            os.sched_setaffinity(0, slot.cores)
+            stop_with_parent()
+
+        with open(_log_of(sweep, index), "ab", opener=open_descriptor) as log:
+            process = subprocess.Popen(
+                sweep.command(index),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=bind,
+            )
+        self._running[process] = (index, slot)
+        self._progress.message(f"{sweep.runs[index].name}: started")
+
+    def _wait(self) -> None:
+        """Wait until a run has ended, or for a moment."""
+        with selectors.DefaultSelector() as selector:
+            descriptors = [os.pidfd_open(process.pid) for process in self._running]
+            try:
+                for descriptor in descriptors:
+                    selector.register(descriptor, selectors.EVENT_READ)
+                selector.select(POLL_S)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        for process in [process for process in self._running if process.poll() is not None]:
+            index, slot = self._running.pop(process)
+            self._free.append(slot)
+            self._ended(index, process.returncode)
+
+    def _ended(self, index: int, code: int) -> None:
+        run = self._sweep.runs[index]
+        if code == 0:
+            self._progress.message(f"{run.name}: finished")
+        elif not self._stop:
+            self._failed.append(index)
+            self._progress.message(f"{run.name}: failed with exit code {code}, see {_log_of(self._sweep, index)}")
+
+    def _report(self) -> None:
+        self._progress.update(*self._progress_of_runs())
+
+    def _progress_of_runs(self) -> tuple[int, str]:
+        """Return how many iterations of all runs are done, and a line about those that are running."""
+        sweep = self._sweep
+        total = len(self._sweep.runs)
+        done = [_iterations_done(sweep, index) for index in range(total)]
+        indices = [index for index, _ in self._running.values()]
+        running = [f"{sweep.runs[index].name} {done[index]}/{sweep.max_iterations[index]}" for index in indices]
+        ended = total - len(self._waiting) - len(running)
+        return sum(done), "; ".join([f"{ended} of {total} runs done", *running])
+
+    def _end(self) -> None:
+        """Ask the runs to save and stop."""
+        for process in self._running:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        for process in self._running:
+            process.wait()
+        self._running = {}
+
+
+def _log_of(sweep: Sweep, index: int) -> Path:
+    return sweep.directory / LOGS / f"{sweep.runs[index].name}.log"
+
+
+def _iterations_done(sweep: Sweep, index: int) -> int:
+    try:
+        rows = read_metrics(sweep.path(index) / METRICS_FILE)
+    except OutputError:  # the run itself reports it; the other runs continue
+        return 0
+    return rows[-1]["iteration"] if rows else 0
+
+
+def _compare(sweep: Sweep) -> None:
+    path = sweep.directory / COMPARISON_FILE
+    again = f"embodrl compare {shlex.quote(str(sweep.directory))} --html {shlex.quote(str(path))}"
+    with afterwards(COMPARISON_FILE, again):
+        if views := sweep.views():
+            write_text_file(path, comparison_page(views))
+
+
+def check_slurm() -> None:
+    """Check that jobs can be submitted.
+
+    Raises:
+        EmbodrlError: sbatch is missing.
+    """
+    if shutil.which("sbatch") is None:
+        hint = "run it on a login node of the cluster, or leave out --backend slurm"
+        raise EmbodrlError("sbatch is not installed here", hint, code="sweep-slurm")
+
+
+def submit_to_slurm(sweep: Sweep) -> str:
+    """Submit the runs that are not finished as one array of jobs; each continues its run if it is requeued.
+
+    The directory of the sweep is one that all nodes share.
+
+    Returns:
+        the number of the array; "" if all runs are finished.
+
+    Raises:
+        EmbodrlError: sbatch is missing or refuses.
+    """
+    check_slurm()
+    if not sweep.unfinished():
+        return ""
+    sweep.write_settings()
+    script = sweep.directory / SCRIPT_FILE
+    write_text_file(script, slurm_script(sweep))
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        message = f"sbatch refused {script}: {done.stderr.strip()}"
+        raise EmbodrlError(message, "correct the options of --slurm", code="sweep-slurm")
+    return done.stdout.strip()
+
+
+def slurm_script(sweep: Sweep) -> str:
+    """Return the job script of the runs that are not finished."""
+    waiting = sweep.unfinished()
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={sweep.directory.name}",
+        f"#SBATCH --array={','.join(map(str, waiting))}%{sweep.jobs}",
+        f"#SBATCH --output={sweep.directory / LOGS}/slurm-%A_%a.log",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=TERM@60",
+        *(f"#SBATCH {option}" for option in sweep.slurm),
+        "",
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        "case $SLURM_ARRAY_TASK_ID in",
+    ]
+    for index in waiting:
+        path = shlex.quote(str(sweep.path(index)))
+        lines += [
+            f"{index})",
+            f"  if compgen -G {path}'/checkpoints/step_*' > /dev/null; then",
+            f"    exec {shlex.join([*_EMBODRL, 'resume', *['--trust'] * sweep.trust, str(sweep.path(index))])}",
+            "  fi",
+            f"  exec {shlex.join(sweep.command(index))} ;;",
+        ]
+    return "\n".join([*lines, "esac", ""])

@@ -1,0 +1,44 @@
+"""The parts of a run that learns from a dataset alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from embodrl.config.schema import Config
+from embodrl.hybrid_engines.rollout.native import make_rollout_engine
+from embodrl.learners.offline.backend import OfflineBackend
+from embodrl.learners.offline.iql import IqlCritics
+from embodrl.learners.offline.learner import OfflineLearner
+from embodrl.learners.offline.load import load_offline
+from embodrl.learners.rollout import Parts
+from embodrl.models.base import VLAPolicy
+from embodrl.models.common.observation_net import ObservationSpec
+from embodrl.trainer.parts import also_lost, make_policy, start_engine
+from embodrl.trainer.session import RunSession
+from embodrl.workers.reward import RewardWorker
+
+
+def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
+    """As ``embodrl.trainer.parts.build``; simulators start with the first evaluation."""
+    config = session.config
+    deployment = session.deployment
+    policy = make_policy(session, device)
+    data, seen = load_offline(config, policy)
+    engine = start_engine(session, session.weights_from, policy, closing)
+    acting = make_rollout_engine(config, policy, deployment.threads_of(deployment.of("rollout")[0]))
+    log_dir = session.directory / "logs"
+    rollouts = OfflineBackend(config, acting, deployment.of("env"), log_dir, also_lost(engine, stopped))
+    closing.callback(rollouts.close)
+    critics = None if seen is None else make_critics(config, policy, seen)
+    learner = OfflineLearner(config, policy, engine, data, critics)
+    return Parts(policy, engine, rollouts, RewardWorker(config, config.env.tasks), data, learner)
+
+
+def make_critics(config: Config, policy: VLAPolicy, seen: ObservationSpec) -> IqlCritics:
+    """Return the critics of an offline run, which look at this part of observations."""
+    chunk = policy.num_action_chunks * policy.action_dim
+    algorithm = config.algorithm
+    return IqlCritics(seen, chunk, algorithm.off_policy, config.actor.optim, policy.device, config.runner.seed)

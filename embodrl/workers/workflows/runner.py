@@ -1,0 +1,294 @@
+"""Rollouts whose episodes are run by a workflow, all at the same time.
+
+Shapes: T policy steps (chunks), B environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+
+from embodrl.config.schema import Config
+from embodrl.data.trajectory import TrajectoryBatch
+from embodrl.envs.environment import Environment
+from embodrl.envs.pool.pool import EnvPool
+from embodrl.errors import (
+    EnvQuarantined,
+    EnvRaised,
+    EnvTimeout,
+    EnvWorkerDied,
+    EpisodeTimeout,
+    RolloutEngineError,
+    WorkflowError,
+)
+from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.hybrid_engines.rollout.batched import BatchedEngine, EpisodeEngine
+from embodrl.names import import_workflow
+from embodrl.specs import LOSSES
+from embodrl.workers.collector import WHOLE, Metrics, Share, Snapshot, SyncCollector
+from embodrl.workers.lockstep import EpisodeStats, Seconds, Shard, ShardMeta, meta_of, shard_meta
+from embodrl.workers.workflows.async_pool import AsyncPool
+from embodrl.workers.workflows.task_runner import AsyncTaskRunner, TaskResult
+from embodrl.workers.workflows.workflow import EpisodeTask, RolloutWorkflow, Trajectory, stack_trajectories
+
+logger = logging.getLogger(__name__)
+
+# How long a signal may wait until it is looked at.
+_POLL_S = 0.1
+# How often a shard is run at most until an episode of it is left; a shard may be few episodes, of one group.
+MAX_ATTEMPTS = 4
+_BEYOND_REPAIR = (EnvQuarantined, EnvRaised, EnvWorkerDied, EnvTimeout, RolloutEngineError)
+
+
+@dataclass
+class _Tally:
+    """Outcomes of the episodes of a shard, over all attempts."""
+
+    attempts: int = 0
+    failed: int = 0
+    rejected: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+    first_error: BaseException | None = None
+
+
+class WorkflowRunner:
+    """Has the episodes of a group of environments run by a workflow, all at the same time.
+
+    An episode that raises or takes too long is counted and left out, like one that the workflow rejects. What an
+    episode draws follows from its numbers, not from the order in which episodes ask.
+
+    Args:
+        config: the run.
+        pool: of the environments; started, without auto-reset.
+        engine: the policy.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        workflow: None takes ``rollout.workflow``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: RolloutEngine,
+        keep_frames: bool,
+        workflow: RolloutWorkflow | None = None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.keep_frames = keep_frames
+        if workflow is None:
+            assert config.rollout.workflow is not None
+            workflow = cast("RolloutWorkflow", import_workflow(config.rollout.workflow))
+        self.workflow: RolloutWorkflow = workflow
+        self.num_envs = pool.spec.num_envs
+        self.num_steps = config.rollout_chunks
+        self.needs_values = LOSSES.entry(config.algorithm.loss_type).needs_values
+        self.bootstrap = self.needs_values and config.algorithm.bootstrap_type == "truncation"
+
+    def roll_out(self, shard: Shard, should_stop: Callable[[], bool]) -> TrajectoryBatch:
+        """Return the episodes of a shard.
+
+        Where all of them were rejected, it runs the shard again, up to ``MAX_ATTEMPTS`` times in all: with other random
+        numbers, and from other initial states unless ``env.train.use_fixed_reset_state_ids``. All are counted.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True; it is asked now and then.
+            WorkflowError: every episode of a run failed, or none was left however often the shard was run.
+            EnvError: a simulator is beyond repair.
+            RolloutEngineError: the engine is.
+        """
+        tally = _Tally()
+        while True:
+            failed = tally.failed
+            trajectories, means = self._attempt(self._redrawn(shard, tally.attempts), should_stop, tally)
+            if any(trajectories):
+                break
+            if tally.attempts == MAX_ATTEMPTS or tally.failed - failed == self.num_envs:
+                raise self._nothing_left(tally) from tally.first_error
+        batch = stack_trajectories(trajectories, self.num_steps, shard.group_id, self.bootstrap, self.keep_frames)
+        batch.meta = shard_meta(batch, self._count(trajectories), tally.seconds) | {
+            "counts": {"workflow/failed_episodes": tally.failed, "workflow/rejected_episodes": tally.rejected},
+            "means": means,
+        }
+        return batch
+
+    def rebuild(self) -> None:
+        """Rebuild the environments, so that nothing is left of their history."""
+        self.pool.call("rebuild", restart=True)
+
+    def _redrawn(self, shard: Shard, attempts: int) -> Shard:
+        """Return the shard as it is run after so many attempts; groups stay groups."""
+        if not attempts:
+            return shard
+        seeds = shard.seeds
+        if not self.config.env.train.use_fixed_reset_state_ids:
+            words = [
+                np.random.SeedSequence([int(seed), attempts]).generate_state(1)[0] >> np.uint32(1) for seed in seeds
+            ]
+            seeds = np.array(words, np.int64)
+        return replace(shard, seeds=seeds, random=(*shard.random, attempts))
+
+    def _attempt(
+        self, shard: Shard, should_stop: Callable[[], bool], tally: _Tally
+    ) -> tuple[list[Trajectory | None], dict[str, float]]:
+        """Return what was run, None where an episode failed or was rejected, and means for the metrics."""
+        names = self.pool.spec.tasks
+        episodes = [
+            EpisodeTask(names[task_id], task_id, seed, self.num_steps, shard.iteration, self.keep_frames)
+            for seed, task_id in zip(shard.seeds.tolist(), shard.task_ids.tolist(), strict=True)
+        ]
+        with ExitStack() as stack:
+            environments = stack.enter_context(closing(AsyncPool(self.pool)))
+            engine = BatchedEngine(self.engine, self.needs_values, self.num_envs, shard.random)
+            stack.enter_context(closing(engine))
+            # Closed first: episodes under way are cancelled, then the threads that serve them end.
+            runner = stack.enter_context(AsyncTaskRunner(self.num_envs, self.num_envs, name="episodes"))
+            runner.pause()  # all begin together: the first calls go out as one
+            for row, env in enumerate(environments.environments()):
+                runner.submit(self._run_episode, engine.for_episode(row), env, episodes[row], task_id=str(row))
+            runner.resume()
+            results = self._wait(runner, should_stop)
+        tally.seconds.merge(Seconds(environments.busy_s(), engine.busy_s))
+        means = {"workflow/env_batch": environments.mean_batch(), "workflow/policy_batch": engine.mean_batch()}
+        return self._sort(results, tally), means
+
+    async def _run_episode(self, engine: EpisodeEngine, env: Environment, task: EpisodeTask) -> Trajectory | None:
+        limit = self.config.rollout.episode_timeout_s
+        clock = asyncio.timeout(limit)
+        try:
+            async with clock:
+                trajectory = await self.workflow.run_episode(engine, env, task)
+        except TimeoutError as error:
+            if not clock.expired():
+                raise  # one of the workflow's own
+            raise EpisodeTimeout(
+                f"an episode took more than {limit:g} s",
+                "find what it waits for, or raise rollout.episode_timeout_s (null: no limit)",
+            ) from error
+        if trajectory is not None and (not isinstance(trajectory, Trajectory) or not trajectory.chunks):
+            raise WorkflowError(
+                f"{type(self.workflow).__name__}.run_episode returned {trajectory!r:.100}",
+                "return a Trajectory with at least one chunk, or None to reject the episode",
+                code="workflow-trajectory",
+            )
+        if trajectory is not None and len(trajectory.chunks) > task.max_chunks:
+            raise WorkflowError(
+                f"an episode has {len(trajectory.chunks)} chunks, and there is room for {task.max_chunks}",
+                "stop at task.max_chunks, or raise env.train.max_steps_per_rollout_epoch",
+                code="workflow-trajectory",
+            )
+        return trajectory
+
+    def _wait(self, runner: AsyncTaskRunner, should_stop: Callable[[], bool]) -> list[TaskResult]:
+        """Return the results in the order of the environments."""
+        results: list[TaskResult] = []
+        while len(results) < self.num_envs:
+            if should_stop():
+                raise InterruptedError
+            results += runner.wait(self.num_envs - len(results), _POLL_S)
+        return sorted(results, key=lambda result: int(result.id))
+
+    def _sort(self, results: list[TaskResult], tally: _Tally) -> list[Trajectory | None]:
+        """Return what was run, None where an episode failed or was rejected; count both."""
+        errors = [result.exception for result in results if result.exception is not None]
+        for error in errors:
+            if isinstance(error, _BEYOND_REPAIR):
+                raise error
+        trajectories = [result.value if result.status == "ok" else None for result in results]
+        failed = sum(result.status != "ok" for result in results)
+        tally.attempts += 1
+        tally.failed += failed
+        tally.rejected += trajectories.count(None) - failed
+        tally.first_error = tally.first_error or next(iter(errors), None)
+        if errors and failed < len(results):
+            logger.warning("%d of %d episodes failed", len(errors), len(results), exc_info=errors[0])
+        return trajectories
+
+    def _nothing_left(self, tally: _Tally) -> WorkflowError:
+        error = tally.first_error
+        return WorkflowError(
+            f"of {tally.attempts * self.num_envs} episodes {tally.failed} failed and {tally.rejected} were rejected"
+            + (f", in {tally.attempts} attempts" if tally.attempts > 1 else "")
+            + (f"; the first failure: {type(error).__name__}: {error}" if error else ""),
+            f"fix {self.config.rollout.workflow or type(self.workflow).__name__}",
+        )
+
+    def _count(self, trajectories: list[Trajectory | None]) -> EpisodeStats:
+        stats = EpisodeStats.of(self.pool.spec.tasks)
+        for trajectory in trajectories:
+            if trajectory is None:
+                continue
+            if trajectory.lost:
+                stats.lost += 1
+            elif trajectory.done or len(trajectory.chunks) < self.num_steps:
+                stats.episodes += 1
+                stats.successes += trajectory.success
+                stats.add_to_task(trajectory.task.name, trajectory.success)
+                stats.returns += trajectory.total_reward
+                stats.solved_returns += trajectory.total_reward * trajectory.success
+                stats.lengths += trajectory.num_actions
+        return stats
+
+
+class WorkflowCollector(SyncCollector):
+    """Gathers as ``SyncCollector`` does, but ``rollout.workflow`` runs the episodes, one in each environment.
+
+    Args:
+        config: the run.
+        pool: started, without auto-reset.
+        engine: the policy.
+        should_stop: asked while waiting; if it answers True, ``gather`` raises InterruptedError.
+        keep_frames: keep what the first camera sees, for those who judge episodes by it.
+        share: which of the run's environments are those of the pool.
+        workflow: None takes ``rollout.workflow``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        engine: RolloutEngine,
+        should_stop: Callable[[], bool],
+        keep_frames: bool = False,
+        share: Share = WHOLE,
+        workflow: RolloutWorkflow | None = None,
+    ) -> None:
+        super().__init__(config, pool, engine, should_stop, keep_frames, share)
+        self.episode_runner = WorkflowRunner(config, pool, engine, keep_frames, workflow)
+        self._metas: list[ShardMeta] = []
+
+    def gather(self, iteration: int) -> tuple[TrajectoryBatch, Metrics]:
+        """See Collector.
+
+        Raises:
+            InterruptedError: ``should_stop`` answered True.
+            WorkflowError: see WorkflowRunner.roll_out.
+            EnvError: a simulator is beyond repair.
+            RolloutEngineError: the engine is.
+        """
+        self._metas = []
+        return super().gather(iteration)
+
+    def metas(self) -> list[ShardMeta]:
+        return self._metas
+
+    def restore(self, carried: Snapshot) -> None:
+        super().restore(carried)
+        self._metas = list(carried["metas"])
+
+    def _roll_out(self, iteration: int, epoch: int) -> list[TrajectoryBatch]:
+        """Return the episodes of all environments as one batch; raises as ``gather``."""
+        seeds, task_ids = self.schedule.draw(iteration, epoch)
+        numbers = (self.config.runner.seed, iteration, epoch)
+        shard = Shard(iteration, seeds, task_ids, self.schedule.group_ids(epoch), numbers)
+        batch = self.episode_runner.roll_out(shard, self.should_stop)
+        self._metas.append(meta_of(batch))
+        batch.meta = {}
+        return [batch]

@@ -1,0 +1,102 @@
+"""Where parts stand, and which of them a run loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from embodrl.names import import_object
+from embodrl.registry import Registry
+from embodrl.scheduler.launchers import LAUNCHERS
+from embodrl.specs import (
+    ADVANTAGES,
+    ENGINES,
+    ENV_SERVERS,
+    ENVS,
+    LOSSES,
+    MODELS,
+    PIPELINES,
+    PROTOCOLS,
+    SERVE_PROTOCOLS,
+    SMALL_ACTORS,
+    VERBS,
+    WORKFLOW_RUNNERS,
+)
+
+ROOT = Path(__file__).parents[3]
+LOADED = """
+import json, sys
+from embodrl.cli.main import app
+from embodrl.pipelines.load import load_config
+loaded = load_config(["env=maniskill", "model=openvla"], verb="train")
+from embodrl.runs import train
+from embodrl.envs.registry import SupportedEnv
+from embodrl.models.openvla import build
+from embodrl.hybrid_engines.training import native
+from embodrl.hybrid_engines.rollout import native as acting
+print(json.dumps([name for name in sys.modules if name.startswith("embodrl.")]))
+"""
+MOST_MODULES = 320
+"""Of embodrl, in the driver of the front page's run; lower it when they become fewer."""
+REGISTRIES: list[Registry] = [
+    *(ADVANTAGES, ENGINES, ENV_SERVERS, ENVS, LAUNCHERS, LOSSES, MODELS, PIPELINES, PROTOCOLS, SERVE_PROTOCOLS),
+    *(SMALL_ACTORS, VERBS, WORKFLOW_RUNNERS),
+]
+
+
+def folders_of(modules: Iterable[str], room: str, parts: Iterable[str]) -> set[str]:
+    """Return the folders of registered parts that have loaded modules."""
+    folders = {part.partition(":")[0].removesuffix(".spec") for part in parts}
+    folders = {folder for folder in folders if folder.startswith(f"embodrl.{room}.")}
+    return {folder for folder in folders for name in modules if name == folder or name.startswith(f"{folder}.")}
+
+
+def test_the_front_pages_run_loads_one_family_one_simulator_and_one_engine() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=120, check=True)
+    modules: list[str] = json.loads(done.stdout)
+    assert folders_of(modules, "models", MODELS.builtin.values()) == {"embodrl.models.openvla"}
+    assert folders_of(modules, "envs", ENVS.builtin.values()) == {"embodrl.envs.maniskill"}
+    others = {f"embodrl.hybrid_engines.training.{name}" for name in ("fsdp", "megatron", "tensor_parallel")}
+    others |= {f"embodrl.hybrid_engines.rollout.{name}" for name in ("remote", "vllm")}
+    others |= {"embodrl.tools", "embodrl.store", "embodrl.serving", "embodrl.workers.workflows"}
+    assert not others & set(modules)
+    assert len(modules) <= MOST_MODULES
+
+
+@pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
+def test_every_built_in_part_is_there(registry: Registry) -> None:
+    assert registry.builtin
+    for name, place in registry.builtin.items():
+        entry = registry.entry(name)
+        assert entry.name == name and place.startswith("embodrl.")
+        if isinstance(entry.target, str) and not entry.target.startswith("embodrl.envs."):  # simulators' packages
+            assert import_object(entry.target) is not None
+
+
+def test_every_folder_with_a_spec_is_in_a_table() -> None:
+    listed = {place.partition(":")[0] for registry in REGISTRIES for place in registry.builtin.values()}
+    found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "embodrl").rglob("spec.py")}
+    assert found <= listed
+
+
+def test_embodrl_itself_declares_no_entry_point() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert "[project.entry-points" not in text and "[project.scripts]" in text
+
+
+def test_an_older_installation_may_still_list_entry_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "old-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: old\nVersion: 1.0\n")
+    points = "[embodrl.verbs]\ngone = embodrl.no_such_room.spec:VERB\nlist = embodrl.no_such_room.spec:VERB\n"
+    (info / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert entry_points(group="embodrl.verbs").select(name="gone")
+    registry = Registry("verb", VERBS.cls, VERBS.group, "embodrl.cli.registry:VERBS")
+    assert "gone" not in registry and registry.entry("list").name == "list"

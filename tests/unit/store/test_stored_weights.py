@@ -1,0 +1,53 @@
+"""Versions of weights reach a directory by way of a store."""
+
+import pytest
+import torch
+from served import MeanPolicy, engine_of
+
+from embodrl.errors import StoreError
+from embodrl.hybrid_engines.weight_sync.disk import STABLE, DiskSender, versions_in
+from embodrl.hybrid_engines.weight_sync.follower import WeightSource
+from embodrl.store.store import Store
+from embodrl.store.weights import download_versions, newest_version, upload_versions
+
+
+def weights(value: float):
+    return {name: torch.full_like(tensor, value) for name, tensor in MeanPolicy().named_parameters()}.items()
+
+
+def test_a_policy_takes_what_was_sent_elsewhere(tmp_path):
+    store, policy = Store(f"memory://{tmp_path.name}"), MeanPolicy()
+    store.create()
+    source = WeightSource(engine_of(policy))
+    sender = DiskSender(tmp_path / "sent", {"offset"})  # after the first version, only what trains
+    assert newest_version(store) is None
+    for version in (0, 5, 7, 9):
+        sender.send(weights(version), version)
+        upload_versions(store, tmp_path / "sent")
+        download_versions(store, tmp_path / "taken")
+        report = source.take(tmp_path / "taken")
+        assert report is not None and report.version == version == newest_version(store)
+        assert policy.offset.item() == version
+    assert versions_in(tmp_path / "taken") == versions_in(tmp_path / "sent") == [9, 7, 0]
+
+
+def test_an_interrupted_download_is_repeated(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.create()
+    DiskSender(tmp_path / "sent").send(weights(1), 1)
+    upload_versions(store, tmp_path / "sent")
+    download_versions(store, tmp_path / "taken")
+    (tmp_path / "taken" / "v000001" / STABLE).unlink()  # written last
+    download_versions(store, tmp_path / "taken")
+    assert versions_in(tmp_path / "taken") == [1]
+
+
+def test_another_trainer_can_not_replace_a_version(tmp_path):
+    store = Store(str(tmp_path / "store"))
+    store.create()
+    for name, value in (("one", 1.0), ("other", 2.0)):
+        DiskSender(tmp_path / name).send(weights(value), 1)
+    upload_versions(store, tmp_path / "one")
+    with pytest.raises(StoreError) as raised:
+        upload_versions(store, tmp_path / "other")
+    assert raised.value.code == "store-name-taken"
