@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import embodrl
 from embodrl.data.load import load_demos
-from embodrl.models.pi.stats import read_lerobot, read_openpi
+from embodrl.models.openpi.stats import read_lerobot, read_openpi
 from embodrl.pipelines.load import load_config
 from embodrl.tools.data_check.check import check_data
 from embodrl.tools.export.checkpoint import export_checkpoint

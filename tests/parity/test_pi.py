@@ -15,9 +15,9 @@ from transformers.models.siglip.modeling_siglip import SiglipMLP
 from embodrl.errors import CheckpointError
 from embodrl.models.flow import gemma
 from embodrl.models.flow.flow import reversed_velocity
+from embodrl.models.openpi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 from embodrl.models.pi import modeling
 from embodrl.models.pi.modeling import PiModel
-from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING, public_state
 from embodrl.tools.parity import pi as parity
 
 FIXTURES = Path(__file__).parents[3] / "shared" / "parity"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from embodrl.envs.images import resized
 from embodrl.envs.mujoco.divergence import Divergence
 from embodrl.envs.mujoco.scene import is_fast, simplify
 from embodrl.envs.mujoco_gl import choose_gl
@@ -228,16 +229,6 @@ def _make_current(renderer: _Renderer | None) -> None:
     """Make the OpenGL context of a renderer current; Gymnasium leaves that to chance where there are several."""
     if renderer is not None and renderer.viewer is not None:
         renderer.viewer.make_context_current()
-
-
-def resized(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Return the picture ``uint8[H,W,3]`` at that size; every new pixel is the mean of what it covers."""
-    if picture.shape[:2] == (height, width):
-        return picture
-    image = import_module("PIL.Image")
-    smaller = height <= picture.shape[0] and width <= picture.shape[1]
-    how = image.Resampling.BOX if smaller else image.Resampling.BILINEAR
-    return np.asarray(image.fromarray(np.ascontiguousarray(picture)).resize((width, height), how))
 
 
 def _make(env_id: str, max_episode_steps: int) -> _Env:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl.envs.gymnasium.env import resized
+from embodrl.envs.images import resized
 from embodrl.envs.real_time.safety import Command
 from embodrl.envs.simulator import SimStep, Simulator, SimulatorVectorEnv
 from embodrl.envs.stepping import CameraSettings, EpisodeRules

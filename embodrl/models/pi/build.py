@@ -16,15 +16,23 @@ from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.flow.noise_head import build_noise_head
-from embodrl.models.pi.config import Normalization, PiConfig, Variant
-from embodrl.models.pi.conventions import with_conventions
+from embodrl.models.openpi.config import Normalization, PiConfig, Variant
+from embodrl.models.openpi.conventions import with_conventions
+from embodrl.models.openpi.processing import PiProcessor
+from embodrl.models.openpi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
+from embodrl.models.openpi.tokenizer import load_tokenizer, tiny_tokenizer
+from embodrl.models.openpi.weights import (
+    EMBEDDING,
+    EXPERT,
+    LANGUAGE,
+    TOWER,
+    aliases_and_ignored,
+    in_float32,
+    variant_of,
+)
 from embodrl.models.pi.modeling import PiModel
 from embodrl.models.pi.policy import PiPolicy, default_value_input
-from embodrl.models.pi.processing import PiProcessor
 from embodrl.models.pi.spec import MISSING_CONFIG, PiModelConfig
-from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot, read_openpi
-from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
-from embodrl.models.pi.weights import EMBEDDING, EXPERT, LANGUAGE, TOWER, aliases_and_ignored, in_float32, variant_of
 
 TINY_STATS_KEY = "maniskill"
 

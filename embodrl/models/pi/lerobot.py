@@ -13,11 +13,11 @@ from pathlib import Path
 from embodrl.errors import EmbodrlError
 from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, fields_of
-from embodrl.models.pi.config import PUBLIC
+from embodrl.models.openpi.config import PUBLIC
+from embodrl.models.openpi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, write_pipeline
+from embodrl.models.openpi.tokenizer import PALIGEMMA
+from embodrl.models.openpi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
 from embodrl.models.pi.policy import PiPolicy
-from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, write_pipeline
-from embodrl.models.pi.tokenizer import PALIGEMMA
-from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
 
 STATE = "observation.state"
 ACTION = "action"

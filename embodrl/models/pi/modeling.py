@@ -12,7 +12,6 @@ width, E the expert's, H actions, D padded action dimensions.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,73 +19,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.flow.expert_policy import ExpertNetwork, Towers
 from embodrl.models.flow.gemma import (
     GemmaLayer,
     GemmaModel,
-    GemmaSpec,
     KeysValues,
     Rotary,
     full_precision,
     per_token,
     rotary,
 )
-from embodrl.models.flow.siglip import SiglipTower
-from embodrl.models.pi.config import PiConfig
-
-MIN_PERIOD = 4e-3
-MAX_PERIOD = 4.0
-
-
-class MultiModalProjector(nn.Module):
-    """Vision features to language embeddings."""
-
-    def __init__(self, vision_width: int, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(vision_width, width)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """``[B,N,*]`` to ``[B,N,W]``; other than text, images are not scaled by sqrt(W)."""
-        return self.linear(features)
-
-
-class PaliGemmaModel(nn.Module):
-    """Beyer et al., "PaliGemma", 2024, without its output layer."""
-
-    def __init__(self, siglip: SiglipSpec, vlm: GemmaSpec, vocab_size: int) -> None:
-        super().__init__()
-        self.vision_tower = SiglipTower(siglip)
-        self.multi_modal_projector = MultiModalProjector(siglip.width, vlm.width)
-        self.language_model = GemmaModel(vlm, vocab_size)
-
-    def embed_images(self, pixels: Tensor) -> Tensor:
-        """``[B,V,3,h,w]`` in [-1, 1] to embeddings ``[B,V*N,W]``."""
-        features = self.vision_tower(pixels.flatten(0, 1))
-        return self.multi_modal_projector(features).unflatten(0, (len(pixels), -1)).flatten(1, 2)
-
-    def embed_prefix(
-        self, pixels: Tensor, ids: Tensor, prompt_mask: Tensor, image_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return embeddings ``[B,P',W]`` of images and prompt, and ``bool[B,P']``, False at padding; None without any.
-
-        Cameras and columns that every row lacks are left out. Arguments as of ``PiModel.encode``.
-        """
-        if image_mask is not None:
-            needed = image_mask.any(dim=0)
-            pixels = pixels[:, needed]
-            image_mask = image_mask[:, needed]
-        longest = int(prompt_mask.sum(dim=1).max())
-        ids = ids[:, :longest]
-        prompt_mask = prompt_mask[:, :longest]
-        x = torch.cat([self.embed_images(pixels), self.language_model.embed(ids)], dim=1)
-        # Without a mask attention is faster in every layer.
-        if bool(prompt_mask.all()) and (image_mask is None or bool(image_mask.all())):
-            return x, None
-        if image_mask is None:
-            image_mask = prompt_mask.new_ones(pixels.shape[:2])
-        patches = image_mask.repeat_interleave(self.vision_tower.spec.num_patches, dim=1)
-        return x, torch.cat([patches, prompt_mask], dim=1)
+from embodrl.models.flow.time_embedding import time_embedding
+from embodrl.models.openpi.config import PiConfig
+from embodrl.models.openpi.paligemma import PaliGemmaModel, token_places
 
 
 class PaliGemma(nn.Module):
@@ -133,17 +78,6 @@ class PiContext:
     last_input: Tensor
     prefix_rope: Rotary
     prefix_mask: Tensor | None
-
-
-def time_embedding(tau: Tensor, width: int) -> Tensor:
-    """Return sines, then cosines, ``float32[...,width]`` of noise levels ``float32[...]``.
-
-    Periods are spaced geometrically from 4e-3 to 4. The phases reach 2 pi / 4e-3, so they are computed in float64.
-    """
-    fraction = torch.linspace(0.0, 1.0, width // 2, dtype=torch.float64, device=tau.device)
-    period = MIN_PERIOD * (MAX_PERIOD / MIN_PERIOD) ** fraction
-    phase = 2.0 * math.pi * tau.double()[..., None] / period
-    return torch.cat([phase.sin(), phase.cos()], dim=-1).float()
 
 
 class PiModel(ExpertNetwork):
@@ -247,10 +181,3 @@ class PiModel(ExpertNetwork):
         rope = rotary(position, self.config.expert.head_dim, token.dtype)
         extended, _ = self.expert.encode(token, rope, None if seen is None else seen[:, None, None], cache)
         return extended, seen
-
-
-def token_places(valid: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Return ``int64[B,S]``, or ``[1,S]`` where rows agree: each token's place among those that are not padding."""
-    if valid is None:
-        return torch.arange(length, device=device)[None]
-    return (valid.cumsum(dim=1) - 1).clamp(min=0)

@@ -24,12 +24,12 @@ from embodrl.models.flow.expert_policy import ExpertPolicy
 from embodrl.models.flow.flow import NoiseHead, accumulated_times
 from embodrl.models.flow.flow_spec import FlowModelConfig
 from embodrl.models.flow.noise_head import save_noise_head
-from embodrl.models.pi.config import PUBLIC, Variant
+from embodrl.models.openpi.config import PUBLIC, Variant
+from embodrl.models.openpi.processing import PiProcessor
+from embodrl.models.openpi.stats import ASSETS, STATS_FILE, PiStats
+from embodrl.models.openpi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.models.openpi.weights import in_float32, neutral_norm, public_state
 from embodrl.models.pi.modeling import PiContext, PiModel
-from embodrl.models.pi.processing import PiProcessor
-from embodrl.models.pi.stats import ASSETS, STATS_FILE, PiStats
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
-from embodrl.models.pi.weights import in_float32, neutral_norm, public_state
 from embodrl.types import Observation
 
 

@@ -7,63 +7,17 @@ from collections.abc import Iterator, Mapping
 from pydantic import Field
 
 from embodrl.config.rules.base import Context, Finding, RuleSet
-from embodrl.config.schema import NonNegativeInt, PositiveInt, Section
 from embodrl.models.common.config_file import own_section
 from embodrl.models.flow.flow_spec import (
     WHOLE_PICTURES,
     FlowModelConfig,
-    SiglipConfig,
     at_most,
     chunk_fits,
     even,
     flow_family,
     vlm_fits,
 )
-
-
-class PiArchitectureConfig(Section):
-    """Dimensions of a pi0 or pi0.5 built without a checkpoint, and prompts, of a checkpoint as well."""
-
-    image_size: PositiveInt = Field(default=64, description="pixels, square; divisible by patch_size")
-    patch_size: PositiveInt = Field(default=8, description="pixels")
-    siglip: SiglipConfig = Field(default=SiglipConfig(), description="vision")
-    depth: PositiveInt = Field(default=3, description="layers of Gemma and of the action expert")
-    num_heads: PositiveInt = Field(default=4, description="query heads of both")
-    num_kv_heads: PositiveInt = Field(default=1, description="key and value heads of both; divides num_heads")
-    head_dim: PositiveInt = Field(default=32, description="of both; even, since rotary embeddings turn pairs")
-    vlm_width: PositiveInt = Field(default=128, description="Gemma hidden size")
-    vlm_mlp_dim: PositiveInt = Field(default=384, description="Gemma MLP size")
-    expert_width: PositiveInt = Field(default=96, description="action expert hidden size; even")
-    expert_mlp_dim: PositiveInt = Field(default=256, description="action expert MLP size")
-    vocab_size: PositiveInt | None = Field(
-        default=None, description="rows of the embedding, at least the tokenizer's tokens; null: as many as these"
-    )
-    max_action_dim: PositiveInt = Field(default=32, description="actions and states are padded to this with zeros")
-    action_horizon: PositiveInt = Field(default=5, description="actions predicted; the first num_action_chunks are run")
-    num_images: PositiveInt = Field(default=1, description="image slots; cameras that are missing are masked")
-    max_prompt_tokens: PositiveInt = Field(default=48, description="prompts are padded to this length")
-    discrete_state: bool | None = Field(
-        default=None,
-        description="pi0.5: write the state into the prompt; null: as the checkpoint was trained, tiny size: no",
-    )
-    padded_state_in_prompt: bool | None = Field(
-        default=None,
-        description="pi0.5: pad that state to max_action_dim as lerobot before 0.5; null: as the checkpoint",
-    )
-    dark_bars: bool | None = Field(
-        default=None,
-        description="bars beside pictures that are not square are at -3 instead of black, as with lerobot before 0.5;"
-        " null: as the checkpoint",
-    )
-    relative_dims: NonNegativeInt | None = Field(
-        default=None,
-        description="leading action dimensions that a checkpoint in openpi's layout predicts relative to the state"
-        " (its DeltaActions); null: by the name of the dataset",
-    )
-    antialias: bool | None = Field(
-        default=None,
-        description="resize a checkpoint's pictures with antialiasing; null: openpi's with it, lerobot's without",
-    )
+from embodrl.models.openpi.settings import PiArchitectureConfig
 
 
 class PiModelConfig(FlowModelConfig):

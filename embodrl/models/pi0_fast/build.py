@@ -13,10 +13,10 @@ from embodrl.models.common.config_file import CONFIG_FILE, fields_of, read_file
 from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
-from embodrl.models.pi.conventions import with_lerobots_age
-from embodrl.models.pi.stats import PiStats, choose, identity_set, read_lerobot
-from embodrl.models.pi.tokenizer import load_tokenizer, tiny_tokenizer
-from embodrl.models.pi.weights import EMBEDDING, LANGUAGE, TOWER, in_float32
+from embodrl.models.openpi.conventions import with_lerobots_age
+from embodrl.models.openpi.stats import PiStats, choose, identity_set, read_lerobot
+from embodrl.models.openpi.tokenizer import load_tokenizer, tiny_tokenizer
+from embodrl.models.openpi.weights import EMBEDDING, LANGUAGE, TOWER, in_float32
 from embodrl.models.pi0_fast import files
 from embodrl.models.pi0_fast.codec import TINY_CODEC, read_codec
 from embodrl.models.pi0_fast.config import FastConfig

@@ -11,7 +11,7 @@ from embodrl.fields import Fields
 from embodrl.models.common.config_file import OWN_SECTION, check_family, read_file
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.flow.gemma import GemmaSpec
-from embodrl.models.pi.config import (
+from embodrl.models.openpi.config import (
     BY_DEVIATION,
     BY_QUANTILES,
     PUBLIC,
@@ -20,7 +20,7 @@ from embodrl.models.pi.config import (
     from_lerobot,
     variant_name,
 )
-from embodrl.models.pi.tokenizer import PALIGEMMA
+from embodrl.models.openpi.tokenizer import PALIGEMMA
 from embodrl.models.pi0_fast.spec import Pi0FastArchitectureConfig
 
 NAME = "pi0_fast"

@@ -10,8 +10,8 @@ from torch import Tensor
 from embodrl.errors import CheckpointError
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.flow.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
-from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
+from embodrl.models.openpi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, PiStats, lerobot_steps, write_pipeline
+from embodrl.models.openpi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING, with_tower_level
 from embodrl.models.pi0_fast.codec import SETTINGS_FILE, TOKENIZER_FILE, ActionCodec, read_codec
 from embodrl.models.pi0_fast.config import FastConfig
 

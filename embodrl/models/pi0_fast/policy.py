@@ -28,9 +28,9 @@ from embodrl.models.common.public_layout import PublicLayout
 from embodrl.models.common.sampling import action_entropy, action_log_probs, draw, exponential_noise
 from embodrl.models.common.value_head import ValueHead, masked_mean
 from embodrl.models.flow.flow_policy import LEARNABLE
-from embodrl.models.pi.stats import PiStats
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
-from embodrl.models.pi.weights import in_float32, neutral_norm
+from embodrl.models.openpi.stats import PiStats
+from embodrl.models.openpi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.models.openpi.weights import in_float32, neutral_norm
 from embodrl.models.pi0_fast.codec import ActionCodec
 from embodrl.models.pi0_fast.config import PUBLIC_FAST
 from embodrl.models.pi0_fast.files import CODEC_DIRECTORY, public_state, state_dims, write_processors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from embodrl.models.pi.processing import PiProcessor
+from embodrl.models.openpi.processing import PiProcessor
 
 
 class FastProcessor(PiProcessor):

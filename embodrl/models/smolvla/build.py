@@ -11,9 +11,9 @@ from embodrl.models.common.heads import build_value_head
 from embodrl.models.common.init import new_generator
 from embodrl.models.common.norm_stats import given_sets
 from embodrl.models.flow.noise_head import build_noise_head
-from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import choose, identity_set
-from embodrl.models.pi.tokenizer import tiny_tokenizer
+from embodrl.models.openpi.config import Normalization
+from embodrl.models.openpi.stats import choose, identity_set
+from embodrl.models.openpi.tokenizer import tiny_tokenizer
 from embodrl.models.smolvla import files
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.models.smolvla.modeling import SmolVlaModel

@@ -17,9 +17,16 @@ from embodrl.models.common import checkpoint
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, fields_of
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.flow.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, LEROBOT_KEY, PiStats, read_lerobot, write_pipeline
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
+from embodrl.models.openpi.config import Normalization
+from embodrl.models.openpi.stats import (
+    LEROBOT_AFTER_FILE,
+    LEROBOT_FILE,
+    LEROBOT_KEY,
+    PiStats,
+    read_lerobot,
+    write_pipeline,
+)
+from embodrl.models.openpi.tokenizer import JSON_FILE, JsonTokenizer, TextTokenizer
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.storage.tensor_files import open_tensors
 

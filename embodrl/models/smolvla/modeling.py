@@ -25,7 +25,7 @@ from embodrl.models.common.llama import Mlp, RMSNorm
 from embodrl.models.flow.expert_policy import ExpertNetwork, Towers
 from embodrl.models.flow.gemma import GemmaSpec, KeysValues, LayerStack, Rotary, per_token, rotary, rotate
 from embodrl.models.flow.siglip import SiglipTower
-from embodrl.models.pi.modeling import time_embedding
+from embodrl.models.flow.time_embedding import time_embedding
 from embodrl.models.smolvla.config import SmolVlaConfig
 
 RMS_NORM_EPS = 1e-5

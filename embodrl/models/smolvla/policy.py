@@ -21,8 +21,8 @@ from embodrl.models.flow.expert_policy import ExpertPolicy
 from embodrl.models.flow.flow import NoiseHead
 from embodrl.models.flow.flow_spec import FlowModelConfig
 from embodrl.models.flow.noise_head import save_noise_head
-from embodrl.models.pi.stats import PiStats
-from embodrl.models.pi.tokenizer import JSON_FILE, JsonTokenizer
+from embodrl.models.openpi.stats import PiStats
+from embodrl.models.openpi.tokenizer import JSON_FILE, JsonTokenizer
 from embodrl.models.smolvla import files
 from embodrl.models.smolvla.config import PUBLIC
 from embodrl.models.smolvla.modeling import SmolContext, SmolVlaModel

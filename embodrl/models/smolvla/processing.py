@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.limits import check_cameras, check_prompt
-from embodrl.models.pi.stats import Scaling, cut
-from embodrl.models.pi.tokenizer import TextTokenizer, with_line_feed
+from embodrl.models.openpi.stats import Scaling, cut
+from embodrl.models.openpi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.models.smolvla.config import SmolVlaConfig
 from embodrl.types import Observation
 

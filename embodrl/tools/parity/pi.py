@@ -19,9 +19,9 @@ from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.flow.flow import accumulated_times
 from embodrl.models.flow.gemma import GemmaSpec
-from embodrl.models.pi.config import PiConfig
+from embodrl.models.openpi.config import PiConfig
+from embodrl.models.openpi.weights import aliases_and_ignored
 from embodrl.models.pi.modeling import PiModel
-from embodrl.models.pi.weights import aliases_and_ignored
 from embodrl.tools.parity.common import (
     CPU,
     INPUTS_FILE,

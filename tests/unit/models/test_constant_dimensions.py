@@ -11,9 +11,9 @@ from embodrl.learners.imitation_policy import constant_dimensions
 from embodrl.models.common.config_file import fields_of
 from embodrl.models.common.norm_stats import ActionStats, MeanStd, Quantiles, choose_stats, stats_sets
 from embodrl.models.gr00t.robots import KeyStats
+from embodrl.models.openpi.config import Normalization
+from embodrl.models.openpi.stats import choose
 from embodrl.models.openvla_oft.config import ProprioStats
-from embodrl.models.pi.config import Normalization
-from embodrl.models.pi.stats import choose
 
 REAL = Path(__file__).resolve().parents[4] / "shared/real_fixtures/openpi/pi05_simpler_bridge.norm_stats.json"
 LOW, HIGH, ALL = np.array([0.0, 0.3, -1.0]), np.array([0.0, 0.3 + 1e-8, 1.0]), np.ones(3, np.bool_)

@@ -34,9 +34,9 @@ from embodrl.models.gr00t.config import Gr00tConfig
 from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tModel, Gr00tN16Model, Gr00tN17Model
 from embodrl.models.gr00t.processing import tiny_chat_tokenizer
+from embodrl.models.openpi.config import PUBLIC as PI
 from embodrl.models.openvla.config import OpenVLAConfig
 from embodrl.models.openvla.modeling import OpenVLAModel
-from embodrl.models.pi.config import PUBLIC as PI
 from embodrl.models.pi.modeling import PiModel
 from embodrl.models.pi0_fast.codec import TINY_CODEC
 from embodrl.models.registry import build_policy

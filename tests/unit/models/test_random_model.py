@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models
 
 from embodrl.config.schema import model_settings
 from embodrl.models.common.checkpoint import stored_shapes, weight_files
-from embodrl.models.pi.weights import EXPERT_HEAD
+from embodrl.models.openpi.weights import EXPERT_HEAD
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
 from embodrl.tools.model_tools import random_model

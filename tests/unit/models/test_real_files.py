@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 
 from embodrl.data.statistics import dimension_stats, read_statistics
 from embodrl.models.gr00t.sidecars import EMBODIMENTS_FILE, PROCESSOR_FILE, STATISTICS_FILE, Sidecars
+from embodrl.models.openpi.config import Normalization, PiConfig
+from embodrl.models.openpi.processing import STATE_BINS, PiProcessor
+from embodrl.models.openpi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, choose, read_lerobot, read_openpi
+from embodrl.models.openpi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.models.openvla.processing import PROMPT
-from embodrl.models.pi.config import Normalization, PiConfig
-from embodrl.models.pi.processing import STATE_BINS, PiProcessor
-from embodrl.models.pi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE, choose, read_lerobot, read_openpi
-from embodrl.models.pi.tokenizer import TextTokenizer, with_line_feed
 
 REAL = Path(__file__).resolve().parents[4] / "shared" / "real_fixtures"
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason=f"no {REAL}")

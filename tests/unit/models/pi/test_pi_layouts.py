@@ -21,14 +21,15 @@ from embodrl.data.statistics import RobotStatistics
 from embodrl.errors import CheckpointError, ConfigError
 from embodrl.fields import read_fields
 from embodrl.models.base import LoadReport
+from embodrl.models.openpi.config import PUBLIC, PiConfig, Variant
+from embodrl.models.openpi.conventions import with_conventions
+from embodrl.models.openpi.settings import PiArchitectureConfig
+from embodrl.models.openpi.stats import read_openpi
+from embodrl.models.openpi.weights import EMBEDDING, TIED_TO_EMBEDDING
 from embodrl.models.pi import config as pi_config
 from embodrl.models.pi.build import build_pi
-from embodrl.models.pi.config import PUBLIC, PiConfig, Variant
-from embodrl.models.pi.conventions import with_conventions
 from embodrl.models.pi.policy import PiPolicy
-from embodrl.models.pi.spec import PiArchitectureConfig, PiModelConfig
-from embodrl.models.pi.stats import read_openpi
-from embodrl.models.pi.weights import EMBEDDING, TIED_TO_EMBEDDING
+from embodrl.models.pi.spec import PiModelConfig
 from embodrl.types import Observation, SamplingParams
 
 SIZES: dict[str, Any] = {**TINY["pi"], "max_action_dim": 8, "num_images": 2, "max_prompt_tokens": 120}

@@ -19,8 +19,9 @@ from embodrl.models.common.images import resize_with_pad
 from embodrl.models.common.patches import SiglipSpec
 from embodrl.models.flow.gemma import AdaptiveRMSNorm, GemmaModel, GemmaRMSNorm, GemmaSpec, rotary, rotate
 from embodrl.models.flow.siglip import SiglipTower
-from embodrl.models.pi.config import PUBLIC, PiConfig
-from embodrl.models.pi.modeling import PiModel, time_embedding
+from embodrl.models.flow.time_embedding import time_embedding
+from embodrl.models.openpi.config import PUBLIC, PiConfig
+from embodrl.models.pi.modeling import PiModel
 
 SIGLIP = SiglipSpec(image_size=28, patch_size=14, width=32, depth=2, num_heads=2, mlp_dim=48)
 GEMMA = GemmaSpec(width=24, depth=2, mlp_dim=40, num_heads=4, num_kv_heads=2, head_dim=8)

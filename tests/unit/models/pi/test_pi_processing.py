@@ -19,10 +19,10 @@ from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.norm_stats import MeanStd, Quantiles
 from embodrl.models.common.tokenizer import TINY_TOKENIZER
 from embodrl.models.flow import fetched_tokenizer as hub
-from embodrl.models.pi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig
-from embodrl.models.pi.processing import PiProcessor
-from embodrl.models.pi.stats import choose, cut, read_lerobot, read_openpi
-from embodrl.models.pi.tokenizer import TextTokenizer, load_tokenizer, tiny_tokenizer
+from embodrl.models.openpi.config import BY_DEVIATION, BY_QUANTILES, PUBLIC, Normalization, PiConfig
+from embodrl.models.openpi.processing import PiProcessor
+from embodrl.models.openpi.stats import choose, cut, read_lerobot, read_openpi
+from embodrl.models.openpi.tokenizer import TextTokenizer, load_tokenizer, tiny_tokenizer
 from embodrl.types import Observation
 
 CPU = torch.device("cpu")

@@ -26,9 +26,9 @@ from embodrl.models.flow.gemma import GemmaSpec
 from embodrl.models.gr00t.action_head import FlowActionHead
 from embodrl.models.gr00t.config import ActionHeadSpec
 from embodrl.models.gr00t.dit import TransformerSpec
+from embodrl.models.openpi.config import PiConfig
 from embodrl.models.openvla.modeling import OpenVLAModel
 from embodrl.models.openvla_oft.modeling import append_action_places, at_action_places
-from embodrl.models.pi.config import PiConfig
 from embodrl.models.pi.modeling import PiModel
 from embodrl.tools.parity import gr00t as gr00t_parity
 from embodrl.tools.parity import openvla as openvla_parity

@@ -11,10 +11,10 @@ from embodrl.errors import CheckpointError
 from embodrl.fields import Fields
 from embodrl.models.common.checkpoint import stored_shapes, weight_files
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
-from embodrl.models.pi.config import JOINTS_OF_TWO_ARMS, KNOWN_DATASETS, STATELESS, PiConfig
-from embodrl.models.pi.spec import PiArchitectureConfig
-from embodrl.models.pi.stats import LEROBOT_FILE, lerobot_steps
-from embodrl.models.pi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
+from embodrl.models.openpi.config import JOINTS_OF_TWO_ARMS, KNOWN_DATASETS, STATELESS, PiConfig
+from embodrl.models.openpi.settings import PiArchitectureConfig
+from embodrl.models.openpi.stats import LEROBOT_FILE, lerobot_steps
+from embodrl.models.openpi.weights import EMBEDDING, LEROBOT_PREFIX, TIED_TO_EMBEDDING
 
 TRAIN_FILE = "train_config.json"
 LEROBOT_STEP = "relative_actions_processor"

@@ -28,7 +28,7 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.patches import SO400M_224, SiglipSpec
 from embodrl.models.flow.gemma import GEMMA_2B, GEMMA_300M, GemmaSpec
-from embodrl.models.pi.spec import PiArchitectureConfig
+from embodrl.models.openpi.settings import PiArchitectureConfig
 
 Variant = Literal["pi0", "pi05"]
 Method = Literal["mean_std", "quantiles", "identity"]

@@ -12,7 +12,7 @@ from embodrl.fields import MAX_JSON_BYTES, read_regular_file
 from embodrl.models.common.limits import check_vocabulary
 from embodrl.models.common.tokenizer import TINY_TOKENIZER, read_tokenizer
 from embodrl.models.flow.fetched_tokenizer import fetch_tokenizer
-from embodrl.models.pi.stats import lerobot_steps
+from embodrl.models.openpi.stats import lerobot_steps
 
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"

@@ -31,7 +31,7 @@ from embodrl.models.common.norm_stats import (
     read_range,
     read_values,
 )
-from embodrl.models.pi.config import Method, Normalization, method
+from embodrl.models.openpi.config import Method, Normalization, method
 from embodrl.storage.files import write_safetensors
 from embodrl.storage.tensor_files import load_arrays
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from embodrl.errors import EmbodrlError
 from embodrl.models.common.images import picture_box, resize_with_pad
 from embodrl.models.common.limits import check_cameras, check_prompt
-from embodrl.models.pi.config import PiConfig
-from embodrl.models.pi.stats import Scaling, cut
-from embodrl.models.pi.tokenizer import TextTokenizer, with_line_feed
+from embodrl.models.openpi.config import PiConfig
+from embodrl.models.openpi.stats import Scaling, cut
+from embodrl.models.openpi.tokenizer import TextTokenizer, with_line_feed
 from embodrl.types import Observation
 
 PAD_ID = 0

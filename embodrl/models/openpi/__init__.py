@@ -1,0 +1,1 @@
+"""What the families of openpi share, and SmolVLA in part: files, statistics, tokenizers, prompts and PaliGemma."""
