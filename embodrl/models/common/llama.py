@@ -262,3 +262,19 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a layer is its weight: without adapters, hooks, or parts in other processes."""
     hooked = module._forward_pre_hooks or module._forward_hooks
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked
+
+
+def token_positions(attention_mask: Tensor) -> Tensor:
+    """Return ``int64[B,S]``: each token's place among the tokens that are not padding."""
+    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def causal_mask(attention_mask: Tensor) -> Tensor:
+    """Return ``bool[B,1,S,S]``, True where the row may see the column: not later, and not padding.
+
+    A padding row sees itself, so that no softmax is over nothing.
+    """
+    length = attention_mask.shape[1]
+    lower = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    eye = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+    return ((lower & attention_mask.bool()[:, None, :]) | eye)[:, None]

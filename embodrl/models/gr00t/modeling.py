@@ -15,6 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from embodrl.models.common.attention import with_attention
 from embodrl.models.common.init import init_linears
+from embodrl.models.common.llama import causal_mask, token_positions
 from embodrl.models.flow.recompute import recompute_layers
 from embodrl.models.flow.siglip import SiglipTower
 from embodrl.models.gr00t import eagle3
@@ -23,7 +24,6 @@ from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
 from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
 from embodrl.models.gr00t.eagle3 import Eagle3Tower
 from embodrl.models.gr00t.qwen3_vl import QwenBackbone
-from embodrl.models.openvla.modeling import causal_mask, token_positions
 
 
 class LanguageModel(nn.Module):

@@ -29,9 +29,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from embodrl.models.common.attention import attention, with_attention
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
+from embodrl.models.common.llama import causal_mask
 from embodrl.models.flow.recompute import recompute_layers
 from embodrl.models.gr00t.config import QwenSpec
-from embodrl.models.openvla.modeling import causal_mask
 
 STILL_FRAMES = 2
 """A picture is a film of two equal frames."""

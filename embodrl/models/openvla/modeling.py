@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from embodrl.models.common.init import QUERY_KEY_GAIN, init_linears, init_matrix, sincos_2d
 from embodrl.models.common.llama import Attention as LlamaAttention
-from embodrl.models.common.llama import Llama
+from embodrl.models.common.llama import Llama, causal_mask, token_positions
 from embodrl.models.common.llama import RMSNorm as LlamaRMSNorm
 from embodrl.models.common.lora import linear_weight
 from embodrl.models.common.vit import Block, LayerScale, VisionTransformer, VitAttention
@@ -117,22 +117,6 @@ class OpenVLAModel(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             weight = linear_weight(self.language_model.lm_head, slice(first, first + self.config.n_action_bins))
             return F.linear(hidden.float(), weight.float())
-
-
-def token_positions(attention_mask: Tensor) -> Tensor:
-    """Return ``int64[B,S]``: each token's place among the tokens that are not padding."""
-    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def causal_mask(attention_mask: Tensor) -> Tensor:
-    """Return ``bool[B,1,S,S]``, True where the row may see the column: not later, and not padding.
-
-    A padding row sees itself, so that no softmax is over nothing.
-    """
-    length = attention_mask.shape[1]
-    lower = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
-    eye = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
-    return ((lower & attention_mask.bool()[:, None, :]) | eye)[:, None]
 
 
 def init_weights(model: OpenVLAModel, generator: torch.Generator) -> None:

@@ -6,11 +6,8 @@ import ast
 import re
 from pathlib import Path
 
-from embodrl.specs import ENVS, MODELS
-
 PACKAGE = Path(__file__).parents[3] / "embodrl"
-FAMILIES = list(MODELS.builtin)
-NAMES = re.compile("|".join([*ENVS.builtin, *FAMILIES, "mujoco", "sapien", "mani_skill"]), re.IGNORECASE)
+NAMES = re.compile("maniskill|toy|openvla|gaussian|mujoco|sapien|mani_skill", re.IGNORECASE)
 WORDS = re.compile(rf"\b(?:{NAMES.pattern})\b", re.IGNORECASE)
 
 

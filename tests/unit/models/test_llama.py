@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from embodrl.models.common import llama
-from embodrl.models.common.llama import Llama, LlamaSpec
-from embodrl.models.openvla.modeling import causal_mask, token_positions
+from embodrl.models.common.llama import Llama, LlamaSpec, causal_mask, token_positions
 
 BATCH, LENGTH, WIDTH = 3, 9, 24
 

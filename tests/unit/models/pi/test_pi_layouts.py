@@ -21,12 +21,12 @@ from embodrl.data.statistics import RobotStatistics
 from embodrl.errors import CheckpointError, ConfigError
 from embodrl.fields import read_fields
 from embodrl.models.base import LoadReport
+from embodrl.models.openpi import config as pi_config
 from embodrl.models.openpi.config import PUBLIC, PiConfig, Variant
 from embodrl.models.openpi.conventions import with_conventions
 from embodrl.models.openpi.settings import PiArchitectureConfig
 from embodrl.models.openpi.stats import read_openpi
 from embodrl.models.openpi.weights import EMBEDDING, TIED_TO_EMBEDDING
-from embodrl.models.pi import config as pi_config
 from embodrl.models.pi.build import build_pi
 from embodrl.models.pi.policy import PiPolicy
 from embodrl.models.pi.spec import PiModelConfig

@@ -18,8 +18,8 @@ from test_pi_layouts import build, tiny_is_public
 
 from embodrl.config.schema import model_settings
 from embodrl.models.base import VLAPolicy
+from embodrl.models.openpi import config as pi_config
 from embodrl.models.openpi.stats import LEROBOT_AFTER_FILE, LEROBOT_FILE
-from embodrl.models.pi import config as pi_config
 from embodrl.models.registry import build_policy
 from embodrl.types import Observation, SamplingParams
 

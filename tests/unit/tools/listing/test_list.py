@@ -29,7 +29,7 @@ def blocks() -> dict[str, dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", list(MODELS.builtin))
 def test_every_family_has_its_facts(name: str) -> None:
     entry, block = MODELS.entry(name), blocks()[name]
     assert block[""] == entry.description
@@ -40,7 +40,7 @@ def test_every_family_has_its_facts(name: str) -> None:
     assert block["checkpoint"] == entry.checkpoint
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("lerobot", "remote", "gaussian")])
+@pytest.mark.parametrize("name", [name for name in MODELS.builtin if name not in ("lerobot", "remote", "gaussian")])
 def test_the_tiny_size_is_reported_as_it_is(name: str) -> None:
     import torch
 
