@@ -88,15 +88,16 @@ def backend_trains_adapters(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.trainable",))
 
 
-@rule(BACKEND, "algorithm.loss_type")
-def backend_imitates(context: Context) -> Iterator[Finding]:
-    """DAgger and offline learning take steps of imitation, which some training backends have not."""
-    loss = context.loss
-    if (loss.imitates or loss.offline) and not context.training_engine.imitates:
-        message = f"'{context.config.actor.training_backend}' takes no steps of imitation, which"
-        message += f" algorithm.loss_type={context.config.algorithm.loss_type} consists of"
-        hint = "set actor=native or actor=fsdp"
-        yield Finding(BACKEND, message, hint, "native, fsdp", others=("algorithm.loss_type",))
+@rule(BACKEND, "algorithm.loss_type", "algorithm.bc_coef")
+def backend_runs_the_update(context: Context) -> Iterator[Finding]:
+    """Some training backends update by rollouts alone: they neither imitate nor hold critics beside the policy."""
+    algorithm = context.config.algorithm
+    if context.training_engine.every_update or not (context.loss.learns_from_records or algorithm.bc_coef):
+        return
+    cause = "algorithm.loss_type" if context.loss.learns_from_records else "algorithm.bc_coef"
+    message = f"'{context.config.actor.training_backend}' updates by rollouts alone: it neither imitates nor holds"
+    message += f" critics, which {cause} asks for"
+    yield Finding(BACKEND, message, "set actor=native or actor=fsdp", "native, fsdp", others=(cause,))
 
 
 @rule("actor.fsdp.cpu_offload", "cluster")
