@@ -18,10 +18,9 @@ from embodrl.registry import Entry, Registry
 if TYPE_CHECKING:
     from typing import Self  # simulators may live in a Python 3.10, which lacks it
 
-    from embodrl.config.rules.base import Context, RuleSet
-    from embodrl.config.schema import EnvConfig, ModelConfig
     from embodrl.config.schema.section import Section
     from embodrl.interface import Interface
+    from embodrl.rule_set import RuleSet
 
 DEFAULT_ENV = "maniskill"
 DEFAULT_MODEL = "openvla"
@@ -159,7 +158,7 @@ class SimulatorSpec(Spec):
         camera_list, experts, verified: for ``embodrl list``.
     """
 
-    settings: type[EnvConfig] | str | None = None
+    settings: type[Section] | str | None = None
     reads: tuple[str, ...] = ("cameras",)
     tasks: tuple[str, ...] | list[str] | Mapping[str, str] | str = ()
     suites: Mapping[str, TaskSuite] = field(default_factory=dict[str, TaskSuite])
@@ -181,14 +180,14 @@ class SimulatorSpec(Spec):
     isolated: bool = False
     imports: tuple[str, ...] = ()
     draws_with: str = ""
-    probe: Callable[[EnvConfig | None, str | None], Sequence[tuple[str, str]]] | str | None = None
+    probe: Callable[[Any, str | None], Sequence[tuple[str, str]]] | str | None = None
     warnings: str = ""
     example: Mapping[str, object] | None = None
     process_bytes: int = 0
     env_bytes: int = 0
     expert_tasks: tuple[str, ...] | None = None
     demonstrations: str = ""
-    interface: Callable[[EnvConfig], Interface] | None = None
+    interface: Callable[[Any], Interface] | None = None
     axes: Mapping[str, Axis] = field(default_factory=dict[str, Axis])
     own_settings: str = ""
     camera_list: str = ""
@@ -258,7 +257,7 @@ class ModelSpec(Spec):
         sizes, checkpoint, rl: for ``embodrl list``.
     """
 
-    settings: type[ModelConfig] | str | None = None
+    settings: type[Section] | str | None = None
     kind: str = ""
     value_head: bool = True
     value_inputs: tuple[str, ...] | None = None
@@ -276,9 +275,9 @@ class ModelSpec(Spec):
     tensor_parallel: bool = False
     builtin_warm_start: bool = False
     parity: str = ""
-    num_parameters: Callable[[ModelConfig], int] | None = None
+    num_parameters: Callable[[Any], int] | None = None
     missing_config: str = ""
-    interface: Callable[[Context], Interface | None] | None = None
+    interface: Callable[[Any], Interface | None] | None = None
     only_acts: str = ""
     sizes: str = ""
     checkpoint: str = ""

@@ -27,9 +27,9 @@ app = make_app("embodrl", completion=True, cls=Verbs)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        import embodrl
+        from embodrl.version import __version__
 
-        print(f"embodrl {embodrl.__version__}")
+        print(f"embodrl {__version__}")
         raise typer.Exit
 
 

@@ -20,7 +20,7 @@ from embodrl.config.presets import of_algorithm
 from embodrl.config.processes import ProcessChoice, fill_processes
 from embodrl.config.protocol import fill_protocol
 from embodrl.config.rules import run_rules
-from embodrl.config.rules.base import Context, Rule, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb
@@ -28,6 +28,7 @@ from embodrl.config.trust import untrusted_code
 from embodrl.deployment import Deployment, Solution, solve
 from embodrl.errors import ConfigError, ConfigProblem, EmbodrlError
 from embodrl.names import exits_named, nearest
+from embodrl.rule_set import Rule
 from embodrl.specs import ADVANTAGES, ENVS, LOSSES, MODELS, PIPELINES
 
 WITHOUT_ENTRIES: set[str] = set()

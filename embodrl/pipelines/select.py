@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from embodrl.config.rules.base import Context, Finding, Rule
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import Config
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem
 from embodrl.names import exits_named, import_function
 from embodrl.pipelines.graph import Graph, Pipeline
+from embodrl.rule_set import Finding, Rule
 from embodrl.specs import ADVANTAGES, LOSSES, PIPELINES
 
 

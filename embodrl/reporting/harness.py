@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-import embodrl
 from embodrl.reporting.eval_report import EpisodeFigures
+from embodrl.version import __version__
 
 METRICS = {"success": "mean", "success_at_end": "mean"}
 
@@ -38,7 +38,7 @@ def harness_result(
     return {
         "benchmark": benchmark,
         "mode": "sync",
-        "harness_version": f"embodrl {embodrl.__version__}",
+        "harness_version": f"embodrl {__version__}",
         "created_at": datetime.now(UTC).isoformat(),
         "tasks": rows,
         "config": dict(config),

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from embodrl import __version__
 from embodrl.errors import ServingError, WireError
 from embodrl.hybrid_engines.weight_sync.follower import stable_directory
 from embodrl.serving.core import explain
@@ -21,6 +20,7 @@ from embodrl.serving.listener import VERSION_HEADER, Handler, HttpListener, Serv
 from embodrl.serving.rollout import answer_of, computation
 from embodrl.serving.session import Session
 from embodrl.serving.wire.codec import Message, openpi_default, openpi_envelope, pack, read_json, unpack, write_json
+from embodrl.version import __version__
 
 if TYPE_CHECKING:
     from aiohttp.web import Request, StreamResponse

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.rules.real_time import person_can_correct
 from embodrl.config.schema import DEVICES
 from embodrl.envs.robot.spec import EXPERT
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.store.config import store_settings
 
 RULES = RuleSet()

@@ -29,8 +29,9 @@ from embodrl.hybrid_engines.weight_sync.base import WeightTarget
 from embodrl.processes.liveness import stop_requested
 from embodrl.specs import WORKFLOW_RUNNERS, WorkflowRunnerSpec
 from embodrl.workers.collector import EpisodeSchedule, Metrics, RolloutState, make_lockstep_runners, rollout_metrics
+from embodrl.workers.episode import Episode
 from embodrl.workers.lockstep import Shard, ShardMeta, meta_of
-from embodrl.workers.reward import Episode, RewardWorker
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.staleness import StalenessGate
 
 logger = logging.getLogger(__name__)

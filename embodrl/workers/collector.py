@@ -22,10 +22,10 @@ from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.rollout.base import RolloutEngine
+from embodrl.workers.episode import Episode
 from embodrl.workers.lockstep import LockstepRunner, ShardMeta, combine_extras
 from embodrl.workers.outcomes import EpisodeStats
 from embodrl.workers.play import Seconds, take_turns
-from embodrl.workers.reward import Episode
 
 Metrics = dict[str, float | None]
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from embodrl.hybrid_engines.rollout.base import RolloutEngine
 from embodrl.specs import LOSSES
 from embodrl.types import CHOSEN, Observation, PolicyOutput
 from embodrl.workers.corrector import Corrector, ExpertCorrector, PersonCorrector
+from embodrl.workers.episode import Episode
 from embodrl.workers.play import PlayedChunk, Recorder
-from embodrl.workers.reward import Episode
 
 NO_VERSION = -1
 """Version of values that are zeros, or that may be of several versions of the weights."""

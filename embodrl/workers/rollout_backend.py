@@ -21,8 +21,8 @@ from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.names import import_object
 from embodrl.workers.async_collector import AsyncCollector, make_runners, workflow_runner
 from embodrl.workers.collector import WHOLE, Collector, Share, SyncCollector
+from embodrl.workers.episode import Episode
 from embodrl.workers.evaluator import EvalResult, Evaluator
-from embodrl.workers.reward import Episode
 
 
 class RolloutBackend(ABC):

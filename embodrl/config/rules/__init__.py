@@ -29,12 +29,13 @@ from embodrl.config.rules import (
     simulators,
     sizes,
 )
-from embodrl.config.rules.base import NOTES, RULES, Context, Rule, RuleSet
+from embodrl.config.rules.base import NOTES, RULES, Context
 from embodrl.config.rules.verbs import concerns, settings_of_other_verbs
 from embodrl.config.schema import Config
 from embodrl.config.schema.readers import Verb, reads
 from embodrl.errors import ConfigProblem
 from embodrl.names import import_object
+from embodrl.rule_set import Rule, RuleSet
 from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
 
 __all__ = [

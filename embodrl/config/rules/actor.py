@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, divisors, rule
+from embodrl.config.rules.base import Context, divisors, rule
 from embodrl.config.rules.cluster import KEY
+from embodrl.rule_set import Finding
 
 BACKEND = "actor.training_backend"
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from embodrl.config.other_systems import advice
-from embodrl.config.rules.base import Context, Finding, divisors, note, rule
+from embodrl.config.rules.base import Context, divisors, note, rule
 from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig
 from embodrl.config.schema.algorithm import ARGUMENTS
 from embodrl.errors import EmbodrlError
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 from embodrl.specs import ADVANTAGES, LOSSES, MODELS
 
 USER_FUNCTIONS = "docs/algorithms.md"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from embodrl.config.rules.base import Context, Finding, divisors, multiples, note, rule
+from embodrl.config.rules.base import Context, divisors, multiples, note, rule
 from embodrl.config.schema import Config
 from embodrl.deployment.grammar import COMPONENTS, MACHINES, PlacementError, ProcessPlace
 from embodrl.deployment.solver import is_single, pools_of
 from embodrl.deployment.topology import GIB
 from embodrl.names import is_misspelt, nearest
+from embodrl.rule_set import Finding
 
 KEY = "cluster.component_placement"
 # What the driver and the kernel keep for themselves of a machine's nominal memory.

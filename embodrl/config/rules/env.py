@@ -9,8 +9,9 @@ from collections.abc import Iterator
 
 from pydantic import ValidationError
 
-from embodrl.config.rules.base import Context, Finding, multiples, note, rule
+from embodrl.config.rules.base import Context, multiples, note, rule
 from embodrl.config.schema import Config
+from embodrl.rule_set import Finding
 from embodrl.specs import ENV_SERVERS
 
 # `embodrl collect` gives up after so many; every attempt has the next seed.

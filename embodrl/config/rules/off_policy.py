@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule, value_of
+from embodrl.config.rules.base import Context, note, path_kind, rule, value_of
 from embodrl.config.schema import OffPolicyConfig
+from embodrl.rule_set import Finding
 from embodrl.specs import LOSSES, MODELS
 
 SECTION = "algorithm.off_policy"

@@ -6,10 +6,11 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, note, path_kind, rule
+from embodrl.config.rules.base import Context, note, path_kind, rule
 from embodrl.errors import EmbodrlError, PolicyFileError
 from embodrl.fields import read_fields
 from embodrl.names import import_function
+from embodrl.rule_set import Finding
 
 ENCODERS = ("pixels", "vjepa2")
 REWARD_MODEL = "embodrl_observation_model"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
 from embodrl.errors import EmbodrlError
 from embodrl.names import import_workflow
+from embodrl.rule_set import Finding
 from embodrl.specs import ENGINES
 
 KEY = "rollout.workflow"

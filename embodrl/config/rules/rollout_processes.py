@@ -6,9 +6,10 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, note, rule
+from embodrl.config.rules.base import Context, note, rule
 from embodrl.config.rules.cluster import KEY
 from embodrl.deployment.solver import driver_cannot_act
+from embodrl.rule_set import Finding
 
 SYNC = "rollout.weight_sync"
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import SftConfig
 from embodrl.data.facts import data_directory, read_facts
 from embodrl.errors import EmbodrlError, UsageError
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SimulatorSpec
 
 NAME = "dataset"

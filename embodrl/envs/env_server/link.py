@@ -22,13 +22,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from embodrl import __version__
 from embodrl.envs.pool.transport import ResultSlot
 from embodrl.errors import EnvError, EnvProtocolError, MessageError
 from embodrl.fields import Fields
 from embodrl.processes.codec import decode, encode
 from embodrl.processes.frames import Frame, Kind
 from embodrl.types import EnvStep, Observation
+from embodrl.version import __version__
 
 PING_S = 2.0
 SILENCE_S = 8.0

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import numpy as np
 
-from embodrl import __version__
 from embodrl.config.isolated import AUTO, installed_python
 from embodrl.config.trust import CODE_SETTINGS
 from embodrl.deployment.topology import assign_cpus
@@ -37,6 +36,7 @@ from embodrl.fields import Fields
 from embodrl.processes.frames import Frame, Kind
 from embodrl.processes.serve import describe_error
 from embodrl.specs import ENVS
+from embodrl.version import __version__
 
 logger = logging.getLogger("embodrl.envs")
 

@@ -7,9 +7,10 @@ from typing import Any, cast
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import EnvConfig
 from embodrl.envs.axes import COMMON
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import EXAMPLE_CAMERA, SimulatorSpec
 
 

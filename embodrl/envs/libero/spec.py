@@ -9,11 +9,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.schema import EnvConfig, NonNegativeInt
 from embodrl.envs.libero.suites import AXES, NUM_INIT_STATES, SUITES
 from embodrl.interface import LIBERO, Interface
 from embodrl.names import nearest
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SimulatorSpec, TaskSuite
 
 

@@ -7,10 +7,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import EnvConfig, Fraction
 from embodrl.envs.maniskill.tasks import AXES, INSTRUCTIONS
 from embodrl.interface import OPENS_POSITIVE, Interface
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import EXAMPLE_CAMERA, REWARD_MODES, SimulatorSpec
 
 MIB = 1 << 20

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import EnvConfig, PositiveFloat
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SimulatorSpec
 
 EXPERT = "expert"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts
+from embodrl.hybrid_engines.base import Counters, EngineState
 from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
 from embodrl.hybrid_engines.training.adamw import fused_adamw
 from embodrl.hybrid_engines.training.options import VALUE_GROUP, EngineOptions
@@ -472,15 +471,3 @@ class HeldState:
         self.nonfinite_in_row = int(state["nonfinite_in_row"])
         if self.side is not None:
             self.side.nonfinite_in_row = int(state.get(SIDE_NONFINITE, 0))
-
-    def save(self, directory: Path) -> FileFacts:
-        """See ``TrainEngine.save_shards``."""
-        from embodrl.hybrid_engines.training.sharded_checkpoint import save_state  # imports torch's compiler
-
-        return save_state(self, directory)
-
-    def read(self, directory: Path, counters: Mapping[str, int]) -> None:
-        """See ``TrainEngine.load_shards``."""
-        from embodrl.hybrid_engines.training.sharded_checkpoint import load_state
-
-        load_state(self, directory, counters)

@@ -261,10 +261,14 @@ class PolicyTrainEngine(TrainEngine):
         return self.state.counters()
 
     def save_shards(self, directory: Path) -> FileFacts:
-        return self.state.save(directory)
+        from embodrl.hybrid_engines.training.sharded_checkpoint import save_state  # imports torch's compiler
+
+        return save_state(self.state, directory)
 
     def load_shards(self, directory: Path, counters: Mapping[str, int]) -> None:
-        self.state.read(directory, counters)
+        from embodrl.hybrid_engines.training.sharded_checkpoint import load_state
+
+        load_state(self.state, directory, counters)
 
     def sections(self) -> tuple[str, ...]:
         return self.state.shapes().sections

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind, value_of
+from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.schema import OffPolicyConfig
+from embodrl.rule_set import Finding, RuleSet
 
 RULES = RuleSet()
 DATA = "algorithm.off_policy.demos"

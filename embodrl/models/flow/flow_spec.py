@@ -10,12 +10,13 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from embodrl.config.policy_card import checkpoint_name, policy_directory
-from embodrl.config.rules.base import Context, Finding, RuleSet, multiples, path_kind
+from embodrl.config.rules.base import Context, multiples, path_kind
 from embodrl.config.schema import ModelConfig, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from embodrl.config.schema.section import AppliesIf
 from embodrl.errors import EmbodrlError
 from embodrl.fields import read_fields
 from embodrl.interface import LIBERO, Interface
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 ACTIONS = "continuous chunk by flow matching"

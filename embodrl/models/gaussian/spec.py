@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import ModelConfig, PositiveFloat, PositiveInt, Section
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import Fraction, PositiveInt, Section
 from embodrl.interface import ZERO_CLOSES, Interface
 from embodrl.models.flow.flow_spec import (
@@ -20,6 +20,7 @@ from embodrl.models.flow.flow_spec import (
     flow_family,
     libero_interface,
 )
+from embodrl.rule_set import Finding, RuleSet
 
 
 class Gr00tSizes(Section):

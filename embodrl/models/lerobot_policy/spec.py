@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.schema import ModelConfig, PathText, PositiveFloat
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodrl.config.policy_card import CARD_FILE, checkpoint_name, policy_directory
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind
+from embodrl.config.rules.base import Context, path_kind
 from embodrl.config.schema import ModelConfig
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields, read_fields
 from embodrl.interface import LIBERO, ZERO_CLOSES, Interface
+from embodrl.rule_set import Finding, RuleSet
 
 PUBLISHED = RuleSet()
 

@@ -7,12 +7,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, multiples
+from embodrl.config.rules.base import Context, multiples
 from embodrl.config.rules.model import BUILTIN
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
 from embodrl.config.schema.section import AppliesIf
 from embodrl.models.common.config_file import own_section
 from embodrl.models.openvla.published import PUBLISHED, interface
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 VOCABULARY = 32064

@@ -7,9 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.models.openvla.published import PUBLISHED, interface
 from embodrl.models.openvla.spec import DIMENSIONS, NUM_BINS, RL, TRAINABLE, VALUE_INPUTS, OpenVlaConfig, num_parameters
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 

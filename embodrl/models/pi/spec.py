@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.models.common.config_file import own_section
 from embodrl.models.flow.flow_spec import (
     WHOLE_PICTURES,
@@ -18,6 +18,7 @@ from embodrl.models.flow.flow_spec import (
     vlm_fits,
 )
 from embodrl.models.openpi.settings import PiArchitectureConfig
+from embodrl.rule_set import Finding, RuleSet
 
 
 class PiModelConfig(FlowModelConfig):

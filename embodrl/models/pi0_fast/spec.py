@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import ModelConfig, PositiveInt, Section
 from embodrl.models.flow.flow_spec import WHOLE_PICTURES, SiglipConfig, at_most, libero_interface, vlm_fits
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import ModelSpec
 
 

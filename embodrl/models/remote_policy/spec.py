@@ -8,9 +8,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import GrootKeysConfig, ModelConfig, NonNegativeFloat, PositiveFloat
 from embodrl.names import import_object
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import SERVE_PROTOCOLS, ModelSpec
 
 if TYPE_CHECKING:

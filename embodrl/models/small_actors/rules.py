@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, path_kind, value_of
+from embodrl.config.rules.base import Context, path_kind, value_of
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, ModelSpec
 
 RULES = RuleSet()

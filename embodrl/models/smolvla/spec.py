@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from embodrl.config.rules.base import Context, Finding, RuleSet
+from embodrl.config.rules.base import Context
 from embodrl.config.schema import PositiveInt, Section
 from embodrl.models.flow.flow_spec import (
     WHOLE_PICTURES,
@@ -17,6 +17,7 @@ from embodrl.models.flow.flow_spec import (
     flow_family,
     vlm_fits,
 )
+from embodrl.rule_set import Finding, RuleSet
 
 
 class SmolVlaArchitectureConfig(Section):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from embodrl import __version__
 from embodrl.config.schema import section_in
 from embodrl.errors import WireError
 from embodrl.serving.core import explain
@@ -22,6 +21,7 @@ from embodrl.serving.listener import HttpListener, Service
 from embodrl.serving.protocols.spec import VlaEvalKeysConfig
 from embodrl.serving.session import Session
 from embodrl.serving.wire.codec import HINT, Map, array_of, need, pack, unpack
+from embodrl.version import __version__
 
 PROTOCOL_VERSION = 1
 MAX_PIXELS = 1 << 24

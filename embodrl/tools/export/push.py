@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from embodrl import __version__
 from embodrl.config.explain import to_yaml
 from embodrl.config.schema import Config
 from embodrl.errors import HubError, UsageError
@@ -18,6 +17,7 @@ from embodrl.runs.sft import METRICS_FILE as SFT_METRICS
 from embodrl.runs.sft import is_sft_run
 from embodrl.storage.checkpoint import Checkpoint
 from embodrl.trainer.files import base_of
+from embodrl.version import __version__
 
 CARD = "README.md"
 CONFIG = "training/config.yaml"

@@ -34,7 +34,8 @@ from embodrl.config import load_config
 from embodrl.config.schema import RewardConfig, SrpoConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError, RewardError
-from embodrl.workers.reward import Episode, RewardCalls, RewardWorker
+from embodrl.workers.episode import Episode
+from embodrl.workers.reward import RewardCalls, RewardWorker
 
 NUM_STEPS, NUM_ENVS, CHUNK = 6, 6, 2
 calls: list[Episode] = []

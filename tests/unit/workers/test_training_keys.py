@@ -21,7 +21,8 @@ from embodrl.config.schema import ActorConfig, AlgorithmConfig, EnvTrainConfig, 
 from embodrl.errors import RewardError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
-from embodrl.workers.reward import Episode, RewardWorker
+from embodrl.workers.episode import Episode
+from embodrl.workers.reward import RewardWorker
 
 OPTIM = {
     "lr": Change(3e-3),

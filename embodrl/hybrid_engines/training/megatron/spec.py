@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from embodrl.config.rules.base import Context, Finding, RuleSet, divisors
+from embodrl.config.rules.base import Context, divisors
 from embodrl.models.openvla.spec import OpenVlaConfig
+from embodrl.rule_set import Finding, RuleSet
 from embodrl.specs import MODELS, EngineSpec
 
 BACKEND = "actor.training_backend"
