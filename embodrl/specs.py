@@ -452,11 +452,32 @@ class SmallActorSpec(Entry):
 
     Attributes:
         update: class derived from ``OffPolicyUpdate`` that trains it, as ``module:Class``; None: ``OffPolicyUpdate``.
+        settings: the class of the section ``model.NAME``, derived from ``Section``, or ``module:Class``.
         rules: checks of the configuration that run when it is chosen.
     """
 
     update: str | None = None
+    settings: type[Section] | str | None = None
     rules: tuple[RuleSet, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherSpec(Entry):
+    """What starts actor and rollout processes. ``target`` is a class derived from ``Launcher``.
+
+    Attributes:
+        settings: the class of the section ``cluster.NAME``, derived from ``Section``, or ``module:Class``.
+        rules: checks of the configuration that run when it is chosen.
+        starts_everything: even what could be done in the main process runs in one that it starts.
+        many_machines: it starts processes on other machines, too.
+        for_runs: ``cluster.launcher`` may name it; False: only worker groups in a program of one's own.
+    """
+
+    settings: type[Section] | str | None = None
+    rules: tuple[RuleSet, ...] = ()
+    starts_everything: bool = False
+    many_machines: bool = False
+    for_runs: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -594,6 +615,7 @@ ADVANTAGES = FunctionRegistry(
     "advantage estimator",
     "embodrl.algorithms.registry:ESTIMATORS",
     "embodrl.algorithms.spec:ESTIMATOR_ARGUMENTS",
+    "embodrl.estimators",
 )
 LOSSES = FunctionRegistry(
     "loss",
@@ -601,7 +623,7 @@ LOSSES = FunctionRegistry(
     "embodrl.algorithms.spec:LOSS_ARGUMENTS",
     "embodrl.losses",
 )
-PIPELINES = Registry("pipeline", PipelineSpec, table="embodrl.pipelines.registry:PIPELINES")
+PIPELINES = Registry("pipeline", PipelineSpec, "embodrl.pipelines", "embodrl.pipelines.registry:PIPELINES")
 PROTOCOLS = Registry("protocol", ProtocolSpec, "embodrl.eval_protocols", "embodrl.envs.registry:EVAL_PROTOCOLS")
 """Settings of published evaluations."""
 ENGINES = Registry("engine", EngineSpec, "embodrl.engines", "embodrl.hybrid_engines.registry:ENGINES")
@@ -617,6 +639,8 @@ WORKFLOW_RUNNERS = Registry(
 """What plays the episodes of ``rollout.workflow``; the first one does."""
 SMALL_ACTORS = Registry("small actor", SmallActorSpec, "embodrl.small_actors", "embodrl.models.registry:ACTORS")
 """What ``model.small_actor.kind`` chooses."""
+LAUNCHERS = Registry("launcher", LauncherSpec, "embodrl.launchers", "embodrl.scheduler.launchers.spec:LAUNCHERS")
+"""What ``cluster.launcher`` chooses."""
 ENV_SERVERS = Registry("kind of env server", EnvServerSpec, "embodrl.env_servers", "embodrl.envs.registry:SERVERS")
 
 

@@ -22,11 +22,12 @@ from embodrl.config.schema import (
     sections_of,
     with_sections,
 )
+from embodrl.config.schema.optional import BY_NAME
 from embodrl.config.schema.readers import Verb, settings_of
 from embodrl.config.schema.section import NameOf, Section
 from embodrl.errors import ConfigProblem, EmbodrlError
 from embodrl.names import is_misspelt, nearest
-from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, VERBS
+from embodrl.specs import ADVANTAGES, DEFAULT_ENV, ENGINES, ENVS, LOSSES, MODELS, VERBS
 
 TAGS = {"env": "env_type", "model": "model_type"}
 """Sections whose settings depend on one of them, which names a spec."""
@@ -41,7 +42,11 @@ def with_every_section(schema: type[Config]) -> type[Config]:
     """Return the schema with the sections of all verbs, engines and protocols, which a configuration may have."""
     found = _sections_that_load("", (name for spec in VERBS.all() for name in spec.sections))
     engines = ("actor", (ENGINES,)), ("rollout", (ENGINES,))
-    for path, registries in (*engines, ("serve", (SERVE_PROTOCOLS,)), ("algorithm", (ADVANTAGES, LOSSES))):
+    for path, registries in (
+        *engines,
+        ("algorithm", (ADVANTAGES, LOSSES)),
+        *((path, (registry,)) for path, registry in BY_NAME.items()),
+    ):
         section = cast(type[Section], section_model(path, schema))
         further = (name for registry in registries for name in registry if name not in section.model_fields)
         found[path] = with_sections(section, _sections_that_load(path, further))
@@ -62,7 +67,7 @@ def shipped_schemas() -> list[type[Config]]:
     further: dict[str, object] = {name: {} for verb in VERBS.builtin for name in VERBS.entry(verb).sections}
     for section in ("actor", "rollout"):
         further[section] = {name: {} for name in ENGINES.builtin}
-    further["serve"] = {name: {} for name in SERVE_PROTOCOLS.builtin}
+    further |= {path: {name: {} for name in registry.builtin} for path, registry in BY_NAME.items() if path != "model"}
     schemas = [schema_for({**further, "env": {"env_type": name}}) for name in ENVS.builtin]
     return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.builtin)]
 

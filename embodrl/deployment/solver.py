@@ -24,7 +24,7 @@ from embodrl.deployment.grammar import (
 from embodrl.deployment.topology import GIB, Gpu, Machine, Topology, assign_cpus, read_machine
 from embodrl.errors import EmbodrlError
 from embodrl.names import nearest
-from embodrl.specs import ENGINES
+from embodrl.specs import ENGINES, LAUNCHERS
 
 if TYPE_CHECKING:  # the rules of the configuration read deployments, so this package is below it
     from embodrl.config.schema import Config
@@ -206,9 +206,14 @@ def pools_of(cluster: ClusterConfig, gpus: int) -> dict[str, Pool]:
     return pools
 
 
+def starts_everything(config: Config) -> bool:
+    """Tell whether even what could be done in the driver runs in a process that the launcher starts."""
+    return LAUNCHERS.entry(config.cluster.launcher).starts_everything
+
+
 def is_single(config: Config, component: str) -> bool:
     """Tell whether ``all`` is one process on one device, rather than a process on each."""
-    if component == "rollout" and (config.actor.training_backend != "native" or config.cluster.launcher == "ray"):
+    if component == "rollout" and (config.actor.training_backend != "native" or starts_everything(config)):
         return False
     shards = ENGINES.entry(config.actor.training_backend).shards
     return component == "rollout" or (component == "actor" and not shards)
@@ -266,9 +271,10 @@ def _deploy(
     if config.runner.eval_async:
         processes += _async_evaluation_places(config, processes, machines[0], machine, gpus_per_node)
     actor, rollout = ({(p.node, p.devices) for p in places[name]} for name in ("actor", "rollout"))
-    ray = config.cluster.launcher == "ray"
     native = config.actor.training_backend == "native"
-    trains = ray or actor != rollout if config.actor.own_process is None else config.actor.own_process
+    trains = (
+        starts_everything(config) or actor != rollout if config.actor.own_process is None else config.actor.own_process
+    )
     return Deployment(
         tuple(processes),
         mode_of(places),
@@ -317,8 +323,8 @@ def _async_evaluation_places(
 
 
 def driver_cannot_act(config: Config, rollouts: Sequence[ProcessPlace]) -> bool:
-    """Tell whether rollouts need processes: the driver is one process, on machine 0, and no Ray actor."""
-    return config.cluster.launcher == "ray" or len(rollouts) > 1 or rollouts[0].node > 0
+    """Tell whether rollouts need processes: the driver is one process, on machine 0."""
+    return starts_everything(config) or len(rollouts) > 1 or rollouts[0].node > 0
 
 
 def _visible(place: ProcessPlace, machine: Machine, gpus_per_node: int) -> str | None:

@@ -15,9 +15,9 @@ from embodrl.deployment import ProcessPlace
 from embodrl.errors import EmbodrlError, WorkerDied, WorkerError, WorkerRaised, WorkerTimeout
 from embodrl.processes.ending import closing_grace_s
 from embodrl.scheduler.channel import Channel
-from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import CallOutcome, Job, Launcher, Running, settle
 from embodrl.scheduler.worker import Arguments, Collect, Worker, marked_method
+from embodrl.specs import LAUNCHERS
 
 START_TIMEOUT_S = 180.0
 _LOOK_S = 0.2

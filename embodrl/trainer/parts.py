@@ -33,9 +33,8 @@ from embodrl.processes.liveness import Limits
 from embodrl.processes.memory import MemoryWatch
 from embodrl.reporting.metrics_file import METRICS_FILE
 from embodrl.scheduler.group import WorkerGroup
-from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.scheduler.launchers.base import Launcher
-from embodrl.specs import LOSSES
+from embodrl.specs import LAUNCHERS, LOSSES
 from embodrl.trainer.async_evaluation import AsyncEvaluator, finished_since
 from embodrl.trainer.evaluations import Evaluations
 from embodrl.trainer.files import PUBLISHED_DIR, WEIGHT_SYNC_DIR, check_disk_space, sent_num_bytes

@@ -36,7 +36,7 @@ from embodrl.config.schema.readers import Verb, reads
 from embodrl.errors import ConfigProblem
 from embodrl.names import import_object
 from embodrl.rule_set import Rule, RuleSet
-from embodrl.specs import ENGINES, ENVS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
+from embodrl.specs import ENGINES, ENVS, LAUNCHERS, LOSSES, MODELS, SERVE_PROTOCOLS, SMALL_ACTORS, VERBS, VerbSpec
 
 __all__ = [
     "NOTES",
@@ -111,7 +111,8 @@ def run_rules(
     engines = {spec.name: spec for spec in (context.training_engine, context.rollout_engine)}
     kind = context.config.model.small_actor.kind
     actor = SMALL_ACTORS.entry(kind) if kind is not None and kind in SMALL_ACTORS else None
-    chosen = (context.simulator, context.family, context.loss, actor, *engines.values(), *protocols)
+    launcher = context.launcher
+    chosen = (context.simulator, context.family, context.loss, actor, launcher, *engines.values(), *protocols)
     specs = [spec for spec in chosen if spec is not None]
     specs += _specs_of_verb(verb, context)
     sets = [_imported(rules) for spec in specs for rules in spec.rules]
@@ -137,7 +138,7 @@ def _imported(rules: RuleSet | str) -> RuleSet:
 
 def shipped_rules() -> RuleSet:
     """Return all rules that come with embodrl, for the references in docs/."""
-    registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, SERVE_PROTOCOLS, VERBS)
+    registries = (ENVS, MODELS, ENGINES, LOSSES, SMALL_ACTORS, LAUNCHERS, SERVE_PROTOCOLS, VERBS)
     specs = [registry.entry(name) for registry in registries for name in registry.builtin]
     found = [_imported(rules) for spec in specs for rules in spec.rules]
     sets = {id(rules): rules for rules in found}.values()  # families share some

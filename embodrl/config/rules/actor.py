@@ -24,8 +24,8 @@ def parts_have_their_own_processes(context: Context) -> Iterator[Finding]:
             "null, true",
             others=(BACKEND,),
         )
-    elif context.config.cluster.launcher == "ray" and actor.own_process is False:
-        message = "is false, and with cluster.launcher ray the main process only says what happens"
+    elif context.launcher.starts_everything and actor.own_process is False:
+        message = f"is false, and cluster.launcher={context.launcher.name} starts a process even for that"
         yield Finding("actor.own_process", message, "leave it out", "null, true", others=("cluster.launcher",))
 
 

@@ -18,10 +18,12 @@ from embodrl.specs import (
     ADVANTAGES,
     ENGINES,
     ENVS,
+    LAUNCHERS,
     LOSSES,
     MODELS,
     EngineSpec,
     FunctionSpec,
+    LauncherSpec,
     ModelSpec,
     SimulatorSpec,
 )
@@ -88,6 +90,11 @@ class Context:
     def rollout_engine(self) -> EngineSpec:
         """What is known about ``rollout.backend``, whose name was checked."""
         return ENGINES.entry(self.config.rollout.backend)
+
+    @property
+    def launcher(self) -> LauncherSpec:
+        """What is known about ``cluster.launcher``, whose name was checked."""
+        return LAUNCHERS.entry(self.config.cluster.launcher)
 
     @property
     def estimator(self) -> FunctionSpec:

@@ -12,6 +12,7 @@ from embodrl.deployment.solver import is_single, pools_of
 from embodrl.deployment.topology import GIB
 from embodrl.names import is_misspelt, nearest
 from embodrl.rule_set import Finding
+from embodrl.specs import LAUNCHERS
 
 KEY = "cluster.component_placement"
 # What the driver and the kernel keep for themselves of a machine's nominal memory.
@@ -89,10 +90,11 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
     """Training runs on the machine that it is on: described hardware must be there."""
     cluster = context.config.cluster
     machine = context.solution.machine
-    if cluster.num_nodes > 1 and cluster.launcher != "ray":
+    if cluster.num_nodes > 1 and not context.launcher.many_machines:
+        able = " or ".join(spec.name for spec in LAUNCHERS.all() if spec.many_machines)
         message = f"is {cluster.num_nodes}, and the launcher '{cluster.launcher}' knows this machine only"
-        hint = "set cluster.launcher=ray, or num_nodes to 1; `embodrl plan train` looks at any number"
-        yield Finding("cluster.num_nodes", message, hint, "1, or launcher ray", others=("cluster.launcher",))
+        hint = f"set cluster.launcher={able}, or num_nodes to 1; `embodrl plan train` looks at any number"
+        yield Finding("cluster.num_nodes", message, hint, f"1, or launcher {able}", others=("cluster.launcher",))
     hardware = cluster.hardware
     if hardware.name is None:
         return
@@ -130,7 +132,7 @@ def native_is_one_process(context: Context) -> Iterator[Finding]:
             message = f"{name} gets {len(devices)} device(s) and {len(processes)} process(es), but {key}"
             message += f" '{backend}' is 1 process on 1 device"
             yield Finding(KEY, message, f"place {name} on 0, or on all", "all, or one device", others=(key,))
-    if config.cluster.launcher == "ray":
+    if context.launcher.starts_everything:
         return
     actor = found.get("actor", [])
     rollout = found.get("rollout", [])

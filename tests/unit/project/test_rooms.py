@@ -13,12 +13,12 @@ import pytest
 
 from embodrl.names import import_object
 from embodrl.registry import Registry
-from embodrl.scheduler.launchers import LAUNCHERS
 from embodrl.specs import (
     ADVANTAGES,
     ENGINES,
     ENV_SERVERS,
     ENVS,
+    LAUNCHERS,
     LOSSES,
     MODELS,
     PIPELINES,
