@@ -308,6 +308,7 @@ class FunctionSpec(Entry):
         rules: checks of the configuration that run when it is chosen.
         settings: the class of the section ``algorithm.NAME``, derived from ``Section``, or ``module:Class``, whose
             fields are arguments; None: there is none.
+        section: name of that section, where several functions share it; "" for the function's own.
     """
 
     needs_values: bool = False
@@ -320,6 +321,7 @@ class FunctionSpec(Entry):
     parts: str | None = None
     rules: tuple[RuleSet, ...] = ()
     settings: type[Section] | str | None = None
+    section: str = ""
 
     @property
     def learns_from_records(self) -> bool:

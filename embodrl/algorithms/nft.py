@@ -44,9 +44,9 @@ def nft_loss(
     advantages: Tensor,
     valid: Tensor,
     logprob_type: Level,
-    nft_objective: Objective,
-    nft_beta: float,
-    nft_max_advantage: float,
+    objective: Objective,
+    beta: float,
+    max_advantage: float,
     weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
@@ -57,12 +57,12 @@ def nft_loss(
         old_errors: the same of the policy that acted.
         logprobs: ``float32[R,C,A]``, for metrics and ``algorithm.target_kl`` alone, as the next.
         old_logprobs: ``float32[R,C,A]``.
-        advantages: ``float32[R,K]``; ``y`` is their part of ``nft_max_advantage``, at most 1.
+        advantages: ``float32[R,K]``; ``y`` is their part of ``max_advantage``, at most 1.
         valid: ``bool[R,C]``.
         logprob_type: over what errors are summed for one ``E+-``; chunk level needs K = 1.
-        nft_objective: see above.
-        nft_beta: beta, above 0.
-        nft_max_advantage: advantages of this and more have ``y = 1``.
+        objective: see above.
+        beta: beta, above 0.
+        max_advantage: advantages of this and more have ``y = 1``.
         weights: ``float32[R]`` of the chunks, 1 on average; None for all 1.
         counts: of the whole minibatch; None takes this batch for the minibatch.
 
@@ -76,12 +76,12 @@ def nft_loss(
     """
     check_levels(logprob_type, advantages)
     counts = counts or count_elements(valid, action_dim=logprobs.shape[2], logprob_type=logprob_type)
-    moved = nft_beta * (errors - old_errors)
+    moved = beta * (errors - old_errors)
     near, _ = reduce_to_level((old_errors + moved).square().mean(1), valid, logprob_type)
     far, mask = reduce_to_level((old_errors - moved).square().mean(1), valid, logprob_type)
-    y = (advantages / nft_max_advantage).clamp(-1.0, 1.0).unsqueeze(-1)
+    y = (advantages / max_advantage).clamp(-1.0, 1.0).unsqueeze(-1)
     gap = y * (near - far)
-    per_element = functional.softplus(0.5 * gap) if nft_objective == "contrastive" else 0.5 * (near + far + gap)
+    per_element = functional.softplus(0.5 * gap) if objective == "contrastive" else 0.5 * (near + far + gap)
     loss = total(torch.where(mask, per_element, 0.0), weights) / counts.policy
     with torch.no_grad():
         log_ratio = torch.where(valid.unsqueeze(-1), logprobs - old_logprobs, 0.0)

@@ -5,7 +5,12 @@ Shapes of the arguments are in docs/algorithms.md.
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from embodrl.config.schema.algorithm import ARGUMENTS
+from embodrl.config.schema.section import PositiveFloat, Section
 from embodrl.specs import FunctionArguments, FunctionSpec
 
 ESTIMATOR_ARGUMENTS = FunctionArguments(
@@ -87,12 +92,27 @@ DAGGER = FunctionSpec(
     off_policy=True,
     imitates=True,
 )
+
+
+class NftConfig(Section):
+    """Negative-aware fine-tuning of flow policies."""
+
+    objective: Literal["weighted", "contrastive"] = Field(
+        default="contrastive",
+        description="contrastive: chunks rank the two mirrored velocities (pi-StepNFT); weighted: their squared errors,"
+        " weighted by how good a chunk was (DiffusionNFT)",
+    )
+    beta: PositiveFloat = Field(default=1.0, description="of the difference by which velocities are mirrored")
+    max_advantage: PositiveFloat = Field(default=1.0, description="advantages beyond it count as this")
+
+
 NFT = FunctionSpec(
     name="nft",
     target="embodrl.algorithms.nft:nft_loss",
     description="negative-aware fine-tuning of flow policies, without likelihoods",
+    settings=NftConfig,
     parameters=(
         *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
-        "counts",
+        *("counts", *NftConfig.model_fields),
     ),
 )

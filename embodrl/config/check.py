@@ -68,6 +68,7 @@ def shipped_schemas() -> list[type[Config]]:
     for section in ("actor", "rollout"):
         further[section] = {name: {} for name in ENGINES.builtin}
     further |= {path: {name: {} for name in registry.builtin} for path, registry in BY_NAME.items() if path != "model"}
+    further["algorithm"] = {name: {} for name in sections_of("algorithm", (*ADVANTAGES.builtin, *LOSSES.builtin))}
     schemas = [schema_for({**further, "env": {"env_type": name}}) for name in ENVS.builtin]
     return [*schemas, *(schema_for({"model": {"model_type": name}}) for name in MODELS.builtin)]
 

@@ -26,8 +26,6 @@ def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, o
         "kl_coef": algorithm.kl.coef if algorithm.kl.placement == "loss" else 0.0,
         "kl_estimator": algorithm.kl.estimator,
     }
-    if algorithm.loss_type == "nft":
-        settings |= {f"nft_{name}": value for name, value in algorithm.nft}
     return settings
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from embodrl.algorithms.losses import LossOutput
 from embodrl.algorithms.rlt import ramp, rlt
+from embodrl.config.schema import section_in
 from embodrl.data.batch import Batch
 from embodrl.learners.off_policy import OffPolicyUpdate
 from embodrl.models.base import VLAPolicy
 from embodrl.models.small_actors.on_frozen import ReferencePolicy
+from embodrl.models.small_actors.settings import RltConfig
 
 
 class RltUpdate(OffPolicyUpdate):
@@ -23,7 +25,7 @@ class RltUpdate(OffPolicyUpdate):
 
         ``a_ref`` is the frozen policy's chunk, or in demonstrations what the expert would do. Some rows do not see it.
         """
-        settings = self.config.algorithm.rlt
+        settings = section_in(self.config.algorithm, "rlt", RltConfig)
         total = len(batch)
         dropped = torch.rand(total, generator=generator) < settings.reference_dropout
         update = number - self.settings.critic_warm_up

@@ -43,14 +43,22 @@ def sections_of(path: str, names: Iterable[str]) -> dict[str, type[Section]]:
         registry = BY_NAME[path]
         found = {name: registry.entry(name).settings for name in wanted if name in registry}
     elif path == "algorithm":
-        found = {}
-        for functions in (ADVANTAGES, LOSSES):
-            specs = [functions.entry(name) for name in wanted if name in functions.names()]  # no module:function
-            found |= {spec.name: spec.settings for spec in specs if spec.settings is not None}
+        found = _sections_of_functions(wanted)
     else:
         fact = "training_settings" if path == "actor" else "rollout_settings"
         found = {name: getattr(ENGINES.entry(name), fact) for name in wanted if name in ENGINES}
     return {name: _class_of(name, section) for name, section in found.items() if section is not None}
+
+
+def _sections_of_functions(wanted: Iterable[str]) -> dict[str, object]:
+    """Return the settings by section; a name is that of a function, or of a section that several functions share."""
+    found: dict[str, object] = {}
+    for name in wanted:
+        # Not ``in functions``, which would import what is given as module:function.
+        specs = [functions.entry(name) for functions in (ADVANTAGES, LOSSES) if name in functions.names()]
+        specs = specs or [spec for spec in LOSSES.all() if spec.section == name]
+        found |= {spec.section or spec.name: spec.settings for spec in specs if spec.settings is not None}
+    return found
 
 
 def _class_of(name: str, section: object) -> type[Section]:
@@ -82,9 +90,9 @@ def present_in(path: str, section: Mapping[str, object], base: type[Section]) ->
 
 def _value_at(section: Mapping[str, object], key: str) -> object:
     """Return the value of a dotted key; None if there is none."""
-    found: object = section
+    found: Any = section
     for name in key.split("."):
-        found = cast(Mapping[str, object], found).get(name) if isinstance(found, Mapping) else None
+        found = found.get(name) if isinstance(found, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
     return found
 
 

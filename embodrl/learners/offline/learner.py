@@ -17,6 +17,7 @@ from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rat
 from embodrl.learners.base import LearnerState
 from embodrl.learners.imitation_update import UPDATE, ImitationUpdate
 from embodrl.learners.offline.iql import IqlCritics
+from embodrl.learners.offline.settings import offline_settings
 from embodrl.learners.records import ReplayUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.models.common.condition import Condition, conditioned
@@ -60,7 +61,7 @@ class OfflineUpdater(ReplayUpdater):
     def learn(self, generator: torch.Generator) -> dict[str, float | None]:
         config = self.config
         engine = self.engine
-        settings = config.algorithm.offline
+        settings = offline_settings(config.algorithm)
         rates = learning_rates(config.actor.optim, engine.version, config.runner.max_iterations, 0)
         totals: dict[str, float] = defaultdict(float)
         for _ in self.steps(settings.updates):
@@ -73,7 +74,7 @@ class OfflineUpdater(ReplayUpdater):
 
     def _step(self, rates: LearningRates, generator: torch.Generator) -> dict[str, float]:
         data = self.data
-        settings = self.config.algorithm.offline
+        settings = offline_settings(self.config.algorithm)
         clip_grad = self.config.actor.optim.clip_grad
         frames = data.draw(self.config.actor.global_batch_size, generator)
         weights = torch.ones(len(frames))
@@ -106,7 +107,7 @@ class OfflineUpdater(ReplayUpdater):
         batch = Batch(
             {name: tensor.cpu() for name, tensor in inputs.items()} | {"action_mask": inside * weights[:, None]}
         )
-        smoothing = self.config.algorithm.offline.label_smoothing_bins
+        smoothing = offline_settings(self.config.algorithm).label_smoothing_bins
         metrics = self.update.step(batch, learning_rate, smoothing, float(inside.sum()))
         return {"policy_loss": metrics.pop("loss")} | metrics
 

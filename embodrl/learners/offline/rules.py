@@ -7,6 +7,7 @@ from pathlib import Path
 
 from embodrl.config.rules.base import Context, path_kind, value_of
 from embodrl.config.schema import OffPolicyConfig
+from embodrl.learners.offline.settings import offline_settings
 from embodrl.rule_set import Finding, RuleSet
 
 RULES = RuleSet()
@@ -62,7 +63,7 @@ def labels_are_there(context: Context) -> Iterator[Finding]:
     """RECAP reads labels, which `embodrl label` writes."""
     algorithm = context.config.algorithm
     data = algorithm.off_policy.demos
-    tag = algorithm.offline.tag
+    tag = offline_settings(algorithm).tag
     if algorithm.loss_type != "recap" or data is None or path_kind(data) != "directory":
         return
     if path_kind(str(Path(data) / "meta" / f"advantages_{tag}.parquet")) != "file":

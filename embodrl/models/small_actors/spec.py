@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from embodrl.models.small_actors.rules import RLT_RULES, RULES
+from embodrl.models.small_actors.settings import RltConfig
 from embodrl.specs import FunctionSpec, SmallActorSpec, VerbSpec
 
 RESIDUAL = SmallActorSpec(
@@ -35,5 +36,6 @@ RLT_LOSS = FunctionSpec(
     target="embodrl.algorithms.rlt:rlt",
     description="a small actor on an RL token of a frozen policy, held near the policy's actions",
     off_policy=True,
+    settings=RltConfig,
     rules=(RLT_RULES,),
 )
