@@ -94,7 +94,8 @@ class Comparer(Worker):
         self, config: Config, learn: Callable[[PolicyTrainEngine], tuple[Metrics, EngineState]]
     ) -> dict[str, float]:
         configure_torch(config)
-        native = NativeTrainEngine(build_policy(config), EngineOptions(config.actor, 4), "cpu")
+        options = EngineOptions(config.actor, 4, config.algorithm.kl.coef > 0)
+        native = NativeTrainEngine(build_policy(config), options, "cpu")
         whole, theirs = learn(native)
         cut, mine = learn(self._cut(config))
         assert mine.state == theirs.state and mine.tensors.keys() == theirs.tensors.keys()

@@ -106,15 +106,12 @@ SAC = {
 }
 
 
-@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
 @pytest.mark.parametrize("demo_fraction", [0.0, 0.5], ids=["sac", "rlpd"])
-def test_critics_beside_the_policy_train_as_in_one_process(
-    two: WorkerGroup, tensor_parallel_size: int, demo_fraction: float
-) -> None:
+def test_critics_beside_the_policy_train_as_in_one_process(two: WorkerGroup, demo_fraction: float) -> None:
     off_policy = SAC | {"demo_fraction": demo_fraction}
     algorithm = {"adv_type": "none", "loss_type": "sac", "off_policy": off_policy, "bc_coef": demo_fraction}
     optim = {"critic_warmup_iterations": 0, "lr_warmup_iterations": 0, "lr": 1e-3}
-    actor = {"tensor_parallel_size": tensor_parallel_size, "optim": optim}
+    actor = {"optim": optim}
     config = fsdp_config("gaussian", algorithm=algorithm, actor=actor, model={"add_value_head": False})
     for found in two.compare_replay(config).result(CALL_S):
         print(found)

@@ -49,7 +49,7 @@ def parts_have_a_device_a_process(context: Context) -> Iterator[Finding]:
         yield Finding(KEY, message, "leave out what follows the colon", "one process per GPU", others=(BACKEND,))
 
 
-@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model.trainable", "env.num_processes", "rollout.backend")
+@rule("actor.tensor_parallel_size", BACKEND, KEY, "cluster", "model", "env.num_processes", "rollout.backend")
 def layers_can_be_cut(context: Context) -> Iterator[Finding]:
     """Tensor parallelism needs fsdp or megatron, a number of processes that it divides, and no adapters."""
     actor = context.config.actor
@@ -62,6 +62,9 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         hint = "set actor=fsdp or actor=megatron, or leave it at 1"
         yield Finding(key, message, hint, "1", others=(BACKEND,))
         return
+    if context.config.model.small_actor.kind is not None or (context.family and context.family.kind == "gaussian"):
+        message = f"is {size}, and a small actor has no layers that several processes could share"
+        yield Finding(key, message, "leave it at 1", "1", others=("model.model_type",))
     if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
         message = f"is {size}, and layers with low-rank adapters can't be cut"
         yield Finding(

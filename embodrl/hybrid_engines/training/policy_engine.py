@@ -172,57 +172,52 @@ class PolicyTrainEngine(TrainEngine):
         Raises:
             NonFiniteError: the last steps were all not finite.
         """
-        step, count = self._step(self.state.optimizer, parameters, loss, self.state.nonfinite_in_row, "")
-        self.state.nonfinite_in_row = count
+        step = self._step(self.state.optimizer, parameters, loss, self.state)
         if step.applied:
             self.state.round_masters()
-        self._refuse_nonfinite(count)
         return step
 
     def modules_step(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> OptimizerStep:
         """As ``optimizer_step``, with the optimizer of the modules beside the policy."""
         side = self.state.side
         assert side is not None, "modules were added"
-        step, count = self._step(side.optimizer, parameters, loss, side.nonfinite_in_row, " of the critics")
-        side.nonfinite_in_row = count
-        self._refuse_nonfinite(count)
-        return step
+        return self._step(side.optimizer, parameters, loss, side)
 
     def _step(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[nn.Parameter] | None,
         loss: Tensor,
-        nonfinite_in_row: int,
-        whose: str,
-    ) -> tuple[OptimizerStep, int]:
-        """Step unless something is not finite; return what happened, and how many steps in a row were not finite."""
+        owner: HeldState | SideModules,
+    ) -> OptimizerStep:
+        """Step unless something is not finite; ``owner`` counts how often in a row that was so."""
         leaves = self._collect(parameters)
         grad_norm = self._clip(leaves)
+        where = ""
         applied = math.isfinite(grad_norm) and math.isfinite(float(loss))
         if applied:
             optimizer.step()
+            owner.nonfinite_in_row = 0
         else:
-            logger.warning(
-                "loss%s %s, gradient norm %s: no update; not finite: %s",
-                *(whose, float(loss), grad_norm, self._where_not_finite(leaves)),
-            )
+            owner.nonfinite_in_row += 1
+            where = not_finite((name, leaf.grad) for name, leaf in self._named(leaves))
+            where = f"the gradients of {where}" if where else "the loss alone"
+            logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
         self.clear_gradients()
         report_work()
-        return OptimizerStep(applied, grad_norm), 0 if applied else nonfinite_in_row + 1
-
-    def _where_not_finite(self, leaves: Leaves) -> str:
-        found = {name: leaves.get(parameter) for name, parameter in self.state.trained().items()}
-        where = not_finite((name, leaf.grad) for name, leaf in found.items() if leaf is not None)
-        return f"the gradients of {where}" if where else "the loss alone"
-
-    def _refuse_nonfinite(self, count: int) -> None:
-        if count >= MAX_NONFINITE_IN_ROW:
+        if owner.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
-                f"the loss or its gradient was not finite {count} times in a row; the weights are as they were before",
+                f"the loss or its gradient was not finite {owner.nonfinite_in_row} times in a row, the last time"
+                f" {where}; the weights are as they were before",
                 "lower actor.optim.lr and actor.optim.value_lr, set actor.precision to fp32, and look for NaN in the "
-                "observations and rewards; the log names the gradients",
+                "observations and rewards",
             )
+        return OptimizerStep(applied, grad_norm)
+
+    def _named(self, leaves: Leaves) -> Iterator[tuple[str, nn.Parameter]]:
+        side = self.state.side
+        named = self.state.trained() | ({} if side is None else side.trained())
+        yield from ((name, leaves[parameter]) for name, parameter in named.items() if parameter in leaves)
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""

@@ -51,7 +51,6 @@ class SideModules:
         self._parts = {name: _named(name, part) for name, part in modules.items()}
         self._parts = {name: named for name, named in self._parts.items() if _trains(named)}
         self._parts |= {name: {f"{name}.{n}": p for n, p in found.items()} for name, found in policy_parts.items()}
-        self._of_policy = {id(p) for found in policy_parts.values() for p in found.values()}
         groups = [{"params": [self.leaf(p) for p in self.parameters(name)], "part": name} for name in self._parts]
         self.optimizer = fused_adamw(groups, optim.betas, optim.eps)
 
@@ -64,8 +63,9 @@ class SideModules:
         return [p for name in parts or self._parts for p in self._parts[name].values()]
 
     def own_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """Yield those that are not the policy's."""
-        yield from (p for p in parameters if id(p) not in self._of_policy)
+        """Yield those that are of the modules, and not of the policy."""
+        own = {id(p) for p in self.weights().values()}
+        yield from (p for p in parameters if id(p) in own)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that train, by the names of the state."""

@@ -61,19 +61,19 @@ def test_updates_of_bf16_weights_are_kept_as_in_float32() -> None:
     exact = trained(torch.float32)
     wanted = movement(exact, list(exact.policy.parameters()))
     copied = trained(torch.bfloat16)
-    masters = [copied.masters[p] for p in copied.policy.parameters()]
+    masters = [copied.state.masters[p] for p in copied.policy.parameters()]
     torch.testing.assert_close(movement(copied, list(masters)), wanted, rtol=0, atol=1e-7)  # float32's rounding
-    for parameter, master in copied.masters.items():
+    for parameter, master in copied.state.masters.items():
         assert parameter.dtype == torch.bfloat16 and torch.equal(parameter, master.to(torch.bfloat16))
 
     plain = trained(torch.bfloat16, masters=False)
-    assert not plain.masters
+    assert not plain.state.masters
     lost = 1 - float(movement(plain, list(plain.policy.parameters())).norm() / wanted.norm())
     assert lost > 0.8  # 0.5 ulp of a weight of 0.3 is 5e-4, a step 1e-5
 
 
 def test_weights_in_float32_have_no_copies() -> None:
-    assert not make_engine(torch.float32).masters
+    assert not make_engine(torch.float32).state.masters
     assert all(leaf is p for p, leaf in make_engine(torch.float32).state.leaves.items())
 
 

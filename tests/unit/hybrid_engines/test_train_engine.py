@@ -384,7 +384,7 @@ def test_weights_that_do_not_act_leave_as_well() -> None:
         assert not any(p.untyped_storage().nbytes() for p in kept)
         straight.offload()  # the reference leaves, what acts stays
         assert straight.state.reference is not None
-        frozen = straight.reference_weights().values()
+        frozen = straight.state.reference_weights().values()
         assert not any(p.untyped_storage().nbytes() for p in frozen)
         assert all(p.untyped_storage().nbytes() for p in straight.policy.parameters())
     assert all(torch.equal(t, weights_of(straight)[name]) for name, t in offloaded.weights())
@@ -474,7 +474,7 @@ def test_a_restored_reference_is_that_of_the_first_start() -> None:
     with raises_code("checkpoint-mismatch", CheckpointError):
         reference_engine().load_state_dict(saved)
     with raises_code("reference-missing", EmbodrlError, "keep_reference"):
-        make_engine().reference_logprobs(batch, ALGORITHM)
+        reference_logprobs(make_engine(), batch, ALGORITHM)
 
 
 def test_a_kl_to_the_reference_holds_the_policy_back() -> None:

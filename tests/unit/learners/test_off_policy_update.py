@@ -5,43 +5,24 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from expect import raises_code
-from replay_frames import buffer_of
+from replay_frames import buffer_of, config_of, updater_of
 from tiny_families import build
-from tiny_training import training_config
 
 from embodrl.config import load_config
-from embodrl.config.schema import Config
 from embodrl.data.replay import ReplayStores
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import EngineState, OptimizerStep
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.schedule import LearningRates
-from embodrl.learners.off_policy import SECTION, OffPolicyUpdater, sample_transitions
+from embodrl.learners.off_policy import SECTION, sample_transitions
 from embodrl.storage.checkpoint import CheckpointManager
 
-SETTINGS = {"num_q": 3, "subset": 2, "critic_hidden_sizes": (8,), "warm_up": 20, "utd": 0.5, "policy_delay": 2}
-
-
-def config_of(value_lr: float = 1e-3, **changes: object) -> Config:
-    algorithm = {"adv_type": "none", "loss_type": "sac", "off_policy": {**SETTINGS, **changes}}
-    optim = {"critic_warmup_iterations": 0, "lr_warmup_iterations": 0, "lr_scheduler": "constant", "lr": 1e-3}
-    optim["value_lr"] = value_lr
-    return training_config("gaussian", algorithm=algorithm, actor={"optim": optim})
-
-
 RATES = LearningRates(policy=1e-3, value=1e-3)
-
-
-def updater_of(config: Config, stores: ReplayStores | None = None, **arguments: Any) -> OffPolicyUpdater:
-    policy = build("gaussian", add_value_head=False)
-    engine = NativeTrainEngine(policy, EngineOptions.of(config), "cpu")
-    return OffPolicyUpdater(config, engine, stores or ReplayStores(buffer_of(60)), **arguments)
 
 
 def generator() -> torch.Generator:

@@ -19,7 +19,7 @@ from embodrl.data.offline import ChunkOutcomes, OfflineData
 from embodrl.errors import CheckpointError, EmbodrlError
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
-from embodrl.learners.objective import normalized
+from embodrl.learners.imitation_update import normalized
 from embodrl.learners.offline.iql import IqlCritics
 from embodrl.learners.offline.learner import OfflineUpdater, advantage_instructions
 from embodrl.models.common.observation_net import IMAGES, STATE, TASK, ObservationSpec
