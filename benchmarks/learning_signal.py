@@ -289,7 +289,7 @@ class Gradients:
         for parameter in engine.state.policy_parameters:  # a warm-up of the critic leaves them without gradients
             parameter.requires_grad_(True)
         counts = counts_of(chunks, self.algorithm, engine.device)
-        engine.forward_backward(chunks, lambda micro: self.loss(micro, counts))
+        engine.forward_backward(chunks, lambda micro: self.loss(counts, micro))
         leaves = [engine.state.leaves[parameter] for parameter in engine.state.policy_parameters]
         flat = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).flatten().float().cpu() for x in leaves])
         engine.clear_gradients()

@@ -15,7 +15,7 @@ from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, el
 from embodrl.config.schema import AlgorithmConfig
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
-from embodrl.names import call_named
+from embodrl.names import parameters_of
 from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
 
@@ -116,8 +116,8 @@ def counts_of(minibatch: TrajectoryBatch, algorithm: AlgorithmConfig, device: to
 
 def make_loss(
     evaluate: Callable[..., EvalOutput], algorithm: AlgorithmConfig, needs_values: bool
-) -> Callable[[TrajectoryBatch, LossCounts], LossOutput]:
-    """Return the loss of a micro-batch, given the counts of its minibatch.
+) -> Callable[[LossCounts, TrajectoryBatch], LossOutput]:
+    """Return the loss of a micro-batch, after the counts of its minibatch.
 
     Args:
         evaluate: function like ``VLAPolicy.evaluate_actions``.
@@ -130,9 +130,10 @@ def make_loss(
     sampling = SamplingParams(algorithm.sampling.temperature, algorithm.sampling.top_k)
     loss_fn = LOSSES.get(algorithm.loss_type)
     settings = loss_settings(algorithm, needs_values)
+    names, _, takes_rest = parameters_of(loss_fn)
     reads_errors = "errors" in (LOSSES.entry(algorithm.loss_type).parameters or ())
 
-    def compute(micro: TrajectoryBatch, counts: LossCounts) -> LossOutput:
+    def compute(counts: LossCounts, micro: TrajectoryBatch) -> LossOutput:
         output = evaluate(micro.forward_inputs, sampling, compute_values=needs_values)
         critic: dict[str, object] = {}
         if needs_values:
@@ -160,7 +161,9 @@ def make_loss(
         }
         if reads_errors and output.errors is not None:
             arguments |= {"errors": output.errors.float(), "old_errors": micro.forward_inputs["flow_error"]}
-        loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
+        arguments |= critic | settings
+        wanted = {name: value for name, value in arguments.items() if takes_rest or name in names}
+        loss = checked_loss(loss_fn(**wanted), algorithm.loss_type)
         # Taken with the weights of this step; only the first minibatch, before any step, is reported.
         mismatch = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
         return LossOutput(loss.loss, loss.metrics | mismatch | (proximal.metrics if proximal else {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.imitation import DemoDraws
 from embodrl.data.trajectory import TrajectoryBatch
-from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.hybrid_engines.training.schedule import learning_rates
@@ -113,9 +113,7 @@ class OnPolicyUpdate(Update):
         for _, minibatch in zip(self.steps(epochs * -(-len(chunks) // size)), minibatches, strict=True):
             counts = counts_of(minibatch, algorithm, self.engine.device)
             with span("forward and backward"):
-                loss, metrics = self.engine.forward_backward(
-                    minibatch, lambda micro, counts=counts: loss_fn(micro, counts)
-                )
+                loss, metrics = self.engine.forward_backward(minibatch, partial(loss_fn, counts))
             if imitated is not None:
                 bc_loss, scalars = imitation_gradients(self.engine, next(imitated), weight=algorithm.bc_coef)
                 loss = loss + bc_loss
@@ -241,45 +239,23 @@ class OnPolicyUpdate(Update):
         return rows_of_result.view_as(result)
 
 
-class OnPolicyUpdater:
-    """Hands rollouts to an ``OnPolicyUpdate`` where the engine is, and demonstrations that are imitated besides.
+class Demonstrations:
+    """What every step of an on-policy update imitates in addition to its loss (``algorithm.bc_coef``).
 
     Args:
         config: the run.
-        engine: holds the weights that train.
         policy: of this process, which makes inputs of observations.
-        demos: draws what is imitated (``algorithm.bc_coef``); None: nothing is.
-        on_step: called with how many optimizer steps of an update are done, and how many there are.
+        frames: draws frames; the part that a checkpoint keeps.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        engine: TrainEngine,
-        policy: VLAPolicy,
-        demos: DemoDraws | None = None,
-        on_step: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, policy: VLAPolicy, frames: DemoDraws) -> None:
         self.config = config
         self.policy = policy
-        self.demos = demos
-        self._update: OnPolicyUpdate = engine.attach(UPDATE, config, on_step)
+        self.frames = frames
 
-    def update(self, batch: TrajectoryBatch, advantages: Advantages, generator: torch.Generator) -> dict[str, float]:
-        """See ``OnPolicyUpdate.update``."""
-        demos = None if self.demos is None else self._draws(self.demos, num_steps(batch, advantages, self.config))
-        return self._update.update(batch, advantages, generator, demos)
-
-    def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]:
-        """See ``OnPolicyUpdate.proximal``."""
-        return self._update.proximal(batch, every_chunk)
-
-    def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor:
-        """See ``OnPolicyUpdate.reference_logprobs``."""
-        return self._update.reference_logprobs(batch)
-
-    def _draws(self, demos: DemoDraws, count: int) -> Iterator[Batch]:
-        for _ in range(count):
-            observation, actions, inside = demos.next()
+    def draws(self, batch: TrajectoryBatch, advantages: Advantages) -> Iterator[Batch]:
+        """Yield a batch for each optimizer step of an update."""
+        for _ in range(num_steps(batch, advantages, self.config)):
+            observation, actions, inside = self.frames.next()
             inputs = self.policy.sft_inputs(observation, actions) | {"action_mask": inside}
             yield Batch({name: tensor.cpu() for name, tensor in inputs.items()})

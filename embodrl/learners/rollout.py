@@ -22,7 +22,7 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases, peak_memory
-from embodrl.learners.on_policy import OnPolicyUpdater
+from embodrl.learners.on_policy import Demonstrations, OnPolicyUpdate
 from embodrl.learners.records import ReplayUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
@@ -51,6 +51,7 @@ class Parts:
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
         on_policy: updates the weights by rollouts.
+        imitated: what these updates imitate in addition.
         from_records: updates the weights of off-policy and offline runs, by what is recorded.
         replay: buffers of off-policy runs.
         recorded: the dataset of offline runs.
@@ -60,7 +61,8 @@ class Parts:
     engine: TrainEngine
     rollouts: RolloutBackend
     rewards: RewardWorker
-    on_policy: OnPolicyUpdater | None = None
+    on_policy: OnPolicyUpdate | None = None
+    imitated: Demonstrations | None = None
     from_records: ReplayUpdater | None = None
     replay: ReplayStores | None = None
     recorded: OfflineData | None = None
@@ -68,8 +70,8 @@ class Parts:
     @property
     def stores(self) -> ReplayStores | OfflineData | DemoDraws | None:
         """What a checkpoint keeps of what the run learns from besides its rollouts."""
-        if self.on_policy is not None:
-            return self.on_policy.demos
+        if self.imitated is not None:
+            return self.imitated.frames
         return self.recorded if self.replay is None else self.replay
 
 
@@ -138,7 +140,7 @@ class RolloutLearner(Learner):
         self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
         acting = (rollouts.collector, rewards)
-        learning = (parts.on_policy, parts.from_records, parts.replay, parts.recorded)
+        learning = (parts.on_policy, parts.imitated, parts.from_records, parts.replay, parts.recorded)
         context = PipelineContext(self.config, iteration, self.engine, *acting, self._shuffle, *learning)
         metrics = self._graph.run(context, on_node=self._before_node)
         steps = metrics.pop("env_steps", None)

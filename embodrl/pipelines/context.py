@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from embodrl.algorithms.advantages import Advantages
+    from embodrl.data.batch import Batch
     from embodrl.data.offline import OfflineData
     from embodrl.data.replay import ReplayStores
     from embodrl.data.trajectory import TrajectoryBatch
@@ -22,13 +24,23 @@ if TYPE_CHECKING:
 
 
 class LearnsFromRollouts(Protocol):
-    """Updates by rollouts; ``learners.on_policy.OnPolicyUpdater``, which documents the methods."""
+    """Updates by rollouts; ``learners.on_policy.OnPolicyUpdate``, which documents the methods."""
 
     def update(
-        self, batch: TrajectoryBatch, advantages: Advantages, generator: torch.Generator
+        self,
+        batch: TrajectoryBatch,
+        advantages: Advantages,
+        generator: torch.Generator,
+        demos: Iterator[Batch] | list[Batch] | None = None,
     ) -> dict[str, float]: ...
     def proximal(self, batch: TrajectoryBatch, every_chunk: bool = False) -> tuple[Tensor, Tensor | None]: ...
     def reference_logprobs(self, batch: TrajectoryBatch) -> Tensor: ...
+
+
+class Imitated(Protocol):
+    """Demonstrations; ``learners.on_policy.Demonstrations``, which documents the method."""
+
+    def draws(self, batch: TrajectoryBatch, advantages: Advantages) -> Iterator[Batch]: ...
 
 
 class LearnsFromRecords(Protocol):
@@ -49,6 +61,7 @@ class PipelineContext:
         rewards: judges episodes.
         shuffle: on the CPU; shuffles the chunks of an update. Part of every checkpoint.
         on_policy: of runs that learn from rollouts; see ``updates``.
+        imitated: what updates by rollouts imitate in addition.
         from_records: of off-policy and offline runs; see ``learn``.
         replay: of off-policy runs; see ``stores``.
         recorded: of offline runs; see ``dataset``.
@@ -61,6 +74,7 @@ class PipelineContext:
     rewards: RewardWorker
     shuffle: torch.Generator
     on_policy: LearnsFromRollouts | None = None
+    imitated: Imitated | None = None
     from_records: LearnsFromRecords | None = None
     replay: ReplayStores | None = None
     recorded: OfflineData | None = None

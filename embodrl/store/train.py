@@ -43,7 +43,7 @@ from embodrl.trainer.lock import RunLock
 from embodrl.trainer.loop import Trainer
 from embodrl.trainer.parts import make_trainer
 from embodrl.trainer.schedule import Schedule
-from embodrl.trainer.session import RunSession, run_directory_of, run_tries
+from embodrl.trainer.session import RunSession, run_directory_of, run_with_restarts
 from embodrl.trainer.settings import STATE_KEY, changed_settings, last_settings, load_saved
 from embodrl.workers.policy import build_policy
 
@@ -125,7 +125,7 @@ def _follow(
     def attempt(session: RunSession) -> int:
         return work(session, store, say)
 
-    return run_tries(loaded, directory, lock, attempt, checkpoint, last_settings(directory))
+    return run_with_restarts(loaded, directory, lock, attempt, checkpoint, last_settings(directory))
 
 
 def resume(directory: Path, overrides: list[str], trust: bool = False) -> int:

@@ -23,7 +23,7 @@ from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.base import Learner
 from embodrl.learners.dagger import DaggerUpdater
 from embodrl.learners.off_policy import OffPolicyUpdater
-from embodrl.learners.on_policy import OnPolicyUpdater
+from embodrl.learners.on_policy import UPDATE, Demonstrations, OnPolicyUpdate
 from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
@@ -70,7 +70,8 @@ PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack
 class _Learning(TypedDict, total=False):
     """Those of ``Parts`` that update the weights."""
 
-    on_policy: OnPolicyUpdater
+    on_policy: OnPolicyUpdate
+    imitated: Demonstrations
     from_records: ReplayUpdater
     replay: ReplayStores
 
@@ -303,8 +304,10 @@ def _learning(
     """Return what updates the weights, and what it learns from besides rollouts."""
     loss = LOSSES.entry(config.algorithm.loss_type)
     if not loss.off_policy:
-        demos = load_demonstrations(config, policy) if config.algorithm.bc_coef else None
-        return {"on_policy": OnPolicyUpdater(config, engine, policy, demos, on_step)}
+        update: OnPolicyUpdate = engine.attach(UPDATE, config, on_step)
+        if not config.algorithm.bc_coef:
+            return {"on_policy": update}
+        return {"on_policy": update, "imitated": load_demonstrations(config, policy)}
     assert pool is not None, "the configuration was checked"
     stores = make_stores(config, policy, pool)
     if loss.imitates:
@@ -312,8 +315,8 @@ def _learning(
     return {"replay": stores, "from_records": OffPolicyUpdater(config, engine, stores, on_step)}
 
 
-def load_demonstrations(config: Config, policy: VLAPolicy) -> DemoDraws:
-    """Return what draws the demonstrations that are imitated besides the loss of rollouts (``algorithm.bc_coef``).
+def load_demonstrations(config: Config, policy: VLAPolicy) -> Demonstrations:
+    """Return the demonstrations that are imitated in addition to the loss of rollouts (``algorithm.bc_coef``).
 
     Args:
         config: the run; ``algorithm.off_policy.demos`` are the demonstrations, ``actor.global_batch_size`` frames of
@@ -329,7 +332,8 @@ def load_demonstrations(config: Config, policy: VLAPolicy) -> DemoDraws:
     demos = load_checked_demos(imitated)
     logger.info("%d demonstrations, %d frames, are imitated, too", len(demos.tasks), len(demos.actions))
     size = config.actor.global_batch_size
-    return DemoDraws(observed(demos, config), size, policy.action_horizon, config.runner.seed)
+    frames = DemoDraws(observed(demos, config), size, policy.action_horizon, config.runner.seed)
+    return Demonstrations(config, policy, frames)
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

@@ -453,7 +453,11 @@ def _inert(context: Context) -> Iterator[tuple[str, bool, str]]:
     for name in OffPolicyConfig.model_fields:
         read = loss.learns_from_records or (name == "demos" and algorithm.bc_coef > 0)
         yield f"algorithm.off_policy.{name}", not read, on_policy
-    for name in set(type(algorithm).model_fields) - set(AlgorithmConfig.model_fields) - {adv.section or adv.name, loss.section or loss.name}:
+    for name in (
+        set(type(algorithm).model_fields)
+        - set(AlgorithmConfig.model_fields)
+        - {adv.section or adv.name, loss.section or loss.name}
+    ):
         yield f"algorithm.{name}", True, f"neither adv_type nor loss_type is {name}"
     yield "algorithm.gae_lambda", "gae_lambda" in adv.ignores, adv_type
     summed = algorithm.adv_type in ("grpo", "rloo") and algorithm.gamma == 1

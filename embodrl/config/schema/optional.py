@@ -90,9 +90,9 @@ def present_in(path: str, section: Mapping[str, object], base: type[Section]) ->
 
 def _value_at(section: Mapping[str, object], key: str) -> object:
     """Return the value of a dotted key; None if there is none."""
-    found: Any = section
+    found: object = section
     for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None  # pyright: ignore[reportUnknownMemberType]
+        found = found.get(name) if isinstance(found, Mapping) else None
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from embodrl.models.base import VLAPolicy
 from embodrl.processes.liveness import report_work
 from embodrl.types import EvalOutput
 
+Differentiated = tuple[LossOutput, tuple[Tensor | None, ...]]
+"""Loss of a micro-batch, and the gradients of what trains."""
 # A chunk that waits for inference holds up simulators; a micro-batch that waits delays nothing.
 NICENESS_BESIDE_ROLLOUTS = 10
 
@@ -83,29 +86,31 @@ class NativeTrainEngine(PolicyTrainEngine):
         loss_fn: Callable[[RowsT], LossOutput],
         parameters: Sequence[nn.Parameter] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        def compute(rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            micro = minibatch[rows].to(self.device, non_blocking=True)
-            with autocast(self.precision, self.device):
-                output = loss_fn(micro)
-            report_work()
-            return output.loss, output.metrics
-
-        chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
         # While only the critic trains, the policy needs no gradients.
         trained = [p for p in self._named_or_all(parameters) if p.requires_grad]
-        total, outputs = add_gradients(
-            [lambda rows=rows: compute(rows) for rows in chosen],
-            {p: self.state.leaves.get(p, p) for p in trained},
-            self.num_threads,
-            self.niceness,
-        )
+
+        def differentiate(rows: Tensor) -> Differentiated:
+            with autocast(self.precision, self.device):
+                output = loss_fn(minibatch[rows].to(self.device, non_blocking=True))
+            report_work()
+            # Not ``backward``: threads would add to the same gradients, in the order in which they end.
+            gradients = torch.autograd.grad(output.loss, trained, allow_unused=True)
+            return LossOutput(output.loss.detach(), output.metrics), gradients
+
+        chosen = torch.arange(len(minibatch)).split(self.config.micro_batch_size)
+        if self.num_threads <= 1 and not self.niceness:
+            results = list(map(differentiate, chosen))
+        else:
+            tasks = [partial(differentiate, rows) for rows in chosen]
+            results = on_threads(tasks, self.num_threads, self.niceness)
+        add_gradients([gradients for _, gradients in results], [self.state.leaves.get(p, p) for p in trained])
         metrics: dict[str, Tensor] = {}
-        for output in outputs:
-            for name, value in output.items():
+        for output, _ in results:
+            for name, value in output.metrics.items():
                 known = metrics.get(name)
                 both = torch.maximum if is_largest(name) else torch.add
                 metrics[name] = value if known is None else both(known, value)
-        return total, metrics
+        return torch.stack([output.loss for output, _ in results]).sum(), metrics
 
     def _named_or_all(self, parameters: Sequence[nn.Parameter] | None) -> Sequence[nn.Parameter]:
         return (*self.state.policy_parameters, *self.state.value_parameters) if parameters is None else parameters
