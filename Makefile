@@ -41,7 +41,7 @@ test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
 	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
 
 bench-check: setup ## compare ratios of processor time with those recorded on this kind of processor (half a minute)
-	@OMP_NUM_THREADS=1 $(BIN)/embodrl bench all --against benchmarks/results/ratios.jsonl
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/bench.py all --against benchmarks/results/ratios.jsonl
 
 # Workers and simulators start as users start them, not forked from a process that has their imports.
 test-all: setup ## run every test, the long ones as well (an hour and more)

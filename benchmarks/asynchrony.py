@@ -15,6 +15,7 @@ from typing import Any
 
 import slow_env
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,6 @@ from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool

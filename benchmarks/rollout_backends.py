@@ -18,7 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
+from inference import make_observation, make_policy
 from numpy.typing import NDArray
+from plain import stock_llama
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
@@ -29,9 +32,6 @@ from embodrl.hybrid_engines.rollout.native import NativeRolloutEngine
 from embodrl.hybrid_engines.rollout.vllm.engine import VllmRolloutEngine
 from embodrl.models.openvla.token_policy import TokenPolicy
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
-from embodrl.tools.bench.inference import make_observation, make_policy
-from embodrl.tools.bench.plain import stock_llama
 from embodrl.types import Observation, SamplingParams
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import psutil
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.workflows.task_runner import AsyncTaskRunner
 
 NUM_TASKS = {"no_op": 50_000, "sleep": 10_000}

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,7 +31,6 @@ from embodrl.scheduler.group import WorkerGroup, wait_all
 from embodrl.scheduler.launchers.process import ProcessLauncher
 from embodrl.scheduler.worker import Worker, dispatch
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.weights import KINDS
 
 SIZES_MB = (10, 100, 1000)

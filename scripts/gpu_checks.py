@@ -130,8 +130,8 @@ VERSIONS = """
 import json, platform, sys
 from importlib.metadata import PackageNotFoundError, version
 import torch
-from embodrl.tools.bench.hardware import describe_hardware
-found = {"python": platform.python_version(), "hardware": describe_hardware(), "cuda": torch.version.cuda}
+from embodrl.processor import processor
+found = {"python": platform.python_version(), "cpu": processor().name, "cuda": torch.version.cuda}
 for name in ("torch", "transformers", "numpy", "tokenizers", "safetensors", "pydantic", "megatron-core", "mujoco"):
     try:
         found[name] = version(name)
@@ -383,7 +383,7 @@ def inference(options: Options, family: str) -> Callable[[Shell], Figures]:
         found = shell.directory / "bench.json"
         size = "public" if options.on_gpu else "tiny"
         how = ("--family", family, "--size", size, "--device", options.device)
-        shell.run(*options.embodrl("bench", "inference", *how, "--json", found))
+        shell.run(options.python, ROOT / "benchmarks" / "bench.py", "inference", *how, "--json", found)
         return json.loads(found.read_text())[size][family]
 
     return check

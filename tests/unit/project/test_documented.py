@@ -96,7 +96,7 @@ def test_documented_commands_are_valid(command: Command, tmp_path: Path, monkeyp
         assert [problems_of(list(run.overrides), None, "train") for run in runs] == [{}] * len(runs)
         return
     if path not in VERBS and path != ("run",):
-        plain = path[0] in ("doctor", "bench", "data", "export", "list") or path == ("model", "token")
+        plain = path[0] in ("doctor", "data", "export", "list") or path == ("model", "token")
         assert "overrides" not in rest or plain
         return
     if path == ("run",):
