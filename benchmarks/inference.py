@@ -106,15 +106,6 @@ _GR00T_N1_7: dict[str, object] = {
     "max_state_dim": 132,
     "action_horizon": 40,
 }
-_GR00T_N1_6: dict[str, object] = {
-    **{name: size for name, size in _GR00T_N1_7.items() if not name.startswith("vl_")},
-    "image_size": 252,
-    "patch_size": 14,
-    "vision": _SIGLIP,
-    "max_action_dim": 128,
-    "max_state_dim": 128,
-    "action_horizon": 50,
-}
 _SMOLVLA: dict[str, object] = {
     "image_size": 512,
     "patch_size": 16,
@@ -137,7 +128,6 @@ FULL: dict[str, dict[str, Any]] = {
     "pi05": {"num_action_chunks": 10, "pi": {**_PI, "action_horizon": 10}, "flow": {"num_steps": 10}},
     "pi0_fast": {"num_action_chunks": 10, "pi0_fast": _PI0_FAST},
     "gr00t": {"num_action_chunks": 16, "gr00t": _GR00T},
-    "gr00t_n1_6": {"num_action_chunks": 16, "gr00t_n1_6": _GR00T_N1_6},
     "gr00t_n1_7": {"num_action_chunks": 16, "gr00t_n1_7": _GR00T_N1_7},
     "smolvla": {"num_action_chunks": 50, "smolvla": _SMOLVLA, "flow": {"num_steps": 10}},
 }

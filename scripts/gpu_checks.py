@@ -21,7 +21,7 @@ from check_list import LOG_FILE, RESULTS_FILE, Check, CheckFailed, CheckList, Fi
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDINGS = ROOT / "tests" / "parity" / "recordings"
-FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla")
+FAMILIES = ("openvla", "openvla_oft", "pi0", "pi05", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
 PUBLIC_SIZES = ("pi05", "openvla_oft", "gr00t_n1_7", "smolvla")
 WITH_FLOW = "model=smolvla"
 WITHOUT_WARM_START = "model.warm_start=null"

@@ -51,11 +51,9 @@ def test_every_family_has_its_public_size() -> None:
     assert sorted(FULL) == sorted(FAMILIES)
     for family, settings in FULL.items():
         config = model_settings(family).model_validate({"model_type": family, **settings})
-        parts = ("architecture", "pi", "pi0_fast", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla")
+        parts = ("architecture", "pi", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
         part = next(name for name in parts if hasattr(config, name))
-        assert getattr(config, part).image_size == {"smolvla": 512, "gr00t_n1_6": 252, "gr00t_n1_7": 256}.get(
-            family, 224
-        )
+        assert getattr(config, part).image_size == {"smolvla": 512, "gr00t_n1_7": 256}.get(family, 224)
 
 
 @pytest.mark.parametrize(
