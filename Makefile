@@ -10,7 +10,7 @@ CORES := $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2)
 PYTEST_WORKERS ?= $(shell echo $$(($(CORES) < 15 ? $(CORES) + 1 : 16)))
 CHECKED := embodrl tests scripts benchmarks examples
 
-.PHONY: help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm crash-test chaos soak lint format docs clean
+.PHONY: help setup train test test-avx2 test-fast test-all test-long test-gpu test-megatron test-ray test-simulators test-vllm coverage crash-test chaos soak lint format docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /make \1\t/' | expand -t 20
@@ -39,6 +39,10 @@ test-avx2: setup ## run the numerical tests as on a processor without AVX-512 an
 
 test-fast: setup ## run the unit and parity tests (2 minutes on two cores)
 	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" tests/unit tests/parity $(ARGS)
+
+# Processes that the tests start are not measured.
+coverage: setup ## say which lines the unit and parity tests run
+	@$(PYTEST) -n $(CORES) --dist loadfile --no-loadscope-reorder -m "not long" --cov --cov-report=term:skip-covered tests/unit tests/parity $(ARGS)
 
 # Workers and simulators start as users start them, not forked from a process that has their imports.
 test-all: setup ## run every test, the long ones as well (an hour and more)

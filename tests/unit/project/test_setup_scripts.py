@@ -140,6 +140,7 @@ def test_make_targets() -> None:
     spread = "-m pytest -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart 0"
     assert f'{spread} -m "not long" -k registry' in dry_run("test", "ARGS=-k registry", "CORES=4")
     assert '-m "not long" tests/unit tests/parity' in dry_run("test-fast")
+    assert "--cov --cov-report=term:skip-covered tests/unit tests/parity" in dry_run("coverage")
     everything = dry_run("test-all", "CORES=4")
     assert spread in everything and "-m " not in everything.partition(spread)[2]
     assert "EMBODRL_TESTS_COLD=1" in everything, "as users start them"
