@@ -7,7 +7,6 @@ without any training. The ideal of (a) and (b) is the busier of the two sides, a
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,10 +241,3 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import asynchrony
-
-    sys.exit(asynchrony.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

@@ -10,7 +10,6 @@ their log-probs are compared.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -178,10 +177,3 @@ def main(json_path: Path | None = None, batches: tuple[int, ...] = BATCHES) -> i
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import rollout_backends
-
-    sys.exit(rollout_backends.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

@@ -138,10 +138,3 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import task_runner
-
-    sys.exit(task_runner.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

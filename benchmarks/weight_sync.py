@@ -8,7 +8,6 @@ whatever holds the directory for temporary files, and its files are synced.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -196,10 +195,3 @@ def main(json_path: Path | None = None, sizes_mb: Iterable[float] = SIZES_MB) ->
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import weight_sync
-
-    sys.exit(weight_sync.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
