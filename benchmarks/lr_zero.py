@@ -15,6 +15,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+from hardware import describe_hardware
+from inference import make_observation
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import set_proximal
@@ -28,8 +30,6 @@ from embodrl.hybrid_engines.training.precision import autocast
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
-from embodrl.tools.bench.hardware import describe_hardware
-from embodrl.tools.bench.inference import make_observation
 from embodrl.types import PolicyOutput, SamplingParams
 
 PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype]] = {

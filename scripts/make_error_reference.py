@@ -64,7 +64,6 @@ CURES = {
     "output": "free disk space, or choose a writable directory",
     "checkpoint-mismatch": "resume with the settings of the run that wrote the checkpoint",
     "cpu-unavailable": "choose cores that the process may use (see taskset -p), or let embodrl choose",
-    "bench-env-failed": "see the last words of the simulator in the message",
     "gymnasium-id": "correct env.id, or name the package that registers it",
     "prompt-too-long": "shorten the instruction, or raise max_prompt_tokens where the hint names it",
     "system-error": "the message has the operating system's reason: free disk space or memory, or choose another path",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 VERBS = {
-    "bench": "embodrl.tools.bench.spec:VERB",
     "compare": "embodrl.tools.compare.spec:VERB",
     "convert": "embodrl.tools.converters.spec:VERB",
     "data": "embodrl.tools.data_check.spec:VERB",

@@ -51,14 +51,8 @@ def without_code(nodes: list[tuple[str, ast.Call | ast.ClassDef]], positions: di
     ]
 
 
-def test_the_page_is_up_to_date(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["make_error_reference.py", "--check"])
-    assert reference.main() == 0, "run: python scripts/make_error_reference.py"
-
-
 def test_every_code_is_unique_and_in_kebab_case(reference: ModuleType) -> None:
     entries = reference.entries()
-    assert len(entries) > 200
     assert [entry.code for entry in entries if not KEBAB.fullmatch(entry.code)] == []
     counts = Counter(entry.code for entry in entries)
     twice = [(entry.code, entry.source) for entry in entries if counts[entry.code] > 1]
@@ -89,20 +83,3 @@ def test_errors_of_a_general_class_have_a_code_of_their_own(
     nodes: list[tuple[str, ast.Call | ast.ClassDef]],
 ) -> None:
     assert without_code(nodes, {"EmbodrlError": 99, "CheckpointError": 99, "EnvError": 99}) == []
-
-
-def test_codes_that_tests_and_product_use_are_listed(reference: ModuleType) -> None:
-    page = reference.PAGE.read_text(encoding="utf-8")
-    for code in ("config-unknown-key", "preset-unknown", "pipeline-cycle", "run-exists", "policy-not-found", "env"):
-        assert f"| `{code}` |" in page
-
-
-def test_tests_match_codes_instead_of_prose(reference: ModuleType) -> None:
-    listed = {entry.source for entry in reference.class_entries()}
-    by_prose: list[str] = []
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        for call in ast.walk(ast.parse(text)) if "match=" in text else ():
-            if isinstance(call, ast.Call) and any(word.arg == "match" for word in call.keywords):
-                by_prose += [f"{path}:{call.lineno}"] if getattr(call.args[0], "id", "") in listed else []
-    assert by_prose == []

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch.multiprocessing as torch_mp
+from hardware import describe_hardware
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.storage.json_file import write_json_result
-from embodrl.tools.bench.hardware import describe_hardware
 
 NUM_ENVS = 16
 IMAGE_SIZE = 224
@@ -92,7 +92,7 @@ def run() -> dict[str, Any]:
         {"num_envs": NUM_ENVS, "image_size": IMAGE_SIZE, "action_dim": ACTION_DIM},
         name="bench",
         cpu=child_cpu,
-        extensions=["embodrl.tools.bench.echo_env"],
+        extensions=["echo_env"],
     )
     times: dict[str, list[float]] = {name: [] for name in BLOCK}
     try:

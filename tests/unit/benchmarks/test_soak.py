@@ -91,7 +91,7 @@ def marked(script: int, output: Path) -> list[int]:
     [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 3, marks=pytest.mark.long)],  # the driver, two simulators
 )
 def test_a_signal_leaves_no_process(number: signal.Signals, processes: int, tmp_path: Path) -> None:
-    script = Path(__file__).parents[4] / "benchmarks" / "soak.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "soak.py"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     output = tmp_path / "soak"
     command = [sys.executable, str(script), "--minutes", "5", "--output", str(output)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[4] / "benchmarks" / "modes.py"
+PATH = Path(__file__).parents[3] / "benchmarks" / "modes.py"
 
 
 @pytest.fixture(scope="module")

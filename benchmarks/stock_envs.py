@@ -1,4 +1,4 @@
-"""A simulator's own vectorisation with random actions, for ``embodrl bench envs``; runs in its interpreter.
+"""A simulator's own vectorisation with random actions, for ``bench.py envs``; runs in its interpreter.
 
 Usage: stock_envs.py '{"env": NAME, "num_envs": B, "size": PIXELS, ...}'. Prints "ready" once all is warm; then runs as
 many steps of the whole batch as each line on standard input says, and answers "done".
@@ -129,7 +129,7 @@ def build(options: dict[str, Any]) -> tuple[Step, int]:
 
 def main(options: dict[str, Any]) -> None:
     """Make the environments, warm them up, and step them on demand."""
-    sys.path[:1] = [str(Path(__file__).resolve().parents[3])]
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
     answers = sys.stdout
     sys.stdout = sys.stderr
     step, action_dim = build(options)

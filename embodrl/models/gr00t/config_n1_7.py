@@ -1,8 +1,7 @@
-"""What the files of a GR00T N1.6 or N1.7 checkpoint say, plus what they leave to the model that they name.
+"""What the files of a GR00T N1.7 checkpoint say, plus what they leave to the model that they name.
 
 The public config.json describes the action head and names the vision-language model without its dimensions, which are
-the constants below: of N1.7 nvidia/Cosmos-Reason2-2B, a Qwen3-VL of 2B, of N1.6 nvidia/Eagle-Block2A-2B-v2, SigLIP 2
-and Qwen3-1.7B, whose configuration comes with NVIDIA's code.
+the constants below: nvidia/Cosmos-Reason2-2B, a Qwen3-VL of 2B.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ from embodrl.models.common.config_file import (
 )
 from embodrl.models.common.norm_stats import StatsSets
 from embodrl.models.gr00t.config import (
-    NO_TRANSFORMER,
     ActionHeadSpec,
     QwenSpec,
     check_model_type,
     head_dict,
     head_spec,
-    qwen3_1_7b,
     refuse,
     tiny_head,
     tiny_qwen,
@@ -38,7 +35,7 @@ from embodrl.models.gr00t.config import (
 from embodrl.models.gr00t.dit import TransformerSpec
 from embodrl.models.gr00t.qwen3_vl import VisionSpec
 from embodrl.models.gr00t.robots import NEW_EMBODIMENT
-from embodrl.models.gr00t.sidecars import EMBODIMENT_IDS, EMBODIMENT_IDS_N1_6, Sidecars, identity_sidecars
+from embodrl.models.gr00t.sidecars import EMBODIMENT_IDS, Sidecars, identity_sidecars
 from embodrl.models.gr00t.spec import Gr00tTiledSizes
 
 CROP_FRACTION = 0.95
@@ -63,9 +60,6 @@ HEAD = ActionHeadSpec(
     text_every=TEXT_EVERY,
 )
 """Of NVIDIA's GR00T-N1.7-3B."""
-EAGLE3_VISION = VisionSpec(1152, 27, 16, 4304, 14, 2, 256)
-HEAD_N1_6 = replace(HEAD, vl=NO_TRANSFORMER, action_dim=128, max_state_dim=128, action_horizon=50)
-"""Of NVIDIA's GR00T-N1.6-3B."""
 REQUIRED: dict[str, object] = {
     **{"use_alternate_vl_dit": True, "state_history_length": 1, "strict_action_padding_mask": False},
     **{"use_tactile": False, "exclude_state": False, "reproject_vision": False},
@@ -75,13 +69,12 @@ REQUIRED: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Gr00tN17Config:
-    """A GR00T N1.7 model; what other versions have instead are the class variables.
+    """A GR00T N1.7 model.
 
     Attributes:
         vision, qwen, head: its parts.
         sidecars: how pictures, states and actions are prepared.
-        lm_head, pooling_head: keep Qwen's output layer and SigLIP's pooling head, which a checkpoint may have and
-            nothing runs.
+        lm_head: keep Qwen's output layer, which a checkpoint may have and nothing runs.
         raw: config.json, so that saving keeps the keys that embodrl does not use.
     """
 
@@ -90,19 +83,15 @@ class Gr00tN17Config:
     head: ActionHeadSpec
     sidecars: Sidecars
     lm_head: bool = False
-    pooling_head: bool = False
     raw: Mapping[str, object] = field(default_factory=dict[str, object])
 
     family: ClassVar[str] = "gr00t_n1_7"
     model_type: ClassVar[str] = "Gr00tN1d7"
     backbone: ClassVar[str] = "nvidia/Cosmos-Reason2-2B"
     backbone_type: ClassVar[str] = "qwen"
-    robots: ClassVar[Mapping[str, int]] = EMBODIMENT_IDS
     public_vision: ClassVar[VisionSpec] = QWEN3_VL_2B_VISION
     public_qwen: ClassVar[QwenSpec] = QWEN3_VL_2B
     public_head: ClassVar[ActionHeadSpec] = HEAD
-    public_has_unused: ClassVar[bool] = False
-    """The public checkpoint has the parts that nothing runs."""
 
     @property
     def image_size(self) -> int:
@@ -196,7 +185,7 @@ class Gr00tN17Config:
         """
         fields = read_file(directory / CONFIG_FILE)
         cls.reject_other_models(fields)
-        return cls.from_dict(fields.content, Sidecars.read(files, cls.robots), fields.source)
+        return cls.from_dict(fields.content, Sidecars.read(files), fields.source)
 
     @classmethod
     def from_architecture(cls, arch: Gr00tTiledSizes, vocab_size: int, action_dim: int) -> Self:
@@ -228,12 +217,11 @@ class Gr00tN17Config:
     def public(cls, action_dim: int) -> Self:
         """Return NVIDIA's base model for a new robot whose actions, of A dimensions, lie in [-1, 1]."""
         horizon = cls.public_head.action_horizon
-        embodiment = cls.robots[NEW_EMBODIMENT]
+        embodiment = EMBODIMENT_IDS[NEW_EMBODIMENT]
         sidecars = identity_sidecars(
             f"{cls.model_type}Processor", PUBLIC_IMAGE_SIZE, CROP_FRACTION, action_dim, horizon, embodiment
         )
-        unused = cls.public_has_unused
-        return cls(cls.public_vision, cls.public_qwen, cls.public_head, sidecars, lm_head=unused, pooling_head=unused)
+        return cls(cls.public_vision, cls.public_qwen, cls.public_head, sidecars)
 
     def check_pictures(self, is_public: bool) -> None:
         """Refuse pictures that the reference would resize further, or that tiles do not fill."""
@@ -252,26 +240,3 @@ class Gr00tN17Config:
         for name, wanted in REQUIRED.items():
             if (value := fields.content.get(name, wanted)) != wanted:
                 refuse(fields.source, name, value, f"{cls.model_type} has {str(wanted).lower()}")
-
-
-class Gr00tN16Config(Gr00tN17Config):
-    """A GR00T N1.6 model."""
-
-    family: ClassVar[str] = "gr00t_n1_6"
-    model_type: ClassVar[str] = "Gr00tN1d6"
-    backbone: ClassVar[str] = "nvidia/Eagle-Block2A-2B-v2"
-    backbone_type: ClassVar[str] = "eagle"
-    robots: ClassVar[Mapping[str, int]] = EMBODIMENT_IDS_N1_6
-    public_vision: ClassVar[VisionSpec] = EAGLE3_VISION
-    public_qwen: ClassVar[QwenSpec] = qwen3_1_7b(16)
-    public_head: ClassVar[ActionHeadSpec] = HEAD_N1_6
-    public_has_unused: ClassVar[bool] = True
-
-    @property
-    def image_size(self) -> int:
-        """Side of the model's square input in pixels: whole tiles, to which pictures are resized once more."""
-        tile = self.vision.patch_size * self.vision.merge_size
-        return max(1, round(self.sidecars.images().side / tile)) * tile
-
-    def check_pictures(self, is_public: bool) -> None:
-        """Every size is resized to whole tiles."""

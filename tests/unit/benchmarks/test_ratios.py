@@ -7,11 +7,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+import ratios
 from expect import raises_code
+from ratios import CaseFigures, RatioRecord, last_record, lost, main, measure
 
 from embodrl.errors import OutputError
-from embodrl.tools.bench import ratios
-from embodrl.tools.bench.ratios import CaseFigures, RatioRecord, last_record, lost, main, measure
 
 
 def record(**found: tuple[float, float]) -> RatioRecord:

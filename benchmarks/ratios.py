@@ -22,8 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
+import inference
 import numpy as np
+import render
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
@@ -33,8 +36,6 @@ from embodrl.processes.child import module_command
 from embodrl.processes.frames import Frame, Kind, Sender, receive_now, socket_pair
 from embodrl.scheduler.channel import SharedChannel
 from embodrl.storage.json_file import write_json_result
-from embodrl.tools.bench import inference, render
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.trainer.provenance import git_state
 
 ROUNDS = 9
@@ -240,7 +241,7 @@ def run(names: Collection[str] | None = None) -> RatioRecord:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
     return RatioRecord(
-        commit=git_state(Path(__file__).resolve().parents[3])["commit"],
+        commit=git_state(Path(__file__).resolve().parents[1])["commit"],
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         hardware=describe_hardware(),
         ratios=ratios,

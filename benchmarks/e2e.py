@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
@@ -27,13 +28,12 @@ from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.policy_engine import EngineOptions
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_result
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
 
 ITERATIONS = 4
-BASELINE = {"env_type": "bench_every_step", "extensions": ("embodrl.tools.bench.every_step_env",)}
+BASELINE = {"env_type": "bench_every_step", "extensions": ("every_step_env",)}
 
 
 @dataclass

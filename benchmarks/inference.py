@@ -17,26 +17,24 @@ import gc
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
 from numpy.typing import NDArray
+from plain import plain_actions
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.config.schema import model_settings
-from embodrl.errors import EmbodrlError, UsageError
+from embodrl.errors import UsageError
 from embodrl.hybrid_engines.offload import take_peak_bytes
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
-from embodrl.names import meant
 from embodrl.specs import MODELS
 from embodrl.storage.json_file import write_json_result
-from embodrl.tools.bench.hardware import describe_hardware
-from embodrl.tools.bench.plain import plain_actions
 from embodrl.tools.parity.common import CHAIN_TOLERANCE
 from embodrl.types import Observation, SamplingParams
 
@@ -108,15 +106,6 @@ _GR00T_N1_7: dict[str, object] = {
     "max_state_dim": 132,
     "action_horizon": 40,
 }
-_GR00T_N1_6: dict[str, object] = {
-    **{name: size for name, size in _GR00T_N1_7.items() if not name.startswith("vl_")},
-    "image_size": 252,
-    "patch_size": 14,
-    "vision": _SIGLIP,
-    "max_action_dim": 128,
-    "max_state_dim": 128,
-    "action_horizon": 50,
-}
 _SMOLVLA: dict[str, object] = {
     "image_size": 512,
     "patch_size": 16,
@@ -139,45 +128,11 @@ FULL: dict[str, dict[str, Any]] = {
     "pi05": {"num_action_chunks": 10, "pi": {**_PI, "action_horizon": 10}, "flow": {"num_steps": 10}},
     "pi0_fast": {"num_action_chunks": 10, "pi0_fast": _PI0_FAST},
     "gr00t": {"num_action_chunks": 16, "gr00t": _GR00T},
-    "gr00t_n1_6": {"num_action_chunks": 16, "gr00t_n1_6": _GR00T_N1_6},
     "gr00t_n1_7": {"num_action_chunks": 16, "gr00t_n1_7": _GR00T_N1_7},
     "smolvla": {"num_action_chunks": 50, "smolvla": _SMOLVLA, "flow": {"num_steps": 10}},
 }
 """Dimensions of the public checkpoints but for the vocabulary, which is that of the small tokenizer: the plain way's
 output layer is smaller here than with a public checkpoint, and its time shorter."""
-
-
-@dataclass(frozen=True)
-class InferenceChoice:
-    """What to measure.
-
-    Attributes:
-        families: registered names.
-        size: ``tiny`` or ``public``; None takes the tiny one and, with a GPU, the public one.
-        device: ``cpu`` or ``cuda``; None takes a core for the tiny size, and a GPU for the public one if there is one.
-    """
-
-    families: tuple[str, ...] = tuple(FULL)
-    size: Literal["tiny", "public"] | None = None
-    device: Literal["cpu", "cuda"] | None = None
-
-
-def choose(families: Sequence[str], size: str | None, device: str | None) -> InferenceChoice:
-    """Return the choice of a command line.
-
-    Raises:
-        UsageError: there is no such family, size or device, or no GPU.
-    """
-    for name, value, allowed in (("size", size, ("tiny", "public")), ("device", device, ("cpu", "cuda"))):
-        if value is not None and value not in allowed:
-            raise UsageError(f"--{name} {value} is unknown; known: {', '.join(allowed)}", "choose one of these")
-    if unknown := [name for name in families if name not in FULL]:
-        near = meant(unknown[0], list(FULL))
-        hint = f"did you mean '{near}'?" if near else "choose one of these"
-        raise UsageError(f"--family {unknown[0]} is not measured; known: {', '.join(FULL)}", hint)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EmbodrlError("--device is cuda, and torch sees no GPU", "leave it out", code="gpu-missing")
-    return InferenceChoice(tuple(families) or tuple(FULL), cast(Any, size), cast(Any, device))
 
 
 def make_policy(family: str, full: bool, device: torch.device) -> VLAPolicy:
@@ -292,43 +247,42 @@ def _ratio(figures: dict[str, dict[str, float]], baseline: str, device: torch.de
     return round(min(figures[baseline][key] / figures["embodrl"][key] for key in keys), 2)
 
 
-def run(choice: InferenceChoice | None = None) -> dict[str, Any]:
+def run(families: Sequence[str] = tuple(FULL), size: str | None = None, device: str | None = None) -> dict[str, Any]:
     """Measure and return the figures.
 
     Args:
-        choice: what to measure; None takes all families, at the tiny size on one core and, with a GPU, at the public
-            size on it.
+        families: registered names.
+        size: ``tiny`` or ``public``; None takes the tiny one and, with a GPU, the public one.
+        device: ``cpu`` or ``cuda``; None takes a core for the tiny size, and a GPU for the public one if there is one.
     """
-    choice = choice or InferenceChoice()
+    gpu = torch.cuda.is_available()
     result: dict[str, Any] = {}
-    if choice.size in (None, "tiny"):
-        tiny = _tiny(choice)
+    if size in (None, "tiny"):
+        tiny = _tiny(families, torch.device(device or "cpu"))
         result |= {"ratios": {name: figures["ratio"] for name, figures in tiny.items()}, "tiny": tiny}
-    if choice.size == "public" or (choice.size is None and torch.cuda.is_available()):
-        public = _public(choice)
+    if size == "public" or (size is None and gpu):
+        public = _public(families, torch.device(device or ("cuda" if gpu else "cpu")))
         result |= {"public": public, "ratios_public": {name: figures["ratio"] for name, figures in public.items()}}
-    if torch.cuda.is_available():
+    if gpu:
         result["gpu"] = torch.cuda.get_device_name()
     return result | {"hardware": describe_hardware()}
 
 
-def _tiny(choice: InferenceChoice) -> dict[str, Any]:
-    device = torch.device(choice.device or "cpu")
+def _tiny(families: Sequence[str], device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
-        return {family: measure(family, False, device) for family in choice.families}
+        return {family: measure(family, False, device) for family in families}
     torch.set_num_threads(1)
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:
-        return {family: measure(family, False, device) for family in choice.families}
+        return {family: measure(family, False, device) for family in families}
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def _public(choice: InferenceChoice) -> dict[str, Any]:
-    device = torch.device(choice.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _public(families: Sequence[str], device: torch.device) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for family in choice.families:
+    for family in families:
         take_peak_bytes(device)
         figures[family] = measure(family, True, device, blocks=NUM_BLOCKS_PUBLIC)
         peak = take_peak_bytes(device)
@@ -338,38 +292,34 @@ def _public(choice: InferenceChoice) -> dict[str, Any]:
     return figures
 
 
-def main(json_path: Path | None = None, choice: InferenceChoice | None = None) -> int:
-    """Measure, print a table, write the figures to ``json_path``; return 0."""
-    result = run(choice)
+def main(
+    json_path: Path | None = None,
+    family: Sequence[str] | None = None,
+    size: str | None = None,
+    device: str | None = None,
+) -> int:
+    """Measure, print a table, write the figures to ``json_path``; return 0. ``family`` None takes all; see ``run``.
+
+    Raises:
+        UsageError: no such family is measured.
+    """
+    if unknown := [name for name in family or () if name not in FULL]:
+        raise UsageError(f"--family {unknown[0]} is not measured; known: {', '.join(FULL)}", "choose one of these")
+    result = run(tuple(family or FULL), size, device)
     hardware = result["hardware"]
-    on_gpu = choice is not None and choice.device == "cuda"
     titles = {
-        "tiny": f"tiny size, float32, {result['gpu'] if on_gpu else 'one core of ' + str(hardware['cpu'])}",
+        "tiny": f"tiny size, float32, {result['gpu'] if device == 'cuda' else 'one core of ' + str(hardware['cpu'])}",
         "public": f"public size, bfloat16, {result.get('gpu', hardware['cpu'])}",
     }
     console = Console()
-    for size in [name for name in titles if name in result]:
-        table = Table(
-            "family",
-            "parameters",
-            "embodrl actions/s",
-            "plain",
-            "ratio",
-            "plain, batched",
-            "ratio",
-            title=titles[size],
-        )
-        for family, figures in result[size].items():
-            rates = {name: f"{figures[name]['actions_s']:.0f}" for name in ("embodrl", "plain", "plain_batched")}
-            table.add_row(
-                family,
-                f"{figures['parameters'] / 1e6:.1f} M",
-                rates["embodrl"],
-                rates["plain"],
-                f"{figures['ratio']:.1f}",
-                rates["plain_batched"],
-                f"{figures['ratio_batched']:.1f}",
-            )
+    for size in (name for name in titles if name in result):
+        columns = ("family", "parameters", "embodrl actions/s", "plain", "ratio", "plain, batched", "ratio")
+        table = Table(*columns, title=titles[size])
+        for name, figures in result[size].items():
+            parameters = f"{figures['parameters'] / 1e6:.1f} M"
+            ours, plain, batched = (f"{figures[way]['actions_s']:.0f}" for way in ("embodrl", "plain", "plain_batched"))
+            first, second = (f"{figures[key]:.1f}" for key in ("ratio", "ratio_batched"))
+            table.add_row(name, parameters, ours, plain, first, batched, second)
         console.print(table)
     console.print(f"batch {BATCH}; plain: {PLAIN}")
     if json_path is not None:

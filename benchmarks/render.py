@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from hardware import describe_hardware
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
 from embodrl.storage.json_file import write_json_result
-from embodrl.tools.bench.hardware import describe_hardware
 
 TASK = "PushCube-v1"
 SIZES = (64, 224)

@@ -9,7 +9,7 @@ from pathlib import Path
 from embodrl.config import load_config
 from embodrl.config.policy_card import SHIPPED_POLICY
 
-SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "make_warm_start.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "make_warm_start.sh"
 STAND_IN = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >> LOG
 for word in "$@"; do

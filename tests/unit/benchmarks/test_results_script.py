@@ -11,7 +11,7 @@ import pytest
 
 from embodrl.config import load_config
 
-SCRIPT = Path(__file__).resolve().parents[4] / "scripts" / "make_results.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "make_results.sh"
 STAND_IN = """#!/usr/bin/env bash
 printf '%s\\n' "$*" >> LOG
 for word in "$@"; do

@@ -1,4 +1,4 @@
-"""`embodrl bench envs` without a simulator: what is counted, compared and said; the figures mean nothing here."""
+"""`bench.py envs` without a simulator: what is counted, compared and said; the figures mean nothing here."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import envs
 import psutil
 import pytest
 from expect import raises_code
 
 from embodrl.errors import EmbodrlError, MissingDependencyError
-from embodrl.tools.bench import envs
 
 
 def test_steps_a_second_count_every_environment_and_every_action_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[4] / "benchmarks" / "fault_matrix.py"
+FILE = Path(__file__).parents[3] / "benchmarks" / "fault_matrix.py"
 
 
 @pytest.fixture(scope="module")

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import bench
+import inference
 import numpy as np
 import pytest
 import torch
-from expect import raises_code
+from inference import FULL, check, sides
 from tiny_families import FAMILIES, build, observation
-from typer.testing import CliRunner
 
-from embodrl.cli.main import app
 from embodrl.config.schema import model_settings
-from embodrl.errors import UsageError
-from embodrl.tools.bench import inference
-from embodrl.tools.bench.inference import FULL, check, sides
 
 CPU = torch.device("cpu")
 
@@ -52,24 +51,32 @@ def test_every_family_has_its_public_size() -> None:
     assert sorted(FULL) == sorted(FAMILIES)
     for family, settings in FULL.items():
         config = model_settings(family).model_validate({"model_type": family, **settings})
-        parts = ("architecture", "pi", "pi0_fast", "gr00t", "gr00t_n1_6", "gr00t_n1_7", "smolvla")
+        parts = ("architecture", "pi", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
         part = next(name for name in parts if hasattr(config, name))
-        assert getattr(config, part).image_size == {"smolvla": 512, "gr00t_n1_6": 252, "gr00t_n1_7": 256}.get(
-            family, 224
-        )
-
-
-def test_a_choice_of_families_sizes_and_devices() -> None:
-    assert inference.choose((), None, None) == inference.InferenceChoice()
-    assert inference.choose(("pi05", "smolvla"), "public", "cpu").families == ("pi05", "smolvla")
-    for words in ((("pi055",), None, None), ((), "huge", None), ((), None, "tpu")):
-        with raises_code("usage", UsageError, "known"):
-            inference.choose(*words)
+        assert getattr(config, part).image_size == {"smolvla": 512, "gr00t_n1_7": 256}.get(family, 224)
 
 
 @pytest.mark.parametrize(
-    "options", [["render", "--size", "tiny"], ["transport", "--family", "pi05"], ["inference", "--record", "x"]]
+    "words",
+    [["render", "--size", "tiny"], ["transport", "--family", "pi05"], ["inference", "--record", "x"], ["rendr"]],
 )
-def test_options_of_another_benchmark_are_refused(options: list[str]) -> None:
-    outcome = CliRunner().invoke(app, ["bench", *options])
-    assert outcome.exit_code == 2 and "bench-option" in outcome.stderr
+def test_names_and_options_of_no_benchmark_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        bench.parse(words)
+    assert left.value.code == 2 and "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["inference", "--family", "pi055"], ["envs", "--env", "mujoco"]])
+def test_unknown_parts_are_named(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(words) == 2
+    assert "known: " in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["transport", "--json", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a directory" in capsys.readouterr().err
+
+
+def test_every_name_has_its_module() -> None:
+    folder = Path(bench.__file__).parent
+    assert all((folder / f"{module}.py").is_file() for module in bench.MODULES.values())
