@@ -57,7 +57,7 @@ def test_paths_that_pages_name_exist() -> None:
 
 
 def test_modules_that_pages_name_exist() -> None:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["entry-points"]
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"].get("entry-points", {})
     assert not _where(
         (page, name)
         for page in PAGES
