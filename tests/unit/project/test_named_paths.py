@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+from embodrl import specs
+from embodrl.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("embodrl", "configs", "scripts", "tests", "docs", "benchmarks", "examples")
@@ -57,7 +59,7 @@ def test_paths_that_pages_name_exist() -> None:
 
 
 def test_modules_that_pages_name_exist() -> None:
-    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"].get("entry-points", {})
+    groups = {"embodrl.launchers", *(kind.group for kind in vars(specs).values() if isinstance(kind, Registry))}
     assert not _where(
         (page, name)
         for page in PAGES
