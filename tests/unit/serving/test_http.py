@@ -117,7 +117,7 @@ def test_own_api_blames_the_client_for_what_it_did(tmp_path, monkeypatch, caplog
 
 
 def test_the_example_of_the_page_gets_actions():
-    page = (Path(__file__).parents[4] / "docs" / "serving.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     (body,) = re.findall(r"^curl .*/act \\\n +-d '(.*)'$", page, re.MULTILINE)
 
     async def test(server, session, post):
