@@ -25,7 +25,8 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
@@ -86,6 +87,7 @@ def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, fl
     fewer than the iterations, the run still lives on what was played before.
     """
     algorithm, env_steps, start_s = sides.config.algorithm, 0, 0.0
+    updates = OnPolicyUpdate(sides.engine, sides.config)
     lag, before = 0.0, 0.0
     warm_up = warm_up_of(sides.config)
     for iteration in range(warm_up + iterations):
@@ -94,8 +96,8 @@ def train(sides: Sides, iterations: int, *, update: bool = True) -> dict[str, fl
         batch, _ = sides.source.gather(iteration)
         if update:
             if algorithm.decoupled.enabled:
-                set_proximal(batch, *sides.engine.proximal(batch, algorithm))
-            sides.engine.update(batch, compute_advantages(batch, algorithm), algorithm, sides.shuffle)
+                set_proximal(batch, *updates.proximal(batch))
+            updates.update(batch, compute_advantages(batch, algorithm), sides.shuffle)
         version = iteration + 1
         lag += float(iteration - batch.policy_version.float().mean()) / iterations
         sides.source.update_weights(sides.engine.weights() if update else (), version)
@@ -125,13 +127,14 @@ def _played(sides: Sides, iteration: int) -> float:
 def training_alone(sides: Sides, iterations: int) -> dict[str, float]:
     """Return the same of updates on one rollout, again and again."""
     algorithm = sides.config.algorithm
+    updates = OnPolicyUpdate(sides.engine, sides.config)
     batch, _ = sides.source.gather(0)
     start_s = 0.0
     for iteration in range(1 + iterations):
         if iteration == 1:
             start_s = time.perf_counter()
         batch.policy_version = torch.full_like(batch.policy_version, sides.engine.version)
-        sides.engine.update(batch, compute_advantages(batch, algorithm), algorithm, sides.shuffle)
+        updates.update(batch, compute_advantages(batch, algorithm), sides.shuffle)
     seconds = time.perf_counter() - start_s
     return {
         "env_steps_per_s": iterations * int(batch.meta["env_steps"]) / seconds,

@@ -69,7 +69,7 @@ def main(output: Path | None) -> int:
     config = loaded.config
     configure_torch(config)
     policy = build_policy(config)
-    engine = RemoteTrainEngine(config, policy, launch_trainers(config, loaded.deployment))
+    engine = RemoteTrainEngine(policy, launch_trainers(config, loaded.deployment))
     try:
         trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
         moments = {

@@ -25,7 +25,8 @@ from embodrl.config.schema import Config
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
-from embodrl.hybrid_engines.training.policy_engine import EngineOptions
+from embodrl.hybrid_engines.training.options import EngineOptions
+from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_result
 from embodrl.workers.collector import SyncCollector
@@ -80,6 +81,7 @@ def _iterations(
     cores = len(os.sched_getaffinity(0))
     threads = num_threads(config)
     engine = NativeTrainEngine(policy, EngineOptions(config.actor, warm_up + iterations), device, threads)
+    update = OnPolicyUpdate(engine, config)
     acting = make_rollout_engine(config, policy, threads)
     worker = SyncCollector(config, pool, acting, lambda: False)
     shuffle = torch.Generator().manual_seed(config.runner.seed)
@@ -97,7 +99,7 @@ def _iterations(
         first = clock.read()
         batch, metrics = worker.gather(iteration)
         second = clock.read()
-        engine.update(batch, compute_advantages(batch, config.algorithm), config.algorithm, shuffle)
+        update.update(batch, compute_advantages(batch, config.algorithm), shuffle)
         worker.update_weights(engine.weights(), engine.version)
         third = clock.read()
         wall["env"] += float(metrics["time/env_s"] or 0.0)

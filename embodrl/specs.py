@@ -388,7 +388,7 @@ class EngineSpec(Entry):
         rules: checks of the configuration that run when it is chosen.
         shards: its training processes hold parts of the weights, with which no rollout can act.
         trains_adapters: it trains ``model.trainable: lora``.
-        imitates: `embodrl sft` trains with it.
+        every_update: it runs every update; False: updates by rollouts alone, and not `embodrl sft`.
         keeps_masters: it heeds ``actor.optim.master_weights``.
         frees_gradients: ``actor.enable_offload`` drops gradients, and does not move them.
         training_memory: ``module:function`` from configuration, deployment, ``ModelFigures`` and the bytes of the
@@ -405,7 +405,7 @@ class EngineSpec(Entry):
     rules: tuple[RuleSet, ...] = ()
     shards: bool = False
     trains_adapters: bool = True
-    imitates: bool = True
+    every_update: bool = True
     keeps_masters: bool = True
     frees_gradients: bool = True
     training_memory: str = ""
@@ -452,11 +452,11 @@ class SmallActorSpec(Entry):
     ``embodrl.models.small_actors.on_frozen.OnFrozenPolicy``.
 
     Attributes:
-        engine: class derived from ``OffPolicyEngine`` that trains it, as ``module:Class``; None: ``OffPolicyEngine``.
+        update: class derived from ``OffPolicyUpdate`` that trains it, as ``module:Class``; None: ``OffPolicyUpdate``.
         rules: checks of the configuration that run when it is chosen.
     """
 
-    engine: str | None = None
+    update: str | None = None
     rules: tuple[RuleSet, ...] = ()
 
 

@@ -44,6 +44,11 @@ class LossOutput:
     metrics: dict[str, Tensor]
 
 
+def is_largest(name: str) -> bool:
+    """Tell whether of a metric the largest counts, not the sum over micro-batches and the mean over updates."""
+    return name.endswith("_max")
+
+
 def count_elements(
     valid: Tensor, *, action_dim: int, logprob_type: Level, entropy_type: Level = "token_level", num_values: int = 1
 ) -> LossCounts:

@@ -22,7 +22,8 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.weight_sync.disk import WeightPublisher
 from embodrl.learners.base import Learner, LearnerState
 from embodrl.learners.memory_phases import TRAIN_ROLES, MemoryPhases, peak_memory
-from embodrl.learners.records import RecordLearner
+from embodrl.learners.on_policy import OnPolicyUpdater
+from embodrl.learners.records import ReplayUpdater
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.checks import CHANGES
 from embodrl.pipelines.context import PipelineContext
@@ -49,16 +50,27 @@ class Parts:
         engine: trains; gives its weights to ``policy`` at the latest when it must (``fetch``).
         rollouts: simulators and what acts in them.
         rewards: judges episodes.
-        stores: of off-policy and offline runs, and of those that imitate in addition to their loss.
-        record_learner: updates the weights by what is in the stores of off-policy and offline runs.
+        on_policy: updates the weights by rollouts.
+        from_records: updates the weights of off-policy and offline runs, by what is recorded.
+        replay: buffers of off-policy runs.
+        recorded: the dataset of offline runs.
     """
 
     policy: VLAPolicy
     engine: TrainEngine
     rollouts: RolloutBackend
     rewards: RewardWorker
-    stores: ReplayStores | OfflineData | DemoDraws | None = None
-    record_learner: RecordLearner | None = None
+    on_policy: OnPolicyUpdater | None = None
+    from_records: ReplayUpdater | None = None
+    replay: ReplayStores | None = None
+    recorded: OfflineData | None = None
+
+    @property
+    def stores(self) -> ReplayStores | OfflineData | DemoDraws | None:
+        """What a checkpoint keeps of what the run learns from besides its rollouts."""
+        if self.on_policy is not None:
+            return self.on_policy.demos
+        return self.recorded if self.replay is None else self.replay
 
 
 @dataclass(frozen=True)
@@ -126,9 +138,8 @@ class RolloutLearner(Learner):
         self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
         acting = (rollouts.collector, rewards)
-        context = PipelineContext(
-            self.config, iteration, self.engine, *acting, self._shuffle, parts.stores, parts.record_learner
-        )
+        learning = (parts.on_policy, parts.from_records, parts.replay, parts.recorded)
+        context = PipelineContext(self.config, iteration, self.engine, *acting, self._shuffle, *learning)
         metrics = self._graph.run(context, on_node=self._before_node)
         steps = metrics.pop("env_steps", None)
         if steps is None:
@@ -188,7 +199,7 @@ class RolloutLearner(Learner):
             "faults": vars(self.parts.rollouts.faults),
             "rewards": bool(kept["rewards"]),
         }
-        if (learner := self.parts.record_learner) is not None:
+        if (learner := self.parts.from_records) is not None:
             content |= learner.state().content
             kept |= learner.state().tensors
         tensors = rollouts.tensors | {name: part for name, part in kept.items() if part}
@@ -215,8 +226,8 @@ class RolloutLearner(Learner):
             self.parts.rewards.load_state(checkpoint.tensors("rewards"))
         if stores is not None:
             stores.load_state(checkpoint.tensors(REPLAY))
-        if self.parts.record_learner is not None:
-            self.parts.record_learner.load_state(checkpoint)
+        if self.parts.from_records is not None:
+            self.parts.from_records.load_state(checkpoint)
         restore_generator(self._shuffle, state.text("shuffle"))
         faults = state.fields("faults")
         vars(self.parts.rollouts.faults).update({name: faults.integer(name) for name in faults})

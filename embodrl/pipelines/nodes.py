@@ -37,7 +37,7 @@ def reward(context: PipelineContext, batch: TrajectoryBatch) -> tuple[Trajectory
 
 def reference(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatch:
     """Add the log-probs of the policy that the run began with."""
-    batch.ref_logprobs = context.engine.reference_logprobs(batch, context.config.algorithm)
+    batch.ref_logprobs = context.updates.reference_logprobs(batch)
     return batch
 
 
@@ -45,8 +45,7 @@ def proximal(context: PipelineContext, batch: TrajectoryBatch) -> TrajectoryBatc
     """Add the log-probs, and with decoupled PPO put in the values, of the weights that this update begins with."""
     from embodrl.algorithms.decoupled import set_proximal
 
-    config = context.config
-    set_proximal(batch, *context.engine.proximal(batch, config.algorithm, config.recomputes_logprobs))
+    set_proximal(batch, *context.updates.proximal(batch, context.config.recomputes_logprobs))
     return batch
 
 
@@ -59,7 +58,7 @@ def advantage(context: PipelineContext, batch: TrajectoryBatch) -> Advantages:
 
 def train(context: PipelineContext, batch: TrajectoryBatch, advantages: Advantages) -> tuple[None, Metrics]:
     """Update the weights."""
-    return None, {**context.engine.update(batch, advantages, context.config.algorithm, context.shuffle)}
+    return None, {**context.updates.update(batch, advantages, context.shuffle)}
 
 
 def store(context: PipelineContext, batch: TrajectoryBatch) -> tuple[None, Metrics]:

@@ -58,7 +58,7 @@ def sft(loaded: LoadedConfig) -> int:
     config = loaded.config
     directory = Path(config.sft.output_dir)
     backend = config.actor.training_backend
-    if not ENGINES.entry(backend).imitates:
+    if not ENGINES.entry(backend).every_update:
         raise UsageError(
             f"`embodrl sft` does not support actor={backend}", "use actor=native or actor=fsdp", code="sft-backend"
         )

@@ -152,12 +152,11 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
         return bool(session.stop)
 
     console.phase("starting simulators")
-    parts = build(session, device, stopped, closing)
-    parts.engine.on_step = console.step
+    parts = build(session, device, stopped, closing, console.step)
     publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
     watch = Watch(lambda: bool(session.stop), console.phase)
     learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, watch, publish_to)
     schedule = Schedule.of_training(config)
-    trainer = make_trainer(session, learner, schedule, console, closing, has_reference=config.algorithm.kl.coef > 0)
+    trainer = make_trainer(session, learner, schedule, console, closing)
     # Only now: settings with which it could not be resumed are not kept.
     return trainer, session.record(trainer.iteration, console.message)

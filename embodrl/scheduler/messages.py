@@ -1,4 +1,4 @@
-"""What workers can be sent apart from plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
+"""What workers can be sent besides plain values: tensors, batches, records, a ``Deployment``, and a ``Config``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ import torch
 from torch import Tensor
 
 from embodrl import types
+from embodrl.algorithms.advantages import Advantages
 from embodrl.config.schema import Config
 from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment, Gpu, ProcessPlace, Topology
 from embodrl.errors import MessageError
+from embodrl.hybrid_engines.training.engine_state import StateShapes
+from embodrl.hybrid_engines.training.schedule import LearningRates
 from embodrl.processes.codec import Blobs, Codec, Extension, Read
 from embodrl.storage.files import raw_bytes
 
 _BATCHES: dict[str, type[Batch]] = {"Batch": Batch, "TrajectoryBatch": TrajectoryBatch}
 _RECORDS: dict[str, type[Any]] = {
     name: found for name, found in vars(types).items() if isinstance(found, type) and dataclasses.is_dataclass(found)
-} | {found.__name__: found for found in (Deployment, Gpu, ProcessPlace, Topology)}
+} | {
+    found.__name__: found for found in (Advantages, Deployment, Gpu, LearningRates, ProcessPlace, StateShapes, Topology)
+}
 
 
 def _describe_tensor(value: Tensor, _codec: Codec, blobs: Blobs, where: str) -> object:

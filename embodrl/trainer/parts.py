@@ -6,26 +6,25 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TypedDict, cast
 
 import torch
 
 from embodrl.config.schema import Config
-from embodrl.data.batch import Batch
 from embodrl.data.imitation import DemoDraws, load_checked_demos, observed
+from embodrl.data.replay import ReplayStores
 from embodrl.deployment import Deployment
 from embodrl.envs.pool.pool import EnvPool
 from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.rollout.native import make_rollout_engine, policy_memory
-from embodrl.hybrid_engines.training.off_policy import OffPolicyEngine
-from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.hybrid_engines.weight_sync.buckets import trained_names
 from embodrl.learners.base import Learner
-from embodrl.learners.dagger import DaggerLearner
-from embodrl.learners.records import RecordLearner, SmallActorLearner
+from embodrl.learners.dagger import DaggerUpdater
+from embodrl.learners.off_policy import OffPolicyUpdater
+from embodrl.learners.on_policy import OnPolicyUpdater
+from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.replay import make_stores
 from embodrl.learners.rollout import Parts
 from embodrl.models.base import VLAPolicy
@@ -63,8 +62,18 @@ from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightCha
 
 logger = logging.getLogger(__name__)
 
-PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack], Parts]
+OnStep = Callable[[int, int], None] | None
+"""Called with how many optimizer steps of an update are done, and how many there are."""
+PartsBuilder = Callable[[RunSession, torch.device, Callable[[], bool], ExitStack, OnStep], Parts]
 """Called with the arguments of ``build``."""
+
+
+class _Learning(TypedDict, total=False):
+    """Those of ``Parts`` that update the weights."""
+
+    on_policy: OnPolicyUpdater
+    from_records: ReplayUpdater
+    replay: ReplayStores
 
 
 def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
@@ -85,7 +94,9 @@ def make_launcher(config: Config, deployment: Deployment) -> Launcher | None:
     return launcher.for_run(places, simulators, config.cluster, limits)
 
 
-def build(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
+def build(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep = None
+) -> Parts:
     """Make and start the parts of a run that trains.
 
     Args:
@@ -93,6 +104,7 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
         device: of the driver's policy.
         stopped: called regularly during rollouts; True interrupts them.
         closing: closes what was started, in reverse order.
+        on_step: called with how many optimizer steps of an update are done, and how many there are.
 
     Raises:
         EnvError: a simulator could not be started.
@@ -104,7 +116,7 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     config = session.config
     own = LOSSES.entry(config.algorithm.loss_type).parts
     make = _build_parts if own is None else cast("PartsBuilder", import_object(own))
-    parts = make(session, device, stopped, closing)
+    parts = make(session, device, stopped, closing, on_step)
     session.engine = parts.engine
     session.stop.arm()
     num_bytes = parts.engine.state_num_bytes()
@@ -113,7 +125,9 @@ def build(session: RunSession, device: torch.device, stopped: Callable[[], bool]
     return parts
 
 
-def _build_parts(session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack) -> Parts:
+def _build_parts(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
+) -> Parts:
     """As ``build``, where the policy learns from its rollouts."""
     config = session.config
     launcher = make_launcher(config, session.deployment)
@@ -121,9 +135,9 @@ def _build_parts(session: RunSession, device: torch.device, stopped: Callable[[]
         closing.callback(launcher.close)
     if session.deployment.rolls_out_in_processes:
         assert launcher is not None
-        parts = _build_remote(session, device, stopped, closing, launcher)
+        parts = _build_remote(session, device, stopped, closing, launcher, on_step)
     else:
-        parts = _build_local(session, device, stopped, closing, launcher)
+        parts = _build_local(session, device, stopped, closing, launcher, on_step)
     if isinstance(parts.rollouts.collector, AsyncCollector):
         parts.rollouts.collector.rewards = parts.rewards
     closing.callback(parts.rewards.close)
@@ -148,6 +162,7 @@ def _build_local(
     stopped: Callable[[], bool],
     closing: ExitStack,
     launcher: Launcher | None,
+    on_step: OnStep,
 ) -> Parts:
     """As ``build``, where the driver acts: it has the simulators."""
     config = session.config
@@ -174,7 +189,7 @@ def _build_local(
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
     evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
-    return _with_records(config, Parts(policy, engine, rollouts, rewards), pool)
+    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
 
 
 def _build_remote(
@@ -183,6 +198,7 @@ def _build_remote(
     stopped: Callable[[], bool],
     closing: ExitStack,
     launcher: Launcher,
+    on_step: OnStep,
 ) -> Parts:
     """As ``build``, where other processes act, each with its simulators."""
     config = session.config
@@ -216,7 +232,7 @@ def _build_remote(
     logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
     rollouts = RemoteBackend(config, group, channels, weights, policy, engine, also_lost(engine, stopped))
     rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
-    return _with_records(config, Parts(policy, engine, rollouts, rewards), None)
+    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, None, on_step))
 
 
 def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
@@ -238,7 +254,6 @@ def make_trainer(
     closing: ExitStack,
     file_name: str = METRICS_FILE,
     built_from: Config | None = None,
-    has_reference: bool = False,
 ) -> Trainer:
     """Return the trainer of a try, where that begins: with its rows, checkpoints and evaluations.
 
@@ -250,7 +265,6 @@ def make_trainer(
         closing: the parts to close, in reverse order.
         file_name: the file of rows in the run's directory.
         built_from: the configuration that the policy was built from; None for that of the run.
-        has_reference: the engine's state has the weights of a reference policy.
 
     Raises:
         CheckpointError: the checkpoint was made with other settings.
@@ -265,7 +279,7 @@ def make_trainer(
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):
         beside = AsyncEvaluator(built_from or session.config, session.deployment, session.directory, learner.policy)
         closing.callback(beside.close)
-    saver = Saver(session, learner, has_reference)
+    saver = Saver(session, learner)
     evaluations = Evaluations(session, learner, journal, saver.manager, beside)
     trainer = Trainer(session, learner, schedule, journal, evaluations, saver)
     if checkpoint is not None:
@@ -284,32 +298,28 @@ def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], 
     return should_stop
 
 
-def _with_records(config: Config, parts: Parts, pool: EnvPool | None) -> Parts:
-    """Return the parts of a run with what it learns from besides its rollouts, if there is something."""
+def _learning(
+    config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None, on_step: OnStep
+) -> _Learning:
+    """Return what updates the weights, and what it learns from besides rollouts."""
     loss = LOSSES.entry(config.algorithm.loss_type)
     if not loss.off_policy:
-        if not config.algorithm.bc_coef:
-            return parts
-        assert isinstance(parts.engine, PolicyTrainEngine), "the configuration was checked"
-        return replace(parts, stores=demonstrate(config, parts.policy, parts.engine))
+        demos = load_demonstrations(config, policy) if config.algorithm.bc_coef else None
+        return {"on_policy": OnPolicyUpdater(config, engine, policy, demos, on_step)}
     assert pool is not None, "the configuration was checked"
-    stores = make_stores(config, parts.policy, pool)
+    stores = make_stores(config, policy, pool)
     if loss.imitates:
-        learner: RecordLearner = DaggerLearner(config, parts.policy, parts.engine, stores.online)
-    else:
-        assert isinstance(parts.engine, OffPolicyEngine), "the configuration was checked"
-        learner = SmallActorLearner(parts.engine, stores, config.algorithm)
-    return replace(parts, stores=stores, record_learner=learner)
+        return {"replay": stores, "from_records": DaggerUpdater(config, policy, engine, stores.online, on_step)}
+    return {"replay": stores, "from_records": OffPolicyUpdater(config, engine, stores, on_step)}
 
 
-def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) -> DemoDraws:
-    """Let an engine imitate demonstrations beside its loss (``algorithm.bc_coef``); return what draws them.
+def load_demonstrations(config: Config, policy: VLAPolicy) -> DemoDraws:
+    """Return what draws the demonstrations that are imitated besides the loss of rollouts (``algorithm.bc_coef``).
 
     Args:
         config: the run; ``algorithm.off_policy.demos`` are the demonstrations, ``actor.global_batch_size`` frames of
             which go into a step.
-        policy: whose inputs they become.
-        engine: trains.
+        policy: whose chunks they are.
 
     Raises:
         EmbodrlError: the demonstrations are not of this environment or robot, or damaged.
@@ -318,18 +328,9 @@ def demonstrate(config: Config, policy: VLAPolicy, engine: PolicyTrainEngine) ->
     assert source is not None, "the configuration was checked"
     imitated = config.model_copy(update={"sft": config.sft.model_copy(update={"data_dir": source})})
     demos = load_checked_demos(imitated)
-    size = config.actor.global_batch_size
-    seed = config.runner.seed
-    draws = DemoDraws(observed(demos, config), size, policy.action_horizon, seed)
-
-    def draw() -> Batch:
-        observation, actions, inside = draws.next()
-        inputs = policy.sft_inputs(observation, actions) | {"action_mask": inside}
-        return Batch({name: tensor.cpu() for name, tensor in inputs.items()})
-
-    engine.draw_demos = draw
     logger.info("%d demonstrations, %d frames, are imitated, too", len(demos.tasks), len(demos.actions))
-    return draws
+    size = config.actor.global_batch_size
+    return DemoDraws(observed(demos, config), size, policy.action_horizon, config.runner.seed)
 
 
 def check_machine(config: Config, deployment: Deployment) -> None:

@@ -278,12 +278,6 @@ FAMILIES += [
         more=("env.include_images",),
     ),
     Wrong(
-        "SAC with FSDP",
-        "actor.training_backend",
-        "small-actors-train-natively",
-        ("actor.training_backend=fsdp", *SAC),
-    ),
-    Wrong(
         "SAC that runs ahead", "runner.max_staleness", "off-policy-has-what-it-needs", ("runner.max_staleness=1", *SAC)
     ),
     Wrong(
@@ -328,12 +322,6 @@ FAMILIES += [
         "algorithm.off_policy.demos",
         "imitation-has-demonstrations",
         ("algorithm.bc_coef=0.1", "algorithm.off_policy.demos={tmp}/none"),
-    ),
-    Wrong(
-        "imitation where the main process does not train",
-        "algorithm.bc_coef",
-        "imitation-has-demonstrations",
-        ("algorithm.bc_coef=0.1", "algorithm.off_policy.demos={tmp}", "actor=fsdp"),
     ),
     Wrong(
         "imitation of nothing",

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts
+from embodrl.hybrid_engines.offload import Offload, optimizer_tensors
+from embodrl.hybrid_engines.training.adamw import fused_adamw
+from embodrl.hybrid_engines.training.options import VALUE_GROUP, EngineOptions
 from embodrl.hybrid_engines.training.sharding import held, whole
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT, SideModules, check_side
+from embodrl.models.base import VLAPolicy
 
-if TYPE_CHECKING:
-    from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
-
-EngineT = TypeVar("EngineT", bound="PolicyTrainEngine")
-
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 FLOAT32_BYTES = 4
 MASTER = "master"
 """What the optimizer keeps of weights in half precision besides: they in float32."""
 HAS_MOMENTS = "has_moments"
-HINT = "resume with the model settings that the checkpoint was made with"
+SIDE_NONFINITE = "nonfinite_critics"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -38,12 +37,21 @@ class StateShapes:
         trained: shapes of the parameters that train.
         reference: shapes of the reference's own weights; empty without a reference.
         num_bytes: that the state takes once every weight has been trained.
+        side: shapes of the weights of modules beside the policy, by section.
+        side_trained: names of what trains with them, by section.
     """
 
     policy: Shapes
     trained: Shapes
     reference: Shapes
     num_bytes: int
+    side: dict[str, Shapes] = field(default_factory=dict[str, Shapes])
+    side_trained: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """The names of the sections."""
+        return ("policy", "optimizer", *(["reference"] if self.reference else []), *self.side)
 
     @classmethod
     def of(
@@ -52,6 +60,7 @@ class StateShapes:
         trained: Mapping[str, nn.Parameter],
         reference: Mapping[str, Tensor] | None = None,
         masters: Iterable[str] = (),
+        side: SideModules | None = None,
     ) -> Self:
         """Return the shapes of a policy's state; those of sharded tensors are of the whole.
 
@@ -65,7 +74,11 @@ class StateShapes:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in kept)
         # 3: the float32 copy and its two moments.
         num_bytes += sum(3 * FLOAT32_BYTES * trained[name].numel() for name in names)
-        return cls(_shapes(weights), _shapes(trained), _shapes(reference or {}), num_bytes)
+        shapes = (_shapes(weights), _shapes(trained), _shapes(reference or {}))
+        if side is None:
+            return cls(*shapes, num_bytes)
+        beside = {side.section: _shapes(side.weights())}
+        return cls(*shapes, num_bytes + side.num_bytes(), beside, {side.section: list(side.trained())})
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
@@ -91,6 +104,8 @@ def check_fit(
     _check_weights(saved.get("policy", {}), shapes.policy)
     if shapes.reference:
         _check_reference(saved.get("reference"), shapes.reference)
+    for section, weights in shapes.side.items():
+        check_side(saved.get(section, {}), weights, shapes.side_trained[section])
     moments = dict(saved.get("optimizer", {}))
     for name, shape in shapes.trained.items():
         found = [t for key in ADAM_STATE if (t := moments.pop(f"{key}.{name}", None)) is not None]
@@ -159,54 +174,173 @@ def num_bytes_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
 
 
-class HeldState(Generic[EngineT]):
-    """State of an engine as this process holds it: weights, moments of the optimizer, reference and counters.
+class HeldState:
+    """What training changes, as this process holds it: weights, moments of the optimizer, reference and counters.
 
     Args:
-        engine: engine whose state it is.
+        policy: its ``trainable_groups`` train, the rest stays as it is; on the device, and already sharded if it is.
+        options: what the run asks for.
+        device: that the policy trains on.
+        shares_weights: what acts uses the weights themselves, so that they stay on the device.
+
+    Attributes:
+        leaves: parameter that trains -> what the optimizer changes.
+        masters: those of ``leaves`` that are float32 copies of weights in half precision.
+        optimizer: AdamW on the leaves.
+        side: modules beside the policy; None: there are none.
+        memory: what only training needs, which leaves the device between updates.
+        version: completed updates.
+        nonfinite_in_row: steps in a row whose loss or gradient was not finite.
+        is_shared: other processes of the default group have the rest of the state.
     """
 
-    def __init__(self, engine: EngineT) -> None:
-        self.engine = engine
+    is_shared = False
 
-    @property
-    def is_shared(self) -> bool:
-        """Tell whether other processes have the rest."""
-        return self.engine.is_shared
+    def __init__(
+        self, policy: VLAPolicy, options: EngineOptions, device: torch.device | str, shares_weights: bool = False
+    ) -> None:
+        self.policy = policy
+        self.device = torch.device(device)
+        self.optim = options.config.optim
+        self.shares_weights = shares_weights
+        self.version = self.nonfinite_in_row = 0
+        groups = policy.trainable_groups()
+        self.policy_parameters = [p for name, group in groups.items() if name != VALUE_GROUP for p in group]
+        self.value_parameters = list(groups.get(VALUE_GROUP, []))
+        self.leaves = self._make_leaves()
+        self.masters = self._make_masters()
+        # Before the optimizer is built, which must change the float32 copies.
+        self.leaves |= self.masters
+        self.optimizer = self._build_optimizer()
+        self.side: SideModules | None = None
+        self.memory = Offload(self.offloadable)
+
+    # -- what a backend may hold otherwise ----------------------------------------------------------------------------
+
+    def _make_leaves(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return, for every parameter that trains, what the optimizer changes: the same memory."""
+        return {p: p for p in (*self.policy_parameters, *self.value_parameters)}
+
+    def _make_masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return float32 copies of what trains in half precision: the optimizer changes these.
+
+        Micikevicius et al. 2018, "Mixed Precision Training", arXiv 1710.03740, section 3.1: an update below 2^-9 of a
+        bf16 weight rounds to none. The weights are rounded from their copies after every step.
+        """
+        if self.optim.master_weights is False:
+            return {}
+        halves = [p for p in self.leaves if p.dtype.itemsize < torch.float32.itemsize]
+        return {p: nn.Parameter(held(p).detach().float()) for p in halves}
+
+    def _build_optimizer(self) -> torch.optim.AdamW:
+        param_groups: list[dict[str, object]] = []
+        for role, parameters in (("policy", self.policy_parameters), ("value", self.value_parameters)):
+            # Biases, norms and layer scales are vectors; decaying them only shrinks activations.
+            for decay, chosen in (
+                (self.optim.weight_decay, [self.leaves[p] for p in parameters if p.ndim > 1]),
+                (0.0, [self.leaves[p] for p in parameters if p.ndim <= 1]),
+            ):
+                if chosen:
+                    param_groups.append({"params": chosen, "weight_decay": decay, "role": role})
+        return fused_adamw(param_groups, self.optim.betas, self.optim.eps)
+
+    def reference_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the reference that are not the policy's own; {} without a reference."""
+        return {}
+
+    def _as_part(self, moment: Tensor, parameter: nn.Parameter) -> Tensor:
+        """Return a moment as the part of a whole that the parameter is."""
+        return moment
+
+    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
+        """Return the part of a whole tensor that this process holds of ``like``."""
+        return whole
+
+    def _assign(self, target: Tensor, whole: Tensor) -> None:
+        target.copy_(whole)
+
+    def offloadable(self) -> Iterator[Tensor]:
+        """Yield what only training needs: moments, gradients, the reference and, unless it is what acts, weights."""
+        yield from optimizer_tensors(self.optimizer)
+        yield from self._kept_of_reference()
+        yield from self.masters.values()
+        if not self.shares_weights:
+            yield from self.policy.parameters()
+            yield from self.policy.buffers()
+            yield from self.leaves.values()
+        if self.side is not None:
+            yield from self.side.memory()
+
+    def _kept_of_reference(self) -> Iterable[Tensor]:
+        """Return the memory of ``reference_weights``."""
+        return self.reference_weights().values()
+
+    # -- changes ------------------------------------------------------------------------------------------------------
+
+    def add_modules(
+        self,
+        section: str,
+        modules: Mapping[str, nn.Module | nn.Parameter],
+        policy_parts: Mapping[str, list[nn.Parameter]],
+    ) -> SideModules:
+        """Let modules train beside the policy; see ``SideModules``. They are moved to the device before."""
+        names = {p: name for name, p in self.policy.named_parameters()}
+        parts = {part: {names[p]: p for p in found} for part, found in policy_parts.items()}
+        self.side = SideModules(section, modules, parts, self.leaves, self.optim)
+        return self.side
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Take the weights in half precision from their float32 copies, after a step."""
+        for parameter, master in self.masters.items():
+            held(parameter).copy_(master)
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.side is not None:
+            self.side.optimizer.zero_grad(set_to_none=True)
+
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that train, by name."""
-        return {name: p for name, p in self.engine.policy.named_parameters() if p in self.engine.leaves}
+        return {name: p for name, p in self.policy.named_parameters() if p in self.leaves}
 
     def kept_of(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """Return the keys of what the optimizer keeps of a parameter."""
-        return (*ADAM_STATE, MASTER) if parameter in self.engine.masters else ADAM_STATE
+        return (*ADAM_STATE, MASTER) if parameter in self.masters else ADAM_STATE
 
     def moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Return a moment or the float32 copy of a parameter, as it is held."""
         if key == MASTER:
-            return self.engine.masters[parameter].detach()
-        return self.engine.optimizer.state[self.engine.leaves[parameter]][key]
+            return self._as_part(self.masters[parameter].detach(), parameter)
+        moment = self.optimizer.state[self.leaves[parameter]][key]
+        return moment if key == "step" else self._as_part(moment, parameter)
 
     def shards(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of the state as they are held, without copies."""
-        self.engine.onload()
+        self.memory.onload()
         moments = {
             f"{key}.{name}": self.moment(parameter, key)
             for name, parameter in self.trained().items()
             # A weight that was never stepped has no moments.
-            if self.engine.leaves[parameter] in self.engine.optimizer.state
+            if self.leaves[parameter] in self.optimizer.state
             for key in self.kept_of(parameter)
         }
-        found = {"policy": dict(self.engine.policy.state_dict()), "optimizer": moments}
-        reference = self.engine.reference_weights()
-        return found | ({"reference": reference} if reference else {})
+        found = {"policy": dict(self.policy.state_dict()), "optimizer": moments}
+        if reference := self.reference_weights():
+            found["reference"] = reference
+        return found | self._side_tensors()
+
+    def _side_tensors(self) -> dict[str, dict[str, Tensor]]:
+        return {} if self.side is None else {self.side.section: self.side.tensors(self._as_part)}
 
     def counters(self) -> Counters:
         """Return the part of the state that can be written as JSON."""
-        stepped = any(self.engine.leaves[p] in self.engine.optimizer.state for p in self.trained().values())
-        counts = {"version": self.engine.version, "nonfinite_in_row": self.engine.nonfinite_in_row}
-        return counts | {HAS_MOMENTS: int(stepped)}
+        stepped = any(self.leaves[p] in self.optimizer.state for p in self.trained().values())
+        counts = {"version": self.version, "nonfinite_in_row": self.nonfinite_in_row, HAS_MOMENTS: int(stepped)}
+        return counts if self.side is None else counts | {SIDE_NONFINITE: self.side.nonfinite_in_row}
 
     def inventory(self) -> dict[str, dict[str, int]]:
         """Return the bytes of every tensor of the state, in one piece; may be a collective call."""
@@ -217,12 +351,16 @@ class HeldState(Generic[EngineT]):
 
     def parts(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors of the state as they are held, without copies; {} of a section that does not exist."""
-        self.engine.onload()
+        self.memory.onload()
         if section == "optimizer":
             trained = self.trained()
             places = {name: name.partition(".") for name in names}
             return {name: self.moment(trained[owner], key) for name, (key, _, owner) in places.items()}
-        held = dict(self.engine.policy.state_dict()) if section == "policy" else self.engine.reference_weights()
+        beside = self._side_tensors()
+        if section in beside:
+            held = beside[section]
+        else:
+            held = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         return {name: held[name] for name in names if name in held}
 
     def gather(self, section: str, names: Iterable[str]) -> dict[str, Tensor]:
@@ -236,8 +374,8 @@ class HeldState(Generic[EngineT]):
     def shapes(self) -> StateShapes:
         """Return what a saved state must have."""
         trained = self.trained()
-        masters = [name for name, parameter in trained.items() if parameter in self.engine.masters]
-        return StateShapes.of(self.engine.policy, trained, self.engine.reference_weights(), masters)
+        masters = [name for name, parameter in trained.items() if parameter in self.masters]
+        return StateShapes.of(self.policy, trained, self.reference_weights(), masters, self.side)
 
     def load(self, saved: EngineState) -> None:
         """See ``TrainEngine.load_state_dict``."""
@@ -249,35 +387,43 @@ class HeldState(Generic[EngineT]):
 
     def start_load(self) -> None:
         """Forget the moments."""
-        self.engine.onload()
+        self.memory.onload()
         # Moments that the saved state lacks must not stay.
-        self.engine.optimizer.state.clear()
+        self.optimizer.state.clear()
+        if self.side is not None:
+            self.side.optimizer.state.clear()
 
     @torch.no_grad()
     def put(self, section: str, tensors: Mapping[str, Tensor]) -> None:
         """Load whole tensors of a checked state, the policy first; what the engine has no use for is skipped."""
-        if section == "optimizer":
-            trained = self.trained()
-            for name, tensor in tensors.items():
-                key, _, owner = name.partition(".")
-                parameter = trained[owner]
-                leaf = self.engine.leaves[parameter]
-                # ``step`` is a number, whole in every process.
-                part = tensor if key == "step" else self._part(tensor, parameter)
-                if key != MASTER:
-                    # Moments have the precision of what the optimizer changes, whatever they were saved in.
-                    dtype = part.dtype if key == "step" else leaf.dtype
-                    # A copy: the optimizer changes it in place, and the saved tensor is the caller's.
-                    self.engine.optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
-                elif parameter in self.engine.masters:
-                    leaf.copy_(part)
+        if self.side is not None and section == self.side.section:
+            self.side.put(tensors, self._part)
             return
-        targets = dict(self.engine.policy.state_dict()) if section == "policy" else self.engine.reference_weights()
+        if section == "optimizer":
+            self._put_moments(tensors)
+            return
+        targets = dict(self.policy.state_dict()) if section == "policy" else self.reference_weights()
         for name in targets.keys() & tensors.keys():
             self._assign(targets[name], tensors[name])
         # Until the saved float32 copies arrive with the section "optimizer", if there are any.
         if section == "policy":
             self._take_masters(tensors)
+
+    def _put_moments(self, tensors: Mapping[str, Tensor]) -> None:
+        trained = self.trained()
+        for name, tensor in tensors.items():
+            key, _, owner = name.partition(".")
+            parameter = trained[owner]
+            leaf = self.leaves[parameter]
+            # ``step`` is a number, whole in every process.
+            part = tensor if key == "step" else self._part(tensor, parameter)
+            if key != MASTER:
+                # Moments have the precision of what the optimizer changes, whatever they were saved in.
+                dtype = part.dtype if key == "step" else leaf.dtype
+                # A copy: the optimizer changes it in place, and the saved tensor is the caller's.
+                self.optimizer.state[leaf][key] = part.to(leaf.device, dtype, copy=True)
+            elif parameter in self.masters:
+                leaf.copy_(part)
 
     def room(self, section: str, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return where this process's parts of a checked state are to be written; see ``load_parts``.
@@ -286,53 +432,46 @@ class HeldState(Generic[EngineT]):
             section: section of the state.
             saved: shapes and dtypes of whole tensors.
         """
-        if section == "optimizer":
+        if self.side is not None and section == self.side.section:
+            self.side.make_room(saved)
+        elif section == "optimizer":
             trained = self.trained()
             saved = {name: tensor for name, tensor in saved.items() if self._reads(name, trained)}
             for name, tensor in saved.items():
                 key, _, owner = name.partition(".")
                 if key == MASTER:
                     continue
-                leaf = self.engine.leaves[trained[owner]]
+                leaf = self.leaves[trained[owner]]
                 shape = tensor.shape if key == "step" else leaf.shape
-                self.engine.optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
+                self.optimizer.state[leaf][key] = torch.zeros(shape, dtype=tensor.dtype, device=leaf.device)
         return self.parts(section, saved)
 
     def _reads(self, name: str, trained: Mapping[str, nn.Parameter]) -> bool:
         # A float32 copy is of no use where the weight itself now trains in float32.
         key, _, owner = name.partition(".")
-        return key != MASTER or trained[owner] in self.engine.masters
+        return key != MASTER or trained[owner] in self.masters
 
     def load_parts(self, section: str, parts: Mapping[str, Tensor]) -> None:
         """Use what was written into the tensors of ``room``; here they are the state itself."""
         if section == "policy":
             self._take_masters(parts)
         elif section == "optimizer":  # moments that were saved without float32 copies are in half precision
-            for leaf, state in self.engine.optimizer.state.items():
+            for leaf, state in self.optimizer.state.items():
                 state |= {key: moment.to(leaf.dtype) for key, moment in state.items() if key != "step"}
 
     @torch.no_grad()
     def _take_masters(self, names: Container[str]) -> None:
         """Let the copies of weights that were loaded be these."""
         for name, parameter in self.trained().items():
-            if name in names and parameter in self.engine.masters:
-                self.engine.masters[parameter].copy_(held(parameter))
-
-    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
-        """Return the part of a whole tensor that this process holds of ``like``."""
-        return whole
-
-    def _assign(self, target: Tensor, whole: Tensor) -> None:
-        target.copy_(whole)
+            if name in names and parameter in self.masters:
+                self.masters[parameter].copy_(held(parameter))
 
     def set_counters(self, state: Mapping[str, int]) -> None:
         """Continue counting from a saved state."""
-        self.engine.version = int(state["version"])
-        self.engine.nonfinite_in_row = int(state["nonfinite_in_row"])
-
-    def num_bytes(self) -> int:
-        """See ``TrainEngine.state_num_bytes``."""
-        return self.shapes().num_bytes
+        self.version = int(state["version"])
+        self.nonfinite_in_row = int(state["nonfinite_in_row"])
+        if self.side is not None:
+            self.side.nonfinite_in_row = int(state.get(SIDE_NONFINITE, 0))
 
     def save(self, directory: Path) -> FileFacts:
         """See ``TrainEngine.save_shards``."""

@@ -17,7 +17,7 @@ from embodrl.config.schema import AlgorithmConfig, OffPolicyConfig, OptimConfig
 from embodrl.data.offline import OfflineData
 from embodrl.errors import CheckpointError, NonFiniteError
 from embodrl.hybrid_engines.training.adamw import fused_adamw
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE, HINT
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE, HINT
 from embodrl.models.common.observation_net import ObservationNet, ObservationSpec
 from embodrl.models.common.q_head import QEnsemble
 

@@ -22,7 +22,7 @@ RLT = SmallActorSpec(
     target="embodrl.models.small_actors.on_frozen:ReferencePolicy",
     description="chooses the action near the frozen policy's, from an RL token",
     rules=(RULES,),
-    engine="embodrl.hybrid_engines.training.rlt:RltEngine",
+    update="embodrl.learners.rlt:RltUpdate",
 )
 VERB = VerbSpec(
     name="model.token",

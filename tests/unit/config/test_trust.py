@@ -169,6 +169,7 @@ SITES = {
     "envs/gymnasium/env.py": "env.id",
     "envs/pool/worker_main.py": "extensions",
     "hybrid_engines/training/megatron/core.py": "",
+    "hybrid_engines/training/policy_engine.py": "",
     "envs/robot/env.py": "env.robot env.robot_module env.reset_fn env.success_fn",
     "models/remote_policy/spec.py": "",
     "hybrid_engines/rollout/native.py": "",

@@ -12,7 +12,7 @@ from embodrl.config.schema.algorithm import AlgorithmConfig
 from embodrl.data.replay import EXPERT, HUMAN, ReplayBuffer, ReplayStores, frames_of, intervened
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import CheckpointError
-from embodrl.hybrid_engines.training.off_policy import sample_transitions
+from embodrl.learners.off_policy import sample_transitions
 
 T, C, A = 4, 2, 3
 

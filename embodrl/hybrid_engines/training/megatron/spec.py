@@ -30,8 +30,8 @@ def megatron_is_installed(context: Context) -> Iterator[Finding]:
     if has_megatron():
         return
     has_layers = context.family is not None and context.family.tensor_parallel
-    imitates = context.loss.imitates or context.loss.offline
-    if has_layers and context.config.model.trainable != "lora" and not imitates:  # else it is of no use
+    from_records = context.loss.learns_from_records
+    if has_layers and context.config.model.trainable != "lora" and not from_records:  # else it is of no use
         message = "'megatron' needs the package megatron-core, which is not installed"
         hint = "pip install 'embodrl[megatron]', or set actor=native or actor=fsdp"
         yield Finding(BACKEND, message, hint, "native, fsdp")
@@ -93,7 +93,7 @@ ENGINE = EngineSpec(
     rules=(RULES,),
     shards=True,
     trains_adapters=False,
-    imitates=False,
+    every_update=False,
     keeps_masters=False,
     frees_gradients=False,
     training_memory="embodrl.hybrid_engines.training.megatron.memory:process_bytes",

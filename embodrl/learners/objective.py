@@ -13,17 +13,11 @@ from embodrl.algorithms.decoupled import COLUMNS, STALENESS, mismatch_terms, pro
 from embodrl.algorithms.episodes import element_weights, split_episodes
 from embodrl.algorithms.losses import LossCounts, LossOutput, count_elements, element_counts
 from embodrl.config.schema import AlgorithmConfig
-from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.errors import EmbodrlError
 from embodrl.names import call_named
 from embodrl.specs import LOSSES
 from embodrl.types import EvalOutput, SamplingParams
-
-
-def is_largest(name: str) -> bool:
-    """Tell whether of a metric the largest counts, not the sum over micro-batches and the mean over updates."""
-    return name.endswith("_max")
 
 
 def loss_settings(algorithm: AlgorithmConfig, needs_values: bool) -> dict[str, object]:
@@ -170,66 +164,7 @@ def make_loss(
             arguments |= {"errors": output.errors.float(), "old_errors": micro.forward_inputs["flow_error"]}
         loss = checked_loss(call_named(loss_fn, arguments | critic | settings), algorithm.loss_type)
         # Taken with the weights of this step; only the first minibatch, before any step, is reported.
-        apart = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
-        return LossOutput(loss.loss, loss.metrics | apart | (proximal.metrics if proximal else {}))
+        mismatch = mismatch_terms(logprobs.detach(), micro.logprobs, micro.drawn, micro[STALENESS])
+        return LossOutput(loss.loss, loss.metrics | mismatch | (proximal.metrics if proximal else {}))
 
     return compute
-
-
-def make_imitation_loss(
-    sft_loss: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
-    total: Tensor,
-    label_smoothing_bins: float,
-    weight: float,
-) -> Callable[[Batch], LossOutput]:
-    """Return ``weight`` times the imitation loss of a micro-batch, and scalars without the weight.
-
-    Args:
-        sft_loss: function like ``VLAPolicy.sft_loss``.
-        total: actions of the whole batch (scalar).
-        label_smoothing_bins: see there.
-        weight: weight of the loss.
-    """
-
-    def compute(micro: Batch) -> LossOutput:
-        inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
-        # ``sft_loss`` is a mean over the micro-batch; weighted by its share of the actions, these add up to that of the
-        # batch.
-        share = inputs["action_mask"].sum() / total
-        loss, scalars = sft_loss(inputs, label_smoothing_bins)
-        return LossOutput(loss * share * weight, {name: value * share for name, value in scalars.items()})
-
-    return compute
-
-
-def make_weighted_loss(
-    sft_loss: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
-    num_actions: float,
-    label_smoothing_bins: float,
-) -> Callable[[Batch], LossOutput]:
-    """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` has the weights of actions.
-
-    Args:
-        sft_loss: function like ``VLAPolicy.sft_loss``.
-        num_actions: count of the whole batch, which the weighted sum is divided by.
-        label_smoothing_bins: see there.
-    """
-
-    def compute(micro: Batch) -> LossOutput:
-        inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
-        share, inputs["action_mask"] = normalized(inputs["action_mask"])
-        loss, scalars = sft_loss(inputs, label_smoothing_bins)
-        scaled = {name: value * share / num_actions for name, value in scalars.items()}
-        return LossOutput(loss * share / num_actions, scaled)
-
-    return compute
-
-
-def normalized(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of weights ``float32[B,H]``, and these scaled so that those above 0 have the mean 1.
-
-    ``sft_loss`` divides by the sum of its mask, at least 1: scaled weights lose no precision there, however small.
-    """
-    total = weights.sum()
-    # Not 0 / 0 where all weights are 0.
-    return total, weights * ((weights > 0).sum() / total.clamp_min(1e-30))
