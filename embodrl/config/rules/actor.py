@@ -61,7 +61,7 @@ def layers_can_be_cut(context: Context) -> Iterator[Finding]:
         hint = "set actor=fsdp or actor=megatron, or leave it at 1"
         yield Finding(key, message, hint, "1", others=(BACKEND,))
         return
-    if context.config.model.small_actor.kind is not None or (context.family and context.family.kind == "gaussian"):
+    if context.config.model.small_actor.kind is not None or (context.family and context.family.off_policy):
         message = f"is {size}, and a small actor has no layers that several processes could share"
         yield Finding(key, message, "leave it at 1", "1", others=("model.model_type",))
     if context.config.model.trainable == "lora" and actor.training_backend == "fsdp":
