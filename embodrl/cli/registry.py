@@ -9,6 +9,7 @@ VERBS = {
     "doctor": "embodrl.tools.doctor.spec:VERB",
     "env": "embodrl.tools.env_install.spec:VERB",
     "env.serve": "embodrl.envs.env_server.spec:VERB",
+    "explain": "embodrl.tools.explain.spec:VERB",
     "export": "embodrl.tools.export.spec:VERB",
     "import": "embodrl.tools.importers.spec:VERB",
     "label": "embodrl.workers.rewards.spec:LABEL",

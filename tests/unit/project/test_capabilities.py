@@ -1,9 +1,10 @@
-"""Every row of docs/capabilities.md has tests, or says what is missing; `make lint` compares the page."""
+"""The page of capabilities names tests that exist, and says what the checks of its commands say."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,21 @@ def capabilities(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_tests_that_it_names_exist(capabilities: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert capabilities.missing_tests() == []
+    row = replace(capabilities.SECTIONS["Many runs"][0], tests=("unit/project/test_docs.py::test_gone",))
+    monkeypatch.setattr(capabilities, "SECTIONS", {"Many runs": [row]})
+    assert capabilities.missing_tests() == ["tests/unit/project/test_docs.py::test_gone"]
+
+
+def test_the_page_has_what_the_checks_say(capabilities: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = capabilities.SECTIONS["Many runs"][0]
+    refused = replace(row, command="train runner.seeds=3")
+    monkeypatch.setattr(capabilities, "SECTIONS", {"Many runs": [row, refused]})
+    page = capabilities.page()
+    assert "| accepted |" in page and "| refused: `config-unknown-key` |" in page
 
 
 def test_every_capability_has_something_to_show_or_says_what_is_missing(capabilities: ModuleType) -> None:
