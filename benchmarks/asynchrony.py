@@ -7,7 +7,6 @@ without any training. The ideal of (a) and (b) is the busier of the two sides, a
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import slow_env
 import torch
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +30,6 @@ from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.models.base import VLAPolicy
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool
@@ -245,10 +244,3 @@ def main(json_path: Path | None = None) -> int:
     if json_path is not None:
         write_json_file(json_path, result)
     return 0
-
-
-if __name__ == "__main__":
-    # Imported by name, since processes that are started must find the classes of this file.
-    import asynchrony
-
-    sys.exit(asynchrony.main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

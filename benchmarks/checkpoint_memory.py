@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hardware import describe_hardware
 
 from embodrl.config import load_config
 from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
 from embodrl.storage.checkpoint import CheckpointManager
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hardware import describe_hardware
 from nested_variance import LEVELS, Floats, components, explained, gradient_signal, share_intervals
 from numpy.typing import NDArray
 from rich.console import Console
@@ -53,7 +54,6 @@ from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.pipelines.load import load_config
 from embodrl.specs import LOSSES
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.types import EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import check_simulator, make_pool

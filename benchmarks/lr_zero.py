@@ -15,6 +15,8 @@ from typing import Literal
 
 import numpy as np
 import torch
+from hardware import describe_hardware
+from inference import make_observation
 
 from embodrl.algorithms.advantages import Advantages
 from embodrl.algorithms.decoupled import set_proximal
@@ -29,8 +31,6 @@ from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.models.base import VLAPolicy
 from embodrl.models.registry import build_policy
 from embodrl.specs import MODELS
-from embodrl.tools.bench.hardware import describe_hardware
-from embodrl.tools.bench.inference import make_observation
 from embodrl.types import PolicyOutput, SamplingParams
 
 PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], torch.dtype]] = {

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from e2e import PhaseClock
+from hardware import describe_hardware
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -29,8 +31,6 @@ from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.learners.on_policy import OnPolicyUpdate
 from embodrl.pipelines.load import load_config
 from embodrl.storage.json_file import write_json_file
-from embodrl.tools.bench.e2e import PhaseClock
-from embodrl.tools.bench.hardware import describe_hardware
 from embodrl.workers.collector import SyncCollector
 from embodrl.workers.env import make_pool
 from embodrl.workers.policy import build_policy, configure_torch

@@ -208,7 +208,7 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
 
     Args:
         batch: its columns are replaced.
-        logprobs: ``float32[T,B,C,A]``, as ``TrainEngine.proximal`` gives them.
+        logprobs: ``float32[T,B,C,A]``, as ``OnPolicyUpdate.proximal`` gives them.
         values: ``float32[T,B,K]``, or None.
     """
     batch.prox_logprobs = logprobs
@@ -253,7 +253,7 @@ def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, stalene
     if prox is None:
         raise EmbodrlError(
             "algorithm.decoupled.prox=recompute needs the log-probs under the weights before the update",
-            "call set_proximal(batch, *engine.proximal(batch, algorithm)) before engine.update",
+            "call set_proximal(batch, *update.proximal(batch)) before update.update",
             code="prox-logprobs-missing",
         )
     if decoupled.level == "episode":

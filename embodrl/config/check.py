@@ -287,7 +287,7 @@ def _hint(kind: str, key: str, value: object, allowed: str) -> str:
     if kind == "finite_number":
         return "give a finite number" + (", or null to switch it off" if "null" in allowed else "")
     one = "one of: " if kind == "literal_error" and ", " in allowed else ""
-    return f"give {one}{allowed}" if allowed else "see docs/configuration.md"
+    return f"give {one}{allowed}" if allowed else f"see `embodrl explain {key}`"
 
 
 def _is_number(text: str) -> bool:
@@ -333,16 +333,22 @@ def unknown_key(
         near = _of_a_near_name(name, own) or _of_a_near_name(name, known)
     where = f"the section '{section}'" if section else "the configuration"
     leaf = near.rpartition(".")[2]
-    hint = "remove it; see docs/configuration.md for all keys"
+    listed = _lists_keys(section if names else "")
+    hint = f"remove it; {listed}"
     if (near and near == meant) or (is_misspelt(name, leaf) and _accepts(near, value, schema)):
         hint = f"write {near}"
     elif near:
-        hint = "docs/configuration.md has all keys; the nearest name may be of something else"
+        hint = f"{listed}; the nearest name may be of something else"
     if not section and near in names and is_misspelt(name, near) and model_of(schema.model_fields[near].annotation):
         hint = f"write {near}.KEY=VALUE, or {near}=PRESET for a preset"
     return ConfigProblem(
         key, f"there is no such key in {where}", origin, ", ".join(names), near, hint, "config-unknown-key"
     )
+
+
+def _lists_keys(section: str) -> str:
+    """Say which command lists the keys of a section, "" for those of the configuration."""
+    return f"`embodrl explain {section}` lists its keys" if section else "`embodrl config show` prints all keys"
 
 
 def _accepts(key: str, value: object, schema: type[BaseModel]) -> bool:

@@ -18,7 +18,6 @@ FAMILIES = {
     "openvla": "embodrl.models.openvla.spec:SPEC",
     "gaussian": "embodrl.models.gaussian.spec:SPEC",
     "gr00t": "embodrl.models.gr00t.spec:SPEC",
-    "gr00t_n1_6": "embodrl.models.gr00t.spec:N1_6",
     "gr00t_n1_7": "embodrl.models.gr00t.spec:N1_7",
     "lerobot": "embodrl.models.lerobot_policy.spec:SPEC",
     "openvla_oft": "embodrl.models.openvla_oft.spec:SPEC",
@@ -49,7 +48,6 @@ class SupportedModel(RegisteredName):
     PI05: ClassVar[SupportedModel]
     PI0_FAST: ClassVar[SupportedModel]
     GR00T: ClassVar[SupportedModel]
-    GR00T_N1_6: ClassVar[SupportedModel]
     GR00T_N1_7: ClassVar[SupportedModel]
     SMOLVLA: ClassVar[SupportedModel]
     GAUSSIAN: ClassVar[SupportedModel]

@@ -1,6 +1,6 @@
 """The typed configuration, without logic: one module per section. Imports no torch.
 
-Every field's description is its documentation: docs/configuration.md is generated from it.
+Every field's description is its documentation: `embodrl explain KEY` and the reference of the site show it.
 """
 
 from embodrl.config.schema.algorithm import (

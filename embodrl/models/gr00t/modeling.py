@@ -18,11 +18,9 @@ from embodrl.models.common.init import init_linears
 from embodrl.models.common.llama import causal_mask, token_positions
 from embodrl.models.flow.recompute import recompute_layers
 from embodrl.models.flow.siglip import SiglipTower
-from embodrl.models.gr00t import eagle3
 from embodrl.models.gr00t.action_head import FlowActionHead
 from embodrl.models.gr00t.config import Gr00tConfig, QwenSpec
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN16Config, Gr00tN17Config
-from embodrl.models.gr00t.eagle3 import Eagle3Tower
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.qwen3_vl import QwenBackbone
 
 
@@ -77,40 +75,12 @@ class EagleModel(nn.Module):
         init_linears(self.mlp1, generator)
 
 
-class Eagle3Model(EagleModel):
-    """N1.6's: SigLIP 2 of any grid, a connector of tiles, and the first layers of Qwen3."""
-
-    def __init__(self, config: Gr00tN16Config) -> None:
-        nn.Module.__init__(self)
-        self.spec = config.vision
-        self.vision_model = Eagle3Tower(config.vision, config.pooling_head)
-        self.mlp1 = eagle3.connector(config.vision, config.qwen.hidden_size)
-        self.language_model = LanguageModel(config.qwen, config.lm_head)
-
-    def image_tokens(self, images: Tensor) -> Tensor:
-        """``[B,3,H,W]`` to ``[B,N,E]``."""
-        side = images.shape[-1] // self.spec.patch_size
-        return self.mlp1(eagle3.merged(self.vision_model(images), side, self.spec.merge_size))
-
-    def init_connector(self, generator: torch.Generator) -> None:
-        """Draw the connector's weights for training from scratch."""
-        eagle3.init_connector(self.mlp1, generator)
-
-
 class Backbone(nn.Module):
     """The level of names that checkpoints have around the vision-language model."""
 
     def __init__(self, config: Gr00tConfig) -> None:
         super().__init__()
         self.eagle_model = EagleModel(config)
-
-
-class Eagle3Backbone(nn.Module):
-    """The same, as checkpoints of N1.6 name it."""
-
-    def __init__(self, config: Gr00tN16Config) -> None:
-        super().__init__()
-        self.model = Eagle3Model(config)
 
 
 class Gr00tModel(nn.Module):
@@ -187,21 +157,6 @@ class Gr00tModel(nn.Module):
             if isinstance(module, Qwen3RMSNorm):
                 nn.init.ones_(module.weight)
         self.action_head.init_weights(generator)
-
-
-class Gr00tN16Model(Gr00tModel):
-    """Vision-language model and action head of N1.6."""
-
-    def __init__(self, config: Gr00tN16Config) -> None:
-        nn.Module.__init__(self)
-        self.config = config
-        self.backbone = Eagle3Backbone(config)
-        self.action_head = FlowActionHead(config.head)
-
-    @property
-    def eagle(self) -> EagleModel:
-        """The vision-language model."""
-        return self.backbone.model
 
 
 class Gr00tN17Model(nn.Module):

@@ -1,4 +1,4 @@
-"""The files beside the weights of GR00T N1.6 and N1.7: how pictures, states and actions are prepared, robot by robot.
+"""The files beside the weights of GR00T N1.7: how pictures, states and actions are prepared, robot by robot.
 
 Unlike those of N1.5, they say all of it: processor_config.json has, for each robot, keys of state and action in order,
 how each is normalised, and whether actions are counted from the state; statistics.json has the numbers and
@@ -35,10 +35,6 @@ EMBODIMENT_IDS = {
     **{"xdof_relative_eef_relative_joint": 27, "xdof_relative_eef_relative_joint_subtask": 27},
 }
 """NVIDIA's numbers of robots of N1.7, for those that embodiment_id.json leaves out."""
-EMBODIMENT_IDS_N1_6 = {
-    **{"oxe_google": 0, "oxe_widowx": 1, "libero_panda": 2, "unitree_g1": 8, NEW_EMBODIMENT: 10},
-    **{"robocasa_panda_omron": 13, "oxe_droid": 16, "gr1": 20, "behavior_r1_pro": 24},
-}
 MAX_STEPS = 4096
 UNSUPPORTED = {"use_tactile": False, "exclude_state": False, "use_mean_std": False, "clip_outliers": True}
 _HINT = "use a checkpoint without it, or NVIDIA's own code"
@@ -98,12 +94,11 @@ class Sidecars:
     embodiment_ids: Mapping[str, int]
 
     @staticmethod
-    def read(directory: Path, known_ids: Mapping[str, int] = EMBODIMENT_IDS) -> Sidecars:
+    def read(directory: Path) -> Sidecars:
         """Read the files of a checkpoint; embodiment_id.json may be missing.
 
         Args:
             directory: of the files.
-            known_ids: numbers of robots that embodiment_id.json may leave out.
 
         Raises:
             CheckpointError: a file is missing or invalid, or asks for what is not supported.
@@ -114,7 +109,7 @@ class Sidecars:
         found = Sidecars(
             processor,
             stats_sets(read_file(directory / STATISTICS_FILE)),
-            {**known_ids, **{name: ids.integer(name, high=MAX_STEPS) for name in ids}},
+            {**EMBODIMENT_IDS, **{name: ids.integer(name, high=MAX_STEPS) for name in ids}},
         )
         for name, wanted in UNSUPPORTED.items():
             if found.settings.flag(name, wanted) != wanted:

@@ -1,4 +1,4 @@
-"""GR00T N1.5, N1.6 and N1.7: settings, facts and rules. Imports no torch."""
+"""GR00T N1.5 and N1.7: settings, facts and rules. Imports no torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Gr00tSizes(Section):
 
 
 class Gr00tFeatureBlocks(Section):
-    """Self-attention over the features of images and prompt, which N1.6 lacks."""
+    """Self-attention over the features of images and prompt, of N1.5 and N1.7."""
 
     vl_num_layers: PositiveInt = Field(default=1, description="self-attention blocks over the backbone's features")
     vl_num_heads: PositiveInt = Field(default=4, description="their heads; times vl_head_dim it is hidden_size")
@@ -85,14 +85,10 @@ class Gr00tArchitectureConfig(Gr00tFeatureBlocks, Gr00tSizes):
 
 
 class Gr00tTiledSizes(Gr00tSizes):
-    """Dimensions of a GR00T N1.6 or N1.7 built without a checkpoint."""
+    """Dimensions of a GR00T N1.7 built without a checkpoint."""
 
     merge_size: PositiveInt = Field(default=2, description="this many patches along each side become one token")
     vision: SiglipConfig = Field(default=SiglipConfig(), description="vision; head dimensions divisible by 4")
-
-
-class Gr00tN16ArchitectureConfig(Gr00tTiledSizes):
-    """Dimensions of a GR00T N1.6 built without a checkpoint."""
 
 
 class Gr00tN17ArchitectureConfig(Gr00tFeatureBlocks, Gr00tTiledSizes):
@@ -105,14 +101,6 @@ class Gr00tModelConfig(FlowModelConfig):
     gr00t: Gr00tArchitectureConfig = Field(default=Gr00tArchitectureConfig(), description="dimensions of the tiny size")
 
 
-class Gr00tN16ModelConfig(FlowModelConfig):
-    """A GR00T N1.6."""
-
-    gr00t_n1_6: Gr00tN16ArchitectureConfig = Field(
-        default=Gr00tN16ArchitectureConfig(), description="dimensions of the tiny size"
-    )
-
-
 class Gr00tN17ModelConfig(FlowModelConfig):
     """A GR00T N1.7."""
 
@@ -122,7 +110,6 @@ class Gr00tN17ModelConfig(FlowModelConfig):
 
 
 RULES = RuleSet()
-RULES_N1_6 = RuleSet()
 RULES_N1_7 = RuleSet()
 CROPS = RuleSet()
 
@@ -137,15 +124,6 @@ def gr00t_dimensions_fit(context: Context) -> Iterator[Finding]:
     yield from divides(f"{base}.patch_size", f"{base}.image_size", shape.patch_size, shape.image_size)
     yield from divides(f"{base}.siglip.num_heads", f"{base}.siglip.width", shape.siglip.num_heads, shape.siglip.width)
     yield from _sizes_fit(context, base, shape)
-
-
-@RULES_N1_6.rule(
-    "model.model_type", "model.model_path", "model.gr00t_n1_6", "model.num_action_chunks", "model.action_dim"
-)
-def gr00t_n1_6_dimensions_fit(context: Context) -> Iterator[Finding]:
-    """Patches tile the image and merge without remainder, heads divide widths, actions have room, in a tiny N1.6."""
-    if context.config.model.model_path is None:
-        yield from _tiles_fit(context, "model.gr00t_n1_6", context.model(Gr00tN16ModelConfig).gr00t_n1_6)
 
 
 @RULES_N1_7.rule(
@@ -195,7 +173,7 @@ def gr00t_crops_by_its_own_setting(context: Context) -> Iterator[Finding]:
 
 @CROPS.note("model.model_type", "model.center_crop")
 def gr00t_crops_as_its_files_say(context: Context) -> Iterator[Finding]:
-    """GR00T N1.6 and N1.7 crop by their processor_config.json."""
+    """GR00T N1.7 crops by their processor_config.json."""
     if context.config.model.center_crop:
         message = "has no effect: this GR00T cuts the middle as processor_config.json says, by 0.95 at tiny size"
         yield Finding("model.center_crop", message, "leave it out")
@@ -235,17 +213,4 @@ N1_7 = flow_family(
     actions=f"{ACTIONS}, encoders per robot",
     checkpoint="nvidia/GR00T-N1.7-3B and fine-tunes of it",
     suffix="_n1_7",
-)
-N1_6 = flow_family(
-    "gr00t_n1_6",
-    "embodrl.models.gr00t",
-    "GR00T N1.6: SigLIP 2, Qwen3 and a flow-matching diffusion transformer of twice the depth",
-    Gr00tN16ModelConfig,
-    (RULES_N1_6, CROPS),
-    lambda raw: raw.get("model_type") == "Gr00tN1d6",
-    interface=interface,
-    sizes="1.9 M (tiny), about 3.3 B",
-    actions=f"{ACTIONS}, encoders per robot",
-    checkpoint="nvidia/GR00T-N1.6-3B and fine-tunes of it",
-    suffix="_n1_6",
 )

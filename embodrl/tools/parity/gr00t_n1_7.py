@@ -15,7 +15,7 @@ from embodrl.models.base import LoadReport
 from embodrl.models.common.checkpoint import load_strict
 from embodrl.models.common.config_file import CONFIG_FILE, OWN_SECTION, read_file
 from embodrl.models.flow.flow import integrate, reversed_velocity
-from embodrl.models.gr00t.config_n1_6_n1_7 import Gr00tN17Config
+from embodrl.models.gr00t.config_n1_7 import Gr00tN17Config
 from embodrl.models.gr00t.modeling import Gr00tN17Model
 from embodrl.models.gr00t.sidecars import identity_sidecars
 from embodrl.tools.parity.common import (

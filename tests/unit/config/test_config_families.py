@@ -88,7 +88,7 @@ def test_a_setting_without_effect_is_noted(arguments: tuple[str, ...], key: str)
             "openvla",
             "model.flow.num_steps=8",
             "model.flow",
-            "gr00t, gr00t_n1_6, gr00t_n1_7, pi0, pi05, smolvla have it",
+            "gr00t, gr00t_n1_7, pi0, pi05, smolvla have it",
         ),
         ("openvla", "model.keep_stop_token=false", "model.keep_stop_token", "openvla_oft has it"),
     ],

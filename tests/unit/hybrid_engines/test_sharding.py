@@ -42,7 +42,6 @@ def test_the_layers_that_tensor_parallelism_cuts() -> None:
         "pi05": 4,
         "pi0_fast": 2,
         "gr00t": 2,
-        "gr00t_n1_6": 2,
         "gr00t_n1_7": 2,
         "smolvla": 4,
     }  # pi: PaliGemma and the expert

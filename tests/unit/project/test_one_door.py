@@ -47,7 +47,6 @@ ELSEWHERE = {
     "embodrl/envs/real_time/devices.py": "a device that a person holds",
     "embodrl/envs/mesh_cache.py": "the user's own cache",
     "embodrl/hub.py": "files that the hub's library has just fetched",
-    "embodrl/tools/bench/ratios.py": "a history that the user names",
     "embodrl/envs/libero/init_states.py": "files of the installed LIBERO, whose checksums are known",
     "embodrl/scheduler/launchers/ray/launcher.py": "logs of Ray's own",
     "embodrl/tools/converters/libero_hdf5.py": "a file that the user names, to the only library that reads it",

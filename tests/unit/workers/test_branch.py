@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from echo_env import EchoVectorEnv
 from expect import raises_code
 
 from embodrl.algorithms.advantages import compute_advantages
@@ -15,7 +16,6 @@ from embodrl.config import load_config
 from embodrl.config.schema import Config
 from embodrl.envs.toy.env import ToyVectorEnv
 from embodrl.errors import EnvError
-from embodrl.tools.bench.echo_env import EchoVectorEnv
 from embodrl.types import CameraSpec, EnvSpec, EnvStep, Observation, PolicyOutput
 from embodrl.workers.collector import EpisodeSchedule, Share, SyncCollector
 from embodrl.workers.env import check_environments

@@ -383,7 +383,7 @@ def test_what_is_missing_or_impossible_is_reported() -> None:
     advantages = compute_advantages(batch, algorithm)
     with raises_code("prox-logprobs-missing") as caught:
         updates.update(engine, batch, advantages, algorithm, torch.Generator())
-    assert "engine.proximal" in caught.value.hint
+    assert "set_proximal" in caught.value.hint
     with raises_code("prox-partial-episodes"):
         updates.update(
             engine,

@@ -125,7 +125,6 @@ def test_idle_gpus_and_crowded_cores_are_reported():
         ["model=pi0"],
         ["model=pi0", "model.flow.method=flow_noise"],
         ["model=gr00t"],
-        ["model=gr00t_n1_6"],
         ["model=gr00t_n1_7"],
         ["model=smolvla"],
     ],
