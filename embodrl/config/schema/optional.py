@@ -90,10 +90,13 @@ def present_in(path: str, section: Mapping[str, object], base: type[Section]) ->
 
 def _value_at(section: Mapping[str, object], key: str) -> object:
     """Return the value of a dotted key; None if there is none."""
-    found: object = section
-    for name in key.split("."):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    *parents, last = key.split(".")
+    for name in parents:
+        below = section.get(name)
+        if not isinstance(below, Mapping):
+            return None
+        section = cast(Mapping[str, object], below)
+    return section.get(last)
 
 
 def with_sections(base: type[S], sections: Mapping[str, type[Section]]) -> type[S]:
