@@ -34,6 +34,7 @@ from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.collector import Collector
 from embodrl.workers.env import check_simulator, make_pool
 from embodrl.workers.policy import build_policy, configure_torch, num_threads
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import make_collector
 
 ITERATIONS = 6
@@ -76,7 +77,7 @@ def build(config: Config, pool: EnvPool) -> Sides:
     ahead = config.runner.max_staleness > 0
     engine = NativeTrainEngine(policy, EngineOptions(config.actor, 1000, may_be_stale=ahead), policy.device, cores)
     acting = make_rollout_engine(config, policy, cores)
-    source = make_collector(config, pool, acting, lambda: False, False)
+    source = make_collector(config, pool, acting, lambda: False, RewardWorker(config, tuple(pool.spec.tasks)))
     return Sides(config, policy, engine, source, torch.Generator().manual_seed(config.runner.seed))
 
 

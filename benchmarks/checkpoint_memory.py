@@ -83,7 +83,7 @@ def main(output: Path | None) -> int:
         result: dict[str, Any] = {
             "hardware": describe_hardware(),
             "parameters": sum(p.numel() for p in policy.parameters()),
-            "state_mib": round(engine.state_num_bytes() / MIB, 1),
+            "state_mib": round(engine.shapes().num_bytes / MIB, 1),
             "training_processes": len(pids),
         }
         with tempfile.TemporaryDirectory() as directory:

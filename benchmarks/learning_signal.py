@@ -292,7 +292,7 @@ class Gradients:
         engine.forward_backward(chunks, lambda micro: self.loss(counts, micro))
         leaves = [engine.state.leaves[parameter] for parameter in engine.state.policy_parameters]
         flat = torch.cat([(torch.zeros_like(x) if x.grad is None else x.grad).flatten().float().cpu() for x in leaves])
-        engine.clear_gradients()
+        engine.state.clear_gradients()
         return flat
 
 

@@ -43,13 +43,13 @@ class Rule:
     Attributes:
         check: yields what is wrong.
         keys: what it reads.
-        here: whether it is about this machine or the programs on it: no error of a plan, which starts nothing, but an
-            obstacle that the plan lists.
+        machine_specific: depends on this machine or the programs on it. A plan, which starts nothing, lists what it
+            finds as an obstacle instead of refusing it.
     """
 
     check: Check
     keys: tuple[str, ...]
-    here: bool = False
+    machine_specific: bool = False
 
     @property
     def code(self) -> str:
@@ -64,17 +64,19 @@ class RuleSet:
     rules: list[Rule] = field(default_factory=list[Rule])
     notes: list[Rule] = field(default_factory=list[Rule])
 
-    def rule(self, *keys: str, here: bool = False) -> Callable[[Check], Check]:
-        """Register a check whose findings are errors; ``here``: see ``Rule``."""
-        return self._register(self.rules, keys, here)
+    def rule(self, *keys: str, machine_specific: bool = False) -> Callable[[Check], Check]:
+        """Register a check whose findings are errors; ``machine_specific``: see ``Rule``."""
+        return self._register(self.rules, keys, machine_specific)
 
     def note(self, *keys: str) -> Callable[[Check], Check]:
         """Register a check whose findings are printed, but do not stop anything."""
         return self._register(self.notes, keys)
 
-    def _register(self, rules: list[Rule], keys: tuple[str, ...], here: bool = False) -> Callable[[Check], Check]:
+    def _register(
+        self, rules: list[Rule], keys: tuple[str, ...], machine_specific: bool = False
+    ) -> Callable[[Check], Check]:
         def add(check: Check) -> Check:
-            rules.append(Rule(check, keys, here))
+            rules.append(Rule(check, keys, machine_specific))
             return check
 
         return add

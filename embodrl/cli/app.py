@@ -13,8 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from embodrl.errors import UsageError
-from embodrl.names import ends_process, meant
+from embodrl.names import meant
 from embodrl.specs import VERBS
+from embodrl.user_code import ends_process
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 

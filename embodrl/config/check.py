@@ -1,4 +1,4 @@
-"""Types and ranges: the schema's verdict in words."""
+"""Types and ranges: pydantic errors as config problems."""
 
 from __future__ import annotations
 

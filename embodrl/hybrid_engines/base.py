@@ -14,6 +14,7 @@ from torch import Tensor
 from embodrl.config.schema import Config
 from embodrl.fields import Fields
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 
 Counters = dict[str, int]
 """The part of an engine's state that is not a tensor: ``version`` and ``nonfinite_in_row``."""
@@ -132,12 +133,8 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def sections(self) -> tuple[str, ...]:
-        """Return the names of the sections of the state."""
-
-    @abstractmethod
-    def state_num_bytes(self) -> int:
-        """Return about how many bytes ``state_dict`` takes once every weight has been trained."""
+    def shapes(self) -> StateShapes:
+        """Return the sections, names and shapes of the state, and its size once every weight has been trained."""
 
     def check(self) -> None:  # noqa: B027 - most have nothing that could be gone
         """Raise if a process that the engine needs has gone.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from embodrl.data.batch import Batch
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates
 from embodrl.learners.update import Update
+from embodrl.models.base import VLAPolicy
 
 UPDATE = f"{__name__}:ImitationUpdate"
 
@@ -42,11 +45,26 @@ class ImitationUpdate(Update):
         if num_actions is None:
             loss, scalars = imitation_gradients(engine, batch, label_smoothing_bins)
         else:
-            loss_fn = make_weighted_loss(engine.sft_loss, num_actions, label_smoothing_bins)
+            loss_fn = make_weighted_loss(partial(sft_loss, engine), num_actions, label_smoothing_bins)
             loss, scalars = engine.forward_backward(batch, loss_fn)
             scalars = {"loss": loss, **scalars}
         step = engine.optimizer_step(loss)
         return {name: float(value) for name, value in scalars.items()} | {"grad_norm": step.grad_norm}
+
+
+def sft_loss(
+    engine: PolicyTrainEngine, inputs: dict[str, Tensor], label_smoothing_bins: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return what ``VLAPolicy.sft_loss`` returns, computed by the engine."""
+    names: list[str] = []
+
+    def compute(policy: VLAPolicy) -> tuple[Tensor | None, ...]:
+        loss, scalars = policy.sft_loss(inputs, label_smoothing_bins)
+        names.extend(scalars)
+        return loss, *scalars.values()
+
+    loss, *scalars = cast("tuple[Tensor, ...]", engine.run(compute))
+    return loss, dict(zip(names, scalars, strict=True))
 
 
 def imitation_gradients(
@@ -54,13 +72,13 @@ def imitation_gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Add the gradients of ``weight`` times the imitation loss; return that loss and, without weight, scalars."""
     total = batch["action_mask"].sum().to(engine.device)
-    loss_fn = make_imitation_loss(engine.sft_loss, total, label_smoothing_bins, weight)
+    loss_fn = make_imitation_loss(partial(sft_loss, engine), total, label_smoothing_bins, weight)
     loss, scalars = engine.forward_backward(batch, loss_fn)
     return loss, {"loss": loss / weight, **scalars}
 
 
 def make_imitation_loss(
-    sft_loss: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
+    imitate: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
     total: Tensor,
     label_smoothing_bins: float,
     weight: float,
@@ -68,7 +86,7 @@ def make_imitation_loss(
     """Return ``weight`` times the imitation loss of a micro-batch, and scalars without the weight.
 
     Args:
-        sft_loss: function like ``VLAPolicy.sft_loss``.
+        imitate: function like ``VLAPolicy.sft_loss``.
         total: actions of the whole batch (scalar).
         label_smoothing_bins: see there.
         weight: weight of the loss.
@@ -79,21 +97,21 @@ def make_imitation_loss(
         # ``sft_loss`` is a mean over the micro-batch; weighted by its share of the actions, these add up to that of the
         # batch.
         share = inputs["action_mask"].sum() / total
-        loss, scalars = sft_loss(inputs, label_smoothing_bins)
+        loss, scalars = imitate(inputs, label_smoothing_bins)
         return LossOutput(loss * share * weight, {name: value * share for name, value in scalars.items()})
 
     return compute
 
 
 def make_weighted_loss(
-    sft_loss: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
+    imitate: Callable[[dict[str, Tensor], float], tuple[Tensor, dict[str, Tensor]]],
     num_actions: float,
     label_smoothing_bins: float,
 ) -> Callable[[Batch], LossOutput]:
     """Return the imitation loss of a micro-batch whose ``action_mask float32[B,H]`` has the weights of actions.
 
     Args:
-        sft_loss: function like ``VLAPolicy.sft_loss``.
+        imitate: function like ``VLAPolicy.sft_loss``.
         num_actions: count of the whole batch, which the weighted sum is divided by.
         label_smoothing_bins: see there.
     """
@@ -101,7 +119,7 @@ def make_weighted_loss(
     def compute(micro: Batch) -> LossOutput:
         inputs: dict[str, Tensor] = {name: micro[name] for name in micro.names()}
         share, inputs["action_mask"] = normalized(inputs["action_mask"])
-        loss, scalars = sft_loss(inputs, label_smoothing_bins)
+        loss, scalars = imitate(inputs, label_smoothing_bins)
         scaled = {name: value * share / num_actions for name, value in scalars.items()}
         return LossOutput(loss * share / num_actions, scaled)
 

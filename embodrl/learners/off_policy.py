@@ -31,6 +31,7 @@ from embodrl.hybrid_engines.base import TrainEngine
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.schedule import LearningRates, learning_rates
 from embodrl.learners.base import LearnerState
+from embodrl.learners.imitation_update import sft_loss
 from embodrl.learners.records import ReplayUpdater
 from embodrl.learners.update import Update
 from embodrl.models.base import OffPolicyActor
@@ -169,7 +170,7 @@ class OffPolicyUpdate(Update):
             if bc_coef:
                 demos = {**part["inputs"], "target": part["labels"], "action_mask": part["label_mask"]}
                 share = part["label_mask"].sum() / labelled
-                bc_loss = self.engine.sft_loss(demos, 0.0)[0] * share
+                bc_loss = sft_loss(self.engine, demos, 0.0)[0] * share
                 loss = loss + bc_coef * bc_loss
                 metrics["bc_loss"] = bc_loss.detach()
             return LossOutput(loss, metrics)
@@ -183,7 +184,7 @@ class OffPolicyUpdate(Update):
             mean_logprob = torch.tensor(-found["entropy"], device=self.engine.device)
             temperature_loss(self.log_alpha, mean_logprob, self.target_entropy).backward()
             self.modules.optimizer.step()
-            self.engine.clear_gradients()
+            self.engine.state.clear_gradients()
         return {"policy_loss": float(loss), "grad_norm": step.grad_norm, **found}
 
     def _with_noise(self, batch: Batch, generator: torch.Generator) -> Batch:

@@ -124,7 +124,7 @@ class OnPolicyUpdate(Update):
                 first_kl = metrics.get("approx_kl")  # no step yet: 0 if rollout and training agree on log-probs
             if algorithm.target_kl is not None and float(metrics["approx_kl"]) > algorithm.target_kl:
                 # Gradients of the minibatch that is not stepped must not reach the next update.
-                self.engine.clear_gradients()
+                self.engine.state.clear_gradients()
                 stopped = True
                 break
             with span("optimizer step"):

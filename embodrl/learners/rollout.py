@@ -76,8 +76,8 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Watch:
-    """The user of a run.
+class RunCallbacks:
+    """Functions that a run calls as it goes.
 
     Attributes:
         is_to_stop: tells whether the run is to stop.
@@ -96,11 +96,11 @@ class RolloutLearner(Learner):
         deployment: where everything of it is.
         graph: what an iteration walks.
         parts: of the run, started.
-        watch: sees the phases, and says when to stop.
+        callbacks: sees the phases, and says when to stop.
         publish_to: directory that every version of the weights is written to; None for none.
     """
 
-    films = True
+    records_videos = True
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RolloutLearner(Learner):
         deployment: Deployment,
         graph: Graph,
         parts: Parts,
-        watch: Watch,
+        callbacks: RunCallbacks,
         publish_to: Path | None = None,
     ) -> None:
         super().__init__(parts.policy, parts.engine)
@@ -118,11 +118,11 @@ class RolloutLearner(Learner):
         self.env_steps = 0
         self._deployment = deployment
         self._graph = graph
-        self._watch = watch
+        self._callbacks = callbacks
         self._publish_to = publish_to
         self._publisher: WeightPublisher | None = None
         self._shuffle = torch.Generator().manual_seed(config.runner.seed)
-        self._before: _Before | None = None  # within an iteration, until its update begins
+        self._before: _RollbackState | None = None  # within an iteration, until its update begins
 
     def first_row(self) -> Row:
         return dict(ROW_0)
@@ -137,7 +137,7 @@ class RolloutLearner(Learner):
         self.phases.enter("act")
         rewards = self.parts.rewards
         rollouts = self.parts.rollouts
-        self._before = _Before(capture_rng(), generator_state(self._shuffle), rewards.state())
+        self._before = _RollbackState(capture_rng(), generator_state(self._shuffle), rewards.state())
         parts = self.parts
         acting = (rollouts.collector, rewards)
         learning = (parts.on_policy, parts.imitated, parts.from_records, parts.replay, parts.recorded)
@@ -186,7 +186,7 @@ class RolloutLearner(Learner):
     def prepare_save(self) -> None:
         self.parts.rollouts.collector.reset_history()
 
-    def rest(self) -> None:
+    def release_after_save(self) -> None:
         self.phases.enter("rest")
         self.phases.take_metrics()  # they belong to no iteration
 
@@ -237,7 +237,7 @@ class RolloutLearner(Learner):
 
     def _before_node(self, node: GraphNode) -> None:
         """Enter the memory phase of a node; before an update, a stop undoes the iteration, as within its rollout."""
-        if self._watch.is_to_stop() and not self.is_updating:
+        if self._callbacks.is_to_stop() and not self.is_updating:
             raise InterruptedError
         if node.role in TRAIN_ROLES:
             self.phases.enter("train")
@@ -255,7 +255,7 @@ class RolloutLearner(Learner):
             decodings = self.parts.rollouts.num_decodings
             waves = -(-config.env.eval.num_episodes // config.env.train.total_num_envs) * decodings
             chunks = waves * -(-config.evaluated.env.max_episode_steps // config.model.num_action_chunks)
-        self._watch.show_phase(name, chunks)
+        self._callbacks.show_phase(name, chunks)
 
     def _publish(self) -> None:
         if self._publisher is not None:
@@ -263,7 +263,7 @@ class RolloutLearner(Learner):
 
 
 @dataclass(frozen=True)
-class _Before:
+class _RollbackState:
     """What an iteration changes before its update, apart from the rollouts."""
 
     rng: dict[str, Any]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
 from embodrl.errors import EmbodrlError, PipelineError, PipelineProblem, user_location
-from embodrl.names import exits_named
 from embodrl.pipelines.checks import CHANGES, NodeSpec, check_nodes, inputs_of, resolve, sorted_names, upstream
 from embodrl.pipelines.outcomes import Metrics, described, outcome_of, shared
 from embodrl.processes.trace import record
+from embodrl.user_code import guard_user_code
 
 if TYPE_CHECKING:
     from embodrl.pipelines.context import PipelineContext
@@ -261,4 +261,4 @@ class _Outputs:
 
 
 def _guarded(node: GraphNode) -> AbstractContextManager[object]:
-    return nullcontext() if node.label.startswith("embodrl.") else exits_named(node.label)
+    return nullcontext() if node.label.startswith("embodrl.") else guard_user_code(node.label)

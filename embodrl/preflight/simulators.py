@@ -25,11 +25,12 @@ from embodrl.envs.mujoco_gl import GL_HINT, GL_LIBRARIES, loads
 from embodrl.envs.pool.manager import EnvManager
 from embodrl.envs.pool.options import EnvTimeouts
 from embodrl.errors import EmbodrlError, EnvError, EnvRaised, EnvTimeout, EnvWorkerDied, MissingDependencyError
-from embodrl.names import exits_named, import_function
+from embodrl.names import import_function
 from embodrl.preflight import vulkan
 from embodrl.preflight.findings import MachineFinding
 from embodrl.preflight.libraries import missing_libraries
 from embodrl.specs import ENVS, SimulatorSpec
+from embodrl.user_code import guard_user_code
 
 RENDER_TIMEOUT_S = 120.0
 # How an error names what doctor has started.
@@ -164,7 +165,7 @@ def probe(env_type: str, settings: EnvConfig | None = None, python: str | None =
         return []
     try:
         found = import_function(called) if isinstance(called, str) else called
-        with exits_named(f"the probe of '{env_type}'"):
+        with guard_user_code(f"the probe of '{env_type}'"):
             return [(str(message), str(hint)) for message, hint in found(settings, python)]
     except EmbodrlError:
         raise

@@ -10,7 +10,7 @@ import torch
 
 from embodrl.config import LoadedConfig
 from embodrl.errors import CheckpointError, OutputError
-from embodrl.learners.rollout import RolloutLearner, Watch
+from embodrl.learners.rollout import RolloutLearner, RunCallbacks
 from embodrl.pipelines.load import graph_of
 from embodrl.processes.cores import bound_to
 from embodrl.reporting.console import Console
@@ -154,8 +154,8 @@ def _bring_up(session: RunSession, console: Console, device: torch.device, closi
     console.phase("starting simulators")
     parts = build(session, device, stopped, closing, console.step)
     publish_to = session.directory / PUBLISHED_DIR if config.rollout.publish_weights else None
-    watch = Watch(lambda: bool(session.stop), console.phase)
-    learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, watch, publish_to)
+    callbacks = RunCallbacks(lambda: bool(session.stop), console.phase)
+    learner = RolloutLearner(config, session.deployment, graph_of(session.loaded), parts, callbacks, publish_to)
     schedule = Schedule.of_training(config)
     trainer = make_trainer(session, learner, schedule, console, closing)
     # Only now: settings with which it could not be resumed are not kept.

@@ -18,8 +18,8 @@ from embodrl.data.batch import Batch
 from embodrl.data.trajectory import TrajectoryBatch
 from embodrl.deployment import Deployment, Gpu, ProcessPlace, Topology
 from embodrl.errors import MessageError
-from embodrl.hybrid_engines.training.engine_state import StateShapes
 from embodrl.hybrid_engines.training.schedule import LearningRates
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.processes.codec import Blobs, Codec, Extension, Read
 from embodrl.storage.files import raw_bytes
 

@@ -44,7 +44,6 @@ from embodrl.trainer.saving import Saver, open_metrics
 from embodrl.trainer.schedule import Schedule
 from embodrl.trainer.session import RunSession
 from embodrl.workers.actor import make_train_engine
-from embodrl.workers.async_collector import AsyncCollector
 from embodrl.workers.env import check_environments, check_simulator, check_videos, held_out_pool, make_pool
 from embodrl.workers.evaluator import Evaluator
 from embodrl.workers.policy import build_policy, check_features, check_memory, resolve_device
@@ -55,7 +54,7 @@ from embodrl.workers.remote_backend import (
     rollout_channels,
     sends_weights,
 )
-from embodrl.workers.reward import RewardWorker, needs_frames
+from embodrl.workers.reward import RewardWorker
 from embodrl.workers.rollout_backend import LocalBackend, make_collector
 from embodrl.workers.weights import LocalSender, RemoteSender, Sender, WeightChannel, choose_weight_sync, uses_nccl
 
@@ -114,34 +113,15 @@ def build(
     """
     closing.enter_context(MemoryWatch())
     config = session.config
-    own = LOSSES.entry(config.algorithm.loss_type).parts
-    make = _build_parts if own is None else cast("PartsBuilder", import_object(own))
+    make: PartsBuilder = acts_in_processes if session.deployment.rolls_out_in_processes else acts_in_driver
+    if (own := LOSSES.entry(config.algorithm.loss_type).parts) is not None:
+        make = cast("PartsBuilder", import_object(own))
     parts = make(session, device, stopped, closing, on_step)
     session.engine = parts.engine
     session.stop.arm()
-    num_bytes = parts.engine.state_num_bytes()
+    num_bytes = parts.engine.shapes().num_bytes
     sent = sent_num_bytes(config, session.deployment, parts.policy)
     check_disk_space(session.directory, config, parts.policy, num_bytes, keep_best=config.runner.keep_best, sent=sent)
-    return parts
-
-
-def _build_parts(
-    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
-) -> Parts:
-    """As ``build``, where the policy learns from its rollouts."""
-    config = session.config
-    launcher = make_launcher(config, session.deployment)
-    if launcher is not None:
-        closing.callback(launcher.close)
-    if session.deployment.rolls_out_in_processes:
-        assert launcher is not None
-        parts = _build_remote(session, device, stopped, closing, launcher, on_step)
-    else:
-        parts = _build_local(session, device, stopped, closing, launcher, on_step)
-    if isinstance(parts.rollouts.collector, AsyncCollector):
-        parts.rollouts.collector.rewards = parts.rewards
-    closing.callback(parts.rewards.close)
-    closing.callback(parts.rollouts.close)
     return parts
 
 
@@ -156,25 +136,20 @@ def make_policy(session: RunSession, device: torch.device) -> VLAPolicy:
     return policy
 
 
-def _build_local(
-    session: RunSession,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-    launcher: Launcher | None,
-    on_step: OnStep,
+def acts_in_driver(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
 ) -> Parts:
-    """As ``build``, where the driver acts: it has the simulators."""
+    """As ``build``, where the driver acts and has the simulators."""
     config = session.config
     deployment = session.deployment
     log_dir = session.directory / "logs"
+    launcher = _start_launcher(session, closing)
     pool = make_pool(config, config.env.train.total_num_envs, log_dir, places=deployment.of("env"))
     closing.callback(pool.close)
     pool.start_async()  # while the policy is built
     policy = make_policy(session, device)
-    # The driver's policy may be offloaded between rollouts where other processes train.
-    apart = config.rollout.enable_offload and deployment.trains_in_processes
-    memory = policy_memory(policy) if apart else None
+    driver_copy_may_leave = config.rollout.enable_offload and deployment.trains_in_processes
+    memory = policy_memory(policy) if driver_copy_may_leave else None
     engine = make_train_engine(session.weights_from, deployment, policy, log_dir, launcher, memory=memory)
     closing.callback(engine.close)
     pool.wait_started()
@@ -183,27 +158,26 @@ def _build_local(
     published = session.directory.resolve() / PUBLISHED_DIR
     acting = make_rollout_engine(config, policy, threads, memory=memory, weights_dir=published)
     rewards = RewardWorker(config, tuple(pool.spec.tasks))
+    closing.callback(rewards.close)
     rewards.check(pool.spec)
     should_stop = also_lost(engine, stopped)
-    collector = make_collector(config, pool, acting, should_stop, needs_frames(config), rewards.judge)
+    collector = make_collector(config, pool, acting, should_stop, rewards)
     make_own = partial(held_out_pool, log_dir=log_dir, places=deployment.of("env"))
     evaluator = Evaluator(config, pool, acting, None, should_stop, make_own)
     rollouts = LocalBackend(pool, acting, collector, evaluator)
+    closing.callback(rollouts.close)
     return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, pool, on_step))
 
 
-def _build_remote(
-    session: RunSession,
-    device: torch.device,
-    stopped: Callable[[], bool],
-    closing: ExitStack,
-    launcher: Launcher,
-    on_step: OnStep,
+def acts_in_processes(
+    session: RunSession, device: torch.device, stopped: Callable[[], bool], closing: ExitStack, on_step: OnStep
 ) -> Parts:
     """As ``build``, where other processes act, each with its simulators."""
     config = session.config
     deployment = session.deployment
     log_dir = session.directory / "logs"
+    launcher = _start_launcher(session, closing)
+    assert launcher is not None
     channels = rollout_channels(launcher, len(deployment.of("rollout")))
     policy = make_policy(session, device)
     pipes = channels_of(channels, "weights")
@@ -218,7 +192,7 @@ def _build_remote(
         sender = LocalSender(list(pipes.values()), trained_names(policy), launcher.address)
         where = "driver"
         sent_from = policy.device
-    group = launch_rollouts(session.weights_from, deployment, launcher, channels, needs_frames(config), log_dir)
+    group = launch_rollouts(session.weights_from, deployment, launcher, channels, log_dir)
     closing.callback(group.close)
     kind = choose_weight_sync(deployment, config.rollout.weight_sync)
     weights = WeightChannel(
@@ -231,16 +205,22 @@ def _build_remote(
     closing.callback(weights.close)
     logger.info("%d rollout process(es), weights by %s from the %s", group.world_size, kind, where)
     rollouts = RemoteBackend(config, group, channels, weights, policy, engine, also_lost(engine, stopped))
-    rewards = rollouts.rewards = RewardWorker(config, tuple(rollouts.tasks))
-    return Parts(policy, engine, rollouts, rewards, **_learning(config, policy, engine, None, on_step))
+    closing.callback(rollouts.rewards.close)
+    closing.callback(rollouts.close)
+    return Parts(policy, engine, rollouts, rollouts.rewards, **_learning(config, policy, engine, None, on_step))
+
+
+def _start_launcher(session: RunSession, closing: ExitStack) -> Launcher | None:
+    launcher = make_launcher(session.config, session.deployment)
+    if launcher is not None:
+        closing.callback(launcher.close)
+    return launcher
 
 
 def start_engine(session: RunSession, config: Config, policy: VLAPolicy, closing: ExitStack) -> TrainEngine:
     """Return the engine of a run whose rollouts need no processes of their own; see ``make_train_engine``."""
     deployment = session.deployment
-    launcher = make_launcher(config, deployment) if deployment.trains_in_processes else None
-    if launcher is not None:
-        closing.callback(launcher.close)
+    launcher = _start_launcher(session, closing) if deployment.trains_in_processes else None
     engine = make_train_engine(config, deployment, policy, session.directory / "logs", launcher)
     closing.callback(engine.close)
     return engine
@@ -275,12 +255,13 @@ def make_trainer(
     metrics = open_metrics(session, closing, file_name)
     journal = Journal(metrics, view, session.config.model.warm_start is not None)
     view.restore(journal.rows)
-    beside = None
+    async_evaluator = None
     if session.config.runner.eval_async and (schedule.eval_interval or schedule.evaluates_last):
-        beside = AsyncEvaluator(built_from or session.config, session.deployment, session.directory, learner.policy)
-        closing.callback(beside.close)
+        built_from = built_from or session.config
+        async_evaluator = AsyncEvaluator(built_from, session.deployment, session.directory, learner.policy)
+        closing.callback(async_evaluator.close)
     saver = Saver(session, learner)
-    evaluations = Evaluations(session, learner, journal, saver.manager, beside)
+    evaluations = Evaluations(session, learner, journal, saver.manager, async_evaluator)
     trainer = Trainer(session, learner, schedule, journal, evaluations, saver)
     if checkpoint is not None:
         view.message(f"resuming from {checkpoint.path}")
@@ -301,7 +282,7 @@ def also_lost(engine: TrainEngine, stopped: Callable[[], bool]) -> Callable[[], 
 def _learning(
     config: Config, policy: VLAPolicy, engine: TrainEngine, pool: EnvPool | None, on_step: OnStep
 ) -> _Learning:
-    """Return what updates the weights, and what it learns from besides rollouts."""
+    """Return what updates the weights, and what it learns from async_evaluators rollouts."""
     loss = LOSSES.entry(config.algorithm.loss_type)
     if not loss.off_policy:
         update: OnPolicyUpdate = engine.attach(UPDATE, config, on_step)

@@ -89,7 +89,7 @@ class Saver:
         if state.flag("sharded", False):
             engine.load_shards(checkpoint.path, counters)
         else:
-            tensors = {name: checkpoint.tensors(name) for name in engine.sections()}
+            tensors = {name: checkpoint.tensors(name) for name in engine.shapes().sections}
             engine.load_state_dict(EngineState(tensors, counters))
         try:
             self._learner.load_state(checkpoint)

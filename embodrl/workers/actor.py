@@ -20,11 +20,11 @@ from embodrl.deployment import Deployment
 from embodrl.hybrid_engines.base import Counters, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload
 from embodrl.hybrid_engines.process_groups import join_mesh, loopback_only
-from embodrl.hybrid_engines.training.engine_state import StateShapes
 from embodrl.hybrid_engines.training.native import NativeTrainEngine
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.policy_engine import PolicyTrainEngine
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.scheduler.channel import Channel

@@ -120,7 +120,7 @@ def run_rules(
     sets = [_imported(rules) for spec in specs for rules in spec.rules]
     every = [*RULES, *(rule for one in sets for rule in one.rules), *further_rules]
     notes = [*NOTES, *(note for one in sets for note in one.notes)]
-    later = [rule for rule in every if verb == "plan" and rule.here]
+    later = [rule for rule in every if verb == "plan" and rule.machine_specific]
     others = () if verb is None else settings_of_other_verbs(verb, context, schema)
     refused = [context.problem(each, "") for each in others if each.key not in invalid]
     return Report(refused + run(rule for rule in every if rule not in later), run(notes), run(later))

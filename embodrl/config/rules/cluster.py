@@ -85,7 +85,7 @@ def places_exist(context: Context) -> Iterator[Finding]:
     yield from shares_are_even(context.config, context.solution.places)
 
 
-@rule("cluster.hardware", "cluster.num_nodes", "cluster.device", here=True)
+@rule("cluster.hardware", "cluster.num_nodes", "cluster.device", machine_specific=True)
 def described_hardware_is_here(context: Context) -> Iterator[Finding]:
     """Training runs on the machine that it is on: described hardware must be there."""
     cluster = context.config.cluster
@@ -113,7 +113,7 @@ def described_hardware_is_here(context: Context) -> Iterator[Finding]:
         )
 
 
-@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes", here=True)
+@rule(KEY, "cluster", "actor.training_backend", "rollout.backend", "env.num_processes", machine_specific=True)
 def native_is_one_process(context: Context) -> Iterator[Finding]:
     """Backends can use their devices: native ones are one process on one device."""
     config = context.config

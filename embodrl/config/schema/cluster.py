@@ -52,9 +52,11 @@ class ClusterConfig(Section):
         default="process",
         description="how actor and rollout processes are started; ray: as Ray actors, except for the main process",
     )
-    ray_address: Annotated[str | None, AppliesIf("launcher.many_machines"), WORKERS] = Field(
-        default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here"
-    )
+    ray_address: Annotated[
+        str | None,
+        AppliesIf("launcher.many_machines", reason="the launcher starts processes on this machine only"),
+        WORKERS,
+    ] = Field(default=None, description="of a Ray cluster, or auto for the one of this machine; null starts one here")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="of the policy; auto takes a GPU if there is one"
     )

@@ -19,10 +19,11 @@ from embodrl.fields import Fields
 from embodrl.names import import_object
 from embodrl.processes.ending import OUT_OF_MEMORY, leave, ran_out_of_memory
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
-from embodrl.processes.serve import begin, bind_to_cores, describe_error, report_exits
+from embodrl.processes.serve import begin, bind_to_cores, describe_error
 from embodrl.processes.trace import span
 from embodrl.specs import ENVS
 from embodrl.types import EnvSpec
+from embodrl.user_code import report_exits
 
 
 def main(socket_fd: int) -> None:

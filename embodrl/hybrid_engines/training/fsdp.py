@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from embodrl.config.schema import Config
-from embodrl.hybrid_engines.base import EngineState
 from embodrl.hybrid_engines.training.options import EngineOptions
 from embodrl.hybrid_engines.training.policy_engine import Leaves, Outputs
 from embodrl.hybrid_engines.training.sharding import (
@@ -21,7 +20,6 @@ from embodrl.hybrid_engines.training.sharding import (
     held,
     like,
     num_copies,
-    part_of,
     shard_policy,
     whole,
 )
@@ -50,21 +48,6 @@ class FsdpState(SharedState):
         # The optimizers clear those of the leaves only; these would add up over the steps.
         for parameter in self.leaves:
             parameter.grad = None
-
-    def whole(self) -> EngineState:
-        """Return weights, optimizer state and counters in one piece: a collective call. What is whole is not copied."""
-        shards = self.shards()
-        tensors = {section: {n: whole(t) for n, t in parts.items()} for section, parts in shards.items()}
-        return EngineState(tensors, self.counters())
-
-    def _as_part(self, moment: Tensor, parameter: nn.Parameter) -> Tensor:
-        return like(moment, parameter)
-
-    def _part(self, whole: Tensor, like: Tensor) -> Tensor:
-        return part_of(whole, like)
-
-    def _assign(self, target: Tensor, whole: Tensor) -> None:
-        held(target).copy_(part_of(whole, target))
 
 
 class FsdpTrainEngine(SharedTrainEngine[FsdpState]):

@@ -25,6 +25,7 @@ from embodrl.hybrid_engines.training.precision import Precision, not_finite, res
 from embodrl.hybrid_engines.training.schedule import LearningRates
 from embodrl.hybrid_engines.training.sharding import held
 from embodrl.hybrid_engines.training.side_modules import SideModules
+from embodrl.hybrid_engines.training.state_shapes import StateShapes
 from embodrl.models.base import VLAPolicy
 from embodrl.names import import_object
 from embodrl.processes.liveness import report_work
@@ -121,18 +122,6 @@ class PolicyTrainEngine(TrainEngine):
         logprobs, entropy, values, errors = self.run(compute)
         return EvalOutput(cast(Tensor, logprobs), entropy, values, errors)
 
-    def sft_loss(self, inputs: dict[str, Tensor], label_smoothing_bins: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what ``VLAPolicy.sft_loss`` does."""
-        names: list[str] = []
-
-        def compute(policy: VLAPolicy) -> Outputs:
-            loss, scalars = policy.sft_loss(inputs, label_smoothing_bins)
-            names.extend(scalars)
-            return loss, *scalars.values()
-
-        loss, *scalars = cast("tuple[Tensor, ...]", self.run(compute))
-        return loss, dict(zip(names, scalars, strict=True))
-
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def add_modules(
@@ -174,7 +163,7 @@ class PolicyTrainEngine(TrainEngine):
         """
         step = self._step(self.state.optimizer, parameters, loss, self.state)
         if step.applied:
-            self.state.round_masters()
+            self.state.adam.round_weights()
         return step
 
     def modules_step(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> OptimizerStep:
@@ -200,10 +189,10 @@ class PolicyTrainEngine(TrainEngine):
             owner.nonfinite_in_row = 0
         else:
             owner.nonfinite_in_row += 1
-            where = not_finite((name, leaf.grad) for name, leaf in self._named(leaves))
+            where = not_finite((name, leaf.grad) for name, leaf in _named(self.state, leaves))
             where = f"the gradients of {where}" if where else "the loss alone"
             logger.warning("loss %s, gradient norm %s: no update; not finite: %s", float(loss), grad_norm, where)
-        self.clear_gradients()
+        self.state.clear_gradients()
         report_work()
         if owner.nonfinite_in_row >= MAX_NONFINITE_IN_ROW:
             raise NonFiniteError(
@@ -214,19 +203,10 @@ class PolicyTrainEngine(TrainEngine):
             )
         return OptimizerStep(applied, grad_norm)
 
-    def _named(self, leaves: Leaves) -> Iterator[tuple[str, nn.Parameter]]:
-        side = self.state.side
-        named = self.state.trained() | ({} if side is None else side.trained())
-        yield from ((name, leaves[parameter]) for name, parameter in named.items() if parameter in leaves)
-
-    def clear_gradients(self) -> None:
-        """Forget all gradients."""
-        self.state.clear_gradients()
-
     def complete_update(self) -> None:
         self.state.version += 1
         # Before a rollout or a checkpoint gets them.
-        where = not_finite((name, held(parameter)) for name, parameter in self.state.trained().items())
+        where = not_finite((name, held(parameter)) for name, parameter in self.state.adam.trained.items())
         if where:
             raise NonFiniteError(
                 f"update {self.version} made weights NaN or infinite: {where}",
@@ -265,8 +245,10 @@ class PolicyTrainEngine(TrainEngine):
 
         load_state(self.state, directory, counters)
 
-    def sections(self) -> tuple[str, ...]:
-        return self.state.shapes().sections
+    def shapes(self) -> StateShapes:
+        return self.state.shapes()
 
-    def state_num_bytes(self) -> int:
-        return self.state.shapes().num_bytes
+
+def _named(state: HeldState, leaves: Leaves) -> Iterator[tuple[str, nn.Parameter]]:
+    named = state.adam.trained | ({} if state.side is None else state.side.trained())
+    yield from ((name, leaves[parameter]) for name, parameter in named.items() if parameter in leaves)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from embodrl.errors import WorkerError
 from embodrl.hybrid_engines.base import Counters, EngineState, FileFacts, TrainEngine
 from embodrl.hybrid_engines.offload import Offload, OffloadReport
 from embodrl.hybrid_engines.process_groups import Call, cause_of
-from embodrl.hybrid_engines.training.engine_state import StateShapes, buckets, check_fit, num_bytes_of
+from embodrl.hybrid_engines.training.state_shapes import StateShapes, buckets, check_fit, num_bytes_of
 from embodrl.models.base import VLAPolicy
 
 BUCKET_BYTES = 256 << 20
@@ -67,6 +67,7 @@ class RemoteTrainEngine(TrainEngine):
         self.group = group
         self.memory = memory
         self._behind = False  # the driver's policy is older than the trained one
+        self._shapes: StateShapes | None = None
         self._counters: Counters = {"version": 0, "nonfinite_in_row": 0}
         trained = {id(p) for group in policy.trainable_groups().values() for p in group}
         self._trained = {name: p for name, p in policy.named_parameters() if id(p) in trained}
@@ -74,11 +75,6 @@ class RemoteTrainEngine(TrainEngine):
     @property
     def version(self) -> int:
         return self._counters["version"]
-
-    @cached_property
-    def _shapes(self) -> StateShapes:
-        """What a saved state must have, as the processes say once all updates are attached."""
-        return self._call("shapes")[0]
 
     def attach(self, update: str, config: Config, on_step: Callable[[int, int], None] | None = None) -> Any:
         return RemoteUpdate(self, self._call("attach", update, config)[0])
@@ -132,7 +128,7 @@ class RemoteTrainEngine(TrainEngine):
 
     def load_state_dict(self, saved: EngineState) -> None:
         # Refused before any process has changed.
-        check_fit(saved.tensors, self._shapes, saved.state)
+        check_fit(saved.tensors, self.shapes(), saved.state)
         self.onload()
         mine = self.policy.state_dict()
         self._call("start_load")
@@ -162,18 +158,18 @@ class RemoteTrainEngine(TrainEngine):
         """See ``TrainEngine``. Only weights are read here."""
         from embodrl.hybrid_engines.training.sharded_checkpoint import read_index, read_whole  # see sharding
 
-        check_fit(read_index(directory), self._shapes, counters)
+        check_fit(read_index(directory), self.shapes(), counters)
         self.onload()
         self._call("load_shards", str(directory.absolute()), dict(counters))
         read_whole(directory, "policy", self.policy.state_dict())
         self._behind = False
         self._counters = dict(counters)
 
-    def sections(self) -> tuple[str, ...]:
-        return self._shapes.sections
-
-    def state_num_bytes(self) -> int:
-        return self._shapes.num_bytes
+    def shapes(self) -> StateShapes:
+        """See ``TrainEngine``; asked once, after all updates are attached."""
+        if self._shapes is None:
+            self._shapes = cast(StateShapes, self._call("shapes")[0])
+        return self._shapes
 
     def offload(self) -> OffloadReport | None:
         """Weights leave as well, since what acts has its own. Bytes are those of all processes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from embodrl.config.schema import OptimConfig
 from embodrl.errors import CheckpointError
 from embodrl.hybrid_engines.training.adamw import fused_adamw
+from embodrl.hybrid_engines.training.sharding import like, part_of
 
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 HINT = "resume with the model settings that the checkpoint was made with"
@@ -88,30 +89,21 @@ class SideModules:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    def tensors(self, as_part: Callable[[Tensor, nn.Parameter], Tensor]) -> dict[str, Tensor]:
-        """Return weights and moments by name, without copies.
-
-        Args:
-            as_part: returns a moment as the part of a whole that the parameter is.
-        """
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights and moments by name as they are held, without copies."""
         kept: dict[str, Tensor] = {name: p.detach() for name, p in self.weights().items()}
         for name, parameter in self.trained().items():
             state = self.optimizer.state.get(self.leaf(parameter), {})
             kept |= {
-                f"{key}.{name}": state[key] if key == "step" else as_part(state[key], parameter)
+                f"{key}.{name}": state[key] if key == "step" else like(state[key], parameter)
                 for key in ADAM_STATE
                 if key in state
             }
         return kept
 
     @torch.no_grad()
-    def put(self, tensors: Mapping[str, Tensor], part_of: Callable[[Tensor, nn.Parameter], Tensor]) -> None:
-        """Load whole tensors of a checked state.
-
-        Args:
-            tensors: by name.
-            part_of: returns what this process holds of a whole tensor that is cut as the parameter is.
-        """
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load whole tensors of a checked state, by name."""
         weights, trained = self.weights(), self.trained()
         for name, tensor in tensors.items():
             if name in weights:

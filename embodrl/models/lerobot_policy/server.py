@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from embodrl.errors import EmbodrlError
 from embodrl.fields import Fields
 from embodrl.processes.frames import Connection, Frame, Kind, PeerGoneError
-from embodrl.processes.serve import begin, describe_error, report_exits
+from embodrl.processes.serve import begin, describe_error
+from embodrl.user_code import report_exits
 
 STATE = "observation.state"
 TASK = "task"

@@ -12,7 +12,7 @@ from embodrl.specs import LauncherSpec
 RAY_RULES = RuleSet()
 
 
-@RAY_RULES.rule("cluster.launcher", here=True)
+@RAY_RULES.rule("cluster.launcher", machine_specific=True)
 def ray_is_installed(context: Context) -> Iterator[Finding]:
     """Ray is an extra."""
     if importlib.util.find_spec("ray") is None:
@@ -20,7 +20,7 @@ def ray_is_installed(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.launcher", message, "pip install 'embodrl[ray]', or set it to process", "process")
 
 
-@RAY_RULES.rule("cluster.ray_address", "cluster.launcher", "cluster.num_nodes", here=True)
+@RAY_RULES.rule("cluster.ray_address", "cluster.launcher", "cluster.num_nodes", machine_specific=True)
 def several_machines_are_there(context: Context) -> Iterator[Finding]:
     """A Ray that a run starts has one machine."""
     cluster = context.config.cluster

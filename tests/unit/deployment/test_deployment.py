@@ -145,7 +145,7 @@ def start(loaded: LoadedConfig, directory: Path) -> FakeLauncher:
         actor.make_train_engine(config, deployment, POLICY, directory, launcher)
     if deployment.rolls_out_in_processes:
         channels = rollout_channels(launcher, len(deployment.of("rollout")))
-        launch_rollouts(config, deployment, launcher, channels, False, directory)
+        launch_rollouts(config, deployment, launcher, channels, directory)
     assert bool(launcher.workers) == (deployment.trains_in_processes or deployment.rolls_out_in_processes)
     return launcher
 

@@ -339,7 +339,7 @@ def test_a_restored_engine_continues_bit_for_bit() -> None:
     for seed in (2, 3):
         assert train(straight, seed=seed) == train(resumed, seed=seed)
     assert largest_change(weights_of(straight), weights_of(resumed)) == 0
-    assert straight.state_num_bytes() == sum(
+    assert straight.shapes().num_bytes == sum(
         t.numel() * t.element_size()
         for group in straight.state_dict().tensors.values()
         for name, t in group.items()
@@ -457,7 +457,7 @@ def test_the_reference_stays_where_the_policy_began_and_shares_what_does_not_tra
         assert (parameter is dict(engine.policy.named_parameters())[name]) == shared
         assert shared or (torch.equal(parameter, start[name]) and not parameter.requires_grad)
     assert largest_change(weights_of(engine), start) > 0
-    extra = engine.state_num_bytes() - make_engine().state_num_bytes()
+    extra = engine.shapes().num_bytes - make_engine().shapes().num_bytes
     assert extra == sum(p.numel() * 4 for p in engine.state.policy_parameters)
 
 

@@ -189,7 +189,7 @@ def test_a_restored_engine_continues_bit_exactly() -> None:
     first.learn(generator())
     saved = first.engine.state_dict()
     copies = {section: {n: t.clone() for n, t in part.items()} for section, part in saved.tensors.items()}
-    assert set(copies) == set(first.engine.sections()) == {"policy", "optimizer", SECTION}
+    assert set(copies) == set(first.engine.shapes().sections) == {"policy", "optimizer", SECTION}
     second.engine.load_state_dict(EngineState(copies, dict(saved.state)))
     second.num_updates = first.num_updates
     buffer.stored += 20
@@ -202,7 +202,7 @@ def test_a_restored_engine_continues_bit_exactly() -> None:
         assert all(torch.equal(tensor, right.tensors[section][name]) for name, tensor in tensors.items())
     alone = NativeTrainEngine(build("gaussian", add_value_head=False), EngineOptions.of(config), "cpu")
     targets = sum(p.nbytes for p in first.update.target.parameters())
-    assert first.engine.state_num_bytes() > alone.state_num_bytes() + targets
+    assert first.engine.shapes().num_bytes > alone.shapes().num_bytes + targets
 
 
 def test_checkpoints_of_earlier_versions_count_in_the_engine(tmp_path: Path) -> None:

@@ -232,7 +232,6 @@ def test_one_node_trains_and_not_twice() -> None:
     nothing = Pipeline("test").add_node("end", anything, role="sink")
     assert [p.message for p in problems_of(nothing)] == [
         "no node has the role 'train'",
-        "no node has the role 'rollout'",
         "no node has the role 'sync'",
     ]
 

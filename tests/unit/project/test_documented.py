@@ -21,11 +21,10 @@ from typer.core import TyperGroup
 from embodrl.cli.main import app
 from embodrl.cli.serve import arguments_of
 from embodrl.config import LoadedConfig
-from embodrl.config.rules import NOTES, RULES
+from embodrl.config.rules import shipped_rules
 from embodrl.config.schema.readers import Verb
 from embodrl.errors import ConfigError
 from embodrl.pipelines.load import load_config
-from embodrl.specs import ENVS, MODELS
 from embodrl.tools.recipe.stages import plan_recipe
 from embodrl.tools.sweep.combinations import expand_sweep
 
@@ -139,9 +138,8 @@ def problems_of(overrides: list[str], config_file: object, verb: Verb | None) ->
 
 def of_machines() -> set[str]:
     """Return the codes of rules about the machine, and of those about the programs on it."""
-    sets = [rules for registry in (ENVS, MODELS) for name in registry.names() for rules in registry.entry(name).rules]
-    every = [*RULES, *NOTES, *(rule for one in sets for rule in one.rules)]
-    return {rule.code for rule in every if rule.here}
+    shipped = shipped_rules()
+    return {rule.code for rule in (*shipped.rules, *shipped.notes) if rule.machine_specific}
 
 
 def place(directory: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "embodrl/config/isolated.py": OF_PACKAGE,
     "embodrl/config/presets.py": "presets of embodrl and of packages that the user has named",
     "embodrl/envs/libero/suites.py": OF_PACKAGE,
+    "embodrl/tools/explain/codes.py": OF_PACKAGE,
     "embodrl/serving/api.py": OF_PACKAGE,
     "embodrl/preflight/isolated.py": OF_PACKAGE,
     "embodrl/config/trust.py": "makes the user's secret as a new file",

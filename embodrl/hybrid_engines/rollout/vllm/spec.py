@@ -28,7 +28,7 @@ class VllmConfig(Section):
     )
 
 
-@RULES.rule(BACKEND, here=True)
+@RULES.rule(BACKEND, machine_specific=True)
 def vllm_is_installed(context: Context) -> Iterator[Finding]:
     """vLLM is an extra, and runs on Linux."""
     if sys.platform != "linux":

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from embodrl.config.schema import Config, ModelConfig
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import FLOAT32_BYTES, MASTER, StateShapes
 from embodrl.hybrid_engines.training.megatron.core import start
 from embodrl.hybrid_engines.training.megatron.layout import policy_pieces, publish
 from embodrl.hybrid_engines.training.megatron.optimizer import DistributedAdamW
@@ -22,6 +21,7 @@ from embodrl.hybrid_engines.training.policy_engine import Leaves
 from embodrl.hybrid_engines.training.sharding import DP, TP, held, whole
 from embodrl.hybrid_engines.training.shares import SharedState, SharedTrainEngine
 from embodrl.hybrid_engines.training.side_modules import ADAM_STATE
+from embodrl.hybrid_engines.training.state_shapes import FLOAT32_BYTES, MASTER, StateShapes
 from embodrl.models.base import VLAPolicy
 from embodrl.models.openvla.policy import OpenVLAPolicy
 

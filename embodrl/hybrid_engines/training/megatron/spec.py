@@ -25,7 +25,7 @@ def megatron_can_train(context: Context) -> Iterator[Finding]:
         yield Finding(BACKEND, message, hint, "native, fsdp", others=("model.model_type",))
 
 
-@RULES.rule(BACKEND, "model.model_type", "model.trainable", "algorithm.loss_type", here=True)
+@RULES.rule(BACKEND, "model.model_type", "model.trainable", "algorithm.loss_type", machine_specific=True)
 def megatron_is_installed(context: Context) -> Iterator[Finding]:
     """The package of the backend megatron is an extra."""
     if has_megatron():

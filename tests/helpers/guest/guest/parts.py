@@ -54,7 +54,7 @@ def loss(
     """The policy gradient, times ``tilt``."""
     ratio = (logprobs - old_logprobs).sum(2).exp() * valid
     total = -(ratio * advantages).sum() / counts.policy
-    return LossOutput(tilt * total, {"approx_kl": torch.zeros(()), "tilted": torch.tensor(tilt)})
+    return LossOutput(tilt * total, {"approx_kl": torch.zeros(()), "tilt_max": torch.tensor(tilt)})
 
 
 class Engine(FsdpTrainEngine):

@@ -190,7 +190,7 @@ def resume_in_bf16(directory: Path, size: int) -> dict[str, bool]:
     found = {
         "in float32": any(not torch.equal(t, saved.tensors["policy"][n].float()) for n, t in masters.items()),
         "rounded": all(torch.equal(t.bfloat16(), saved.tensors["policy"][n]) for n, t in masters.items()),
-        "sizes": engine.state_num_bytes() == num_bytes(saved)
+        "sizes": engine.shapes().num_bytes == num_bytes(saved)
         and engine.state.inventory() == {s: {n: t.nbytes for n, t in ts.items()} for s, ts in saved.tensors.items()},
     }
     stop()
