@@ -20,8 +20,8 @@ from hardware import describe_hardware
 
 from embodrl.config import load_config
 from embodrl.hybrid_engines.base import EngineState
-from embodrl.hybrid_engines.training.engine_state import ADAM_STATE
 from embodrl.hybrid_engines.training.remote import RemoteTrainEngine
+from embodrl.hybrid_engines.training.side_modules import ADAM_STATE
 from embodrl.storage.checkpoint import CheckpointManager
 from embodrl.workers.actor import launch_trainers
 from embodrl.workers.policy import build_policy, configure_torch

@@ -303,6 +303,7 @@ class FunctionSpec(Entry):
         imitates: what it learns from the buffer are an expert's labels, without critics.
         ignores: settings of the section ``algorithm`` that it does not read.
         parameters: what a custom function names in its signature, and so gets; None for what reads all there is.
+        family_kind: kind of the model families that it works with; "" for all.
         parts: ``module:function`` that makes the parts of a run with this loss, as ``embodrl.trainer.parts.build``
             does; None for what learns from rollouts.
         rules: checks of the configuration that run when it is chosen.
@@ -318,6 +319,7 @@ class FunctionSpec(Entry):
     imitates: bool = False
     ignores: tuple[str, ...] = ()
     parameters: tuple[str, ...] | None = None
+    family_kind: str = ""
     parts: str | None = None
     rules: tuple[RuleSet, ...] = ()
     settings: type[Section] | str | None = None

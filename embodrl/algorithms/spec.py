@@ -71,6 +71,7 @@ FPO = FunctionSpec(
     target="embodrl.algorithms.losses:actor_critic_loss",
     description="PPO clip with a value loss, with ratios of flow-matching losses",
     needs_values=True,
+    family_kind="flow",
 )
 NONE = FunctionSpec(
     name="none",
@@ -111,6 +112,7 @@ NFT = FunctionSpec(
     target="embodrl.algorithms.nft:nft_loss",
     description="negative-aware fine-tuning of flow policies, without likelihoods",
     settings=NftConfig,
+    family_kind="flow",
     parameters=(
         *("errors", "old_errors", "logprobs", "old_logprobs", "advantages", "valid", "logprob_type", "weights"),
         *("counts", *NftConfig.model_fields),

@@ -98,7 +98,7 @@ def test_their_rules_run(config: Path) -> None:
 
 def test_their_small_actor_learns_on_a_frozen_policy(tmp_path: Path) -> None:
     common = ["env=toy", "model=mlp", "env.state=full", "env.cameras=[{height: 16, width: 16}]", "env.pin_cpus=false"]
-    common += ["env.video.enabled=false", "cluster.num_threads=1"]
+    common += ["cluster.num_threads=1"]
     data, base = tmp_path / "data", tmp_path / "base"
     sizes = ["model.gaussian.hidden_sizes=[8]"]
     outcome = guest("collect", *common, "collect.num_episodes=2", f"collect.output_dir={data}")
@@ -109,8 +109,13 @@ def test_their_small_actor_learns_on_a_frozen_policy(tmp_path: Path) -> None:
     actor = ["algorithm=residual", "model.small_actor.kind=guest_actor", "model.guest_actor.limit=0.5"]
     actor += [f"model.warm_start={base / 'policy'}", "algorithm.off_policy.warm_up=10", "runner.max_iterations=1"]
     actor += ["env.train.total_num_envs=4", "env.train.max_steps_per_rollout_epoch=20"]
-    actor += ["env.eval.num_episodes=4", "env.eval.decoding=greedy", "runner.eval_interval=0"]
-    outcome = guest("train", *common, *actor, f"runner.output_dir={tmp_path / 'run'}")
+    actor += [
+        "env.video.enabled=false",
+        "env.eval.num_episodes=4",
+        "env.eval.decoding=greedy",
+        "runner.eval_interval=0",
+    ]
+    outcome = guest("train", *common, *sizes, *actor, f"runner.output_dir={tmp_path / 'run'}")
     assert outcome.code == 0, outcome.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["train/num_updates"] > 0

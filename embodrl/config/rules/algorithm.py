@@ -312,14 +312,14 @@ def kl_reaches_the_loss(context: Context) -> Iterator[Finding]:
 
 
 @rule("algorithm.loss_type", "model.model_type")
-def velocities_are_there(context: Context) -> Iterator[Finding]:
-    """Losses of velocities are for flow policies."""
+def loss_fits_the_family(context: Context) -> Iterator[Finding]:
+    """A loss that is computed from what one kind of policy has is for that kind, e.g. from velocities."""
     family = context.family
-    loss = context.config.algorithm.loss_type
-    if loss in ("fpo", "nft") and family is not None and family.kind != "flow":
-        message = f"loss_type '{loss}' needs the velocities of a flow policy, and {family.name} has none"
-        able = ", ".join(spec.name for spec in MODELS.all() if spec.kind == "flow")
-        hint = "choose algorithm=ppo or grpo, or a flow policy"
+    kind = context.loss.family_kind
+    if kind and family is not None and family.kind != kind:
+        message = f"loss_type '{context.config.algorithm.loss_type}' needs a {kind} policy, and {family.name} is none"
+        able = ", ".join(spec.name for spec in MODELS.all() if spec.kind == kind)
+        hint = f"choose algorithm=ppo or grpo, or a {kind} policy"
         yield Finding("model.model_type", message, hint, able, others=("algorithm.loss_type",))
 
 

@@ -170,15 +170,13 @@ def expert_labels_what_is_seen(context: Context) -> Iterator[Finding]:
 def interventions_are_learned_from(context: Context) -> Iterator[Finding]:
     """Who takes control has a rule for it, and what it does serves SAC's critics and actor as demonstrations do."""
     algorithm = context.config.algorithm
-    kind = context.config.model.small_actor.kind
     key = f"{SECTION}.interventions"
     if not algorithm.off_policy.interventions:
         return
-    if algorithm.loss_type != "sac" or kind == "dsrl":
+    if algorithm.loss_type != "sac":
         message = "interventions are transitions of SAC's critics, in actions"
         hint = "choose algorithm=hil_serl, or set it to false"
-        others = ("algorithm.loss_type",) if algorithm.loss_type != "sac" else ("model.small_actor.kind",)
-        yield Finding(key, message, hint, "false", others=others)
+        yield Finding(key, message, hint, "false", others=("algorithm.loss_type",))
         return
     if not algorithm.off_policy.demo_fraction:
         message = "what the expert does would not be drawn: no part of a batch is from demonstrations"

@@ -75,11 +75,6 @@ def reward_model_can_judge(context: Context) -> Iterator[Finding]:
     path = config.reward.model
     if path is None:
         return
-    if config.algorithm.loss_type == "recap":
-        message = "recap reads labels, and no rewards"
-        yield Finding(
-            key, message, "give it to `embodrl label --reward-model`", "null", others=("algorithm.loss_type",)
-        )
     if path_kind(path) != "directory":
         yield Finding(key, f"there is no directory '{path}'", "make it: embodrl reward train", "a directory")
     else:

@@ -45,6 +45,15 @@ def offline_has_what_it_needs(context: Context) -> Iterator[Finding]:
         yield Finding("cluster.component_placement", message, hint, others=others)
 
 
+@RULES.rule("algorithm.loss_type", "reward.model")
+def labels_need_no_rewards(context: Context) -> Iterator[Finding]:
+    """RECAP reads labels of a dataset; a reward model has judged it before."""
+    if context.config.algorithm.loss_type == "recap" and context.config.reward.model is not None:
+        message = "recap reads the labels of a dataset, and reward.model would judge nothing"
+        hint = "set reward.model=null, and give the model to `embodrl label --reward-model`"
+        yield Finding("algorithm.loss_type", message, hint, others=("reward.model",))
+
+
 @RULES.rule(DATA, "algorithm.off_policy.critic_hidden_sizes", "algorithm.loss_type")
 def offline_has_data(context: Context) -> Iterator[Finding]:
     """What is learned from is named, and there."""

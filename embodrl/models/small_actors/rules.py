@@ -41,11 +41,22 @@ def small_actor_can_learn(context: Context) -> Iterator[Finding]:
         wanted = WANTED[kind]
         message = f"'{kind}' needs {wanted}: {family.name} has none"
         yield Finding("model.model_type", message, "choose another model", ", ".join(able), others=(key,))
-    if kind == "dsrl" and context.config.algorithm.off_policy.demos is not None:
+
+
+@RULES.rule("algorithm.off_policy", "model.small_actor.kind")
+def noise_is_not_recorded(context: Context) -> Iterator[Finding]:
+    """Demonstrations and interventions are actions, of which the noise that they came from is not known."""
+    off_policy = context.config.algorithm.off_policy
+    if context.config.model.small_actor.kind != "dsrl":
+        return
+    hint = "or choose algorithm=residual"
+    others = ("model.small_actor.kind",)
+    if off_policy.demos is not None:
         message = "demonstrations do not tell the noise that their actions came from"
-        yield Finding(
-            f"{SECTION}.demos", message, "set it to null, or choose algorithm=residual", "null", others=(key,)
-        )
+        yield Finding(f"{SECTION}.demos", message, f"set it to null, {hint}", "null", others=others)
+    if off_policy.interventions:
+        message = "interventions do not tell the noise that their actions came from"
+        yield Finding(f"{SECTION}.interventions", message, f"set it to false, {hint}", "false", others=others)
 
 
 def _carries(spec: ModelSpec, kind: str) -> bool:
