@@ -1,6 +1,6 @@
-"""A dot that has to be moved to a coloured goal: a language-conditioned environment without a simulator.
+"""A dot to be moved to a coloured goal: a language-conditioned environment without a simulator.
 
-Deterministic, quick, and complete (auto-reset, truncation, several tasks, state transfer): for tests and first steps.
+Deterministic, fast and complete (auto-reset, truncation, several tasks, state transfer): for tests and first steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class ToyVectorEnv(SteppingEnv):
         tasks: any of ``reach-red`` and ``reach-green``.
         image_size: pixels, square.
         max_episode_steps: steps after which an episode is truncated.
-        max_chunk: largest number of actions in a chunk.
-        action_dim: at least 2; the first two move the dot by up to 0.15 a step, the others do nothing.
-        include_state: put the dot's position into the observation.
-        full_state: and the place of the square to go to.
-        auto_reset: start the next episode at the end of the chunk in which one has ended.
+        max_chunk: maximum number of actions in a chunk.
+        action_dim: at least 2; the first two move the dot by up to 0.15 per step, the others do nothing.
+        include_state: add the dot's position to the observation.
+        full_state: add the position of the goal square.
+        auto_reset: begin the next episode at the end of the chunk in which one has ended.
         ignore_terminations: only the step limit ends an episode.
     """
 
@@ -70,11 +70,11 @@ class ToyVectorEnv(SteppingEnv):
             random = np.random.default_rng(seed)
             self.position[row] = random.uniform(-0.9, 0.9, 2)
             self.goals[row] = random.uniform(-0.8, 0.8, (2, 2))
-            if self.axis == "objects":  # beyond where it begins else
+            if self.axis == "objects":  # outside its usual initial range
                 self.position[row, 0] = np.copysign(1.0, self.position[row, 0])
 
     def step_rows(self, actions: NDArray[np.float32], running: NDArray[np.bool_]) -> StepResult:
-        """The dense reward is the distance to the goal, negative."""
+        """The dense reward is the negative distance to the goal."""
         if self.axis == "goal":
             for row in np.flatnonzero(running).tolist():
                 way = generator("goal", int(self.episode_seed[row])).uniform(-1, 1, 2)
@@ -150,7 +150,7 @@ class ToyVectorEnv(SteppingEnv):
         self.goals[row] = state["goals"]
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """The straight way to the goal."""
+        """Move straight to the goal."""
         actions = np.zeros((self.spec.num_envs, self.spec.action_dim), np.float32)
         actions[:, :2] = np.clip((self._goal() - self.position) / _SPEED, -1, 1)
         return actions
