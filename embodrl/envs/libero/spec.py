@@ -23,8 +23,8 @@ class LiberoConfig(EnvConfig):
 
     suite: str | None = Field(
         default=None,
-        description="libero_spatial, libero_object, libero_goal or libero_10; tasks and max_episode_steps follow from"
-        " it where they are not given",
+        description="libero_spatial, libero_object, libero_goal or libero_10; sets tasks and max_episode_steps"
+        " unless they are given",
     )
     libero_assets: str | None = Field(
         default=None,
@@ -41,8 +41,8 @@ class LiberoConfig(EnvConfig):
     )
     fixture_seed: NonNegativeInt | None = Field(
         default=None,
-        description="where cabinet, stove and other fixtures stand: null: by the reset seed; a number: as in published"
-        " evaluations, which seed LIBERO with it once and reset it before each initial state",
+        description="placement of cabinet, stove and other fixtures: null: by the reset seed; a number: as in"
+        " published evaluations, which seed LIBERO with it once and reset it before each initial state",
     )
     fixtures_redrawn: bool = Field(
         default=True,
@@ -127,7 +127,7 @@ def sampled_states_are_sound(context: Context) -> Iterator[Finding]:
     """LIBERO places objects on fixtures where these stood before the reset; libero_object has no fixtures."""
     env = context.env(LiberoConfig)
     if env.init_states == "sampled" and env.suite != "libero_object":
-        message = f"some tasks of {env.suite} begin with an object on or in a fixture, and sampling would put it beside the fixture"
+        message = f"some tasks of {env.suite} begin with an object on or in a fixture; sampling would put it beside"
         hint = "set it to official, or env.suite=libero_object"
         yield Finding("env.init_states", message, hint, "official", others=("env.suite",))
 

@@ -28,7 +28,7 @@ class ManiSkillConfig(EnvConfig):
     )
     mesh_decimation: Fraction | Literal["auto"] = Field(
         default="auto",
-        description="fraction of the robot's visual triangles to drop; 0 leaves the ground unchanged, too; auto leaves"
+        description="fraction of the robot's visual triangles to drop; 0 also leaves the ground unchanged; auto leaves"
         " both to render_detail",
     )
 

@@ -224,7 +224,7 @@ class EnvManager:
         if not np.isfinite(acted).all():
             broken = np.flatnonzero(~np.isfinite(actions).all(axis=(1, 2)) & (True if active is None else active))
             raise EnvError(
-                f"the policy returned actions that are not finite, for environments"
+                f"the policy returned non-finite actions for environments"
                 f" {', '.join(str(self.episodes.first_env + row) for row in broken[:SHOWN].tolist())}",
                 "its weights or action statistics are broken: check the checkpoint, and the loss and gradient norm of"
                 " the last iterations",

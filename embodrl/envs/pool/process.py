@@ -137,7 +137,7 @@ class SimulatorProcess:
 
         Args:
             kind: kind of the request.
-            timeout_s: time limit of the answer, in seconds.
+            timeout_s: time limit for sending the request, in seconds.
             count: C of a step, number of rows of a reset; their result goes to the next memory slot.
             value: content of the frame.
         """

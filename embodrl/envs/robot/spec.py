@@ -50,7 +50,7 @@ class RobotConfig(EnvConfig):
     )
     success_fn: str | None = Field(
         default=None,
-        description="module:function, from an observation to whether the task is solved; null: a person says so, by a"
+        description="module:function, maps an observation to whether the task is solved; null: a person decides, by a"
         " file in env.real_time.control_dir",
     )
 
