@@ -190,9 +190,7 @@ def _accumulate(steps: _RewardSteps, gamma: float, gae_lambda: float) -> Tensor:
 def divisor(deviation: Tensor, size: Tensor) -> Tensor:
     """Return the deviation, or infinity where it is within the rounding error of the inputs, so that dividing gives 0.
 
-    Args:
-        deviation: ``float64[...]``, at least 0.
-        size: ``float64[...]``, largest magnitude of the float32 inputs.
+    Both arguments are ``float64[...]``; ``size`` is the largest magnitude of the float32 inputs.
     """
     return torch.where(deviation > ROUNDING * size, deviation, torch.inf)
 
@@ -289,10 +287,7 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
     """Return rewards ``float32[T,B,C]`` less ``kl.coef`` times the KL of each action if ``kl.placement`` is ``reward``.
 
     The KL is between the acting policy and the reference, summed over the tokens of the action; tokens that stand for a
-    whole chunk count with its first action.
-
-    Raises:
-        EmbodrlError: the batch has no log-probs of the reference.
+    whole chunk count with its first action. Raises EmbodrlError without log-probs of the reference.
     """
     if not config.kl.coef or config.kl.placement != "reward":
         return batch.rewards
@@ -310,14 +305,9 @@ def penalized_rewards(batch: TrajectoryBatch, config: AlgorithmConfig) -> Tensor
 
 
 def compute_advantages(batch: TrajectoryBatch, config: AlgorithmConfig) -> Advantages:
-    """Return the advantages of a rollout as configured.
+    """Return the advantages of a rollout by the estimator ``algorithm.adv_type``.
 
-    Args:
-        batch: rollout.
-        config: names the estimator, ``algorithm.adv_type``, which receives the fields its parameters name.
-
-    Raises:
-        EmbodrlError: the estimator returned the wrong type or shape, or non-finite values.
+    Raises EmbodrlError if the estimator returns the wrong type or shape, or non-finite values.
     """
     arguments: dict[str, Any] = {
         "rewards": penalized_rewards(batch, config),
@@ -371,11 +361,7 @@ def _checked(estimate: object, batch: TrajectoryBatch, name: str) -> Advantages:
 
 
 def no_advantages(rewards: Tensor) -> NoReturn:
-    """Raise: off-policy losses get their values from their own critics.
-
-    Raises:
-        EmbodrlError: always; the pipeline of such a loss has no advantage node.
-    """
+    """Raise EmbodrlError: off-policy losses get values from their own critics and have no advantage node."""
     raise EmbodrlError(
         "algorithm.adv_type is none: there are no advantages",
         "leave the node 'advantage' out of the pipeline, or choose an estimator",

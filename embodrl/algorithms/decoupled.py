@@ -60,13 +60,8 @@ class Proximal:
 def staleness_of(policy_version: Tensor, valid: Tensor, version: int) -> Tensor:
     """Return ``int64[T,B]``: the age in updates of the policy that chose each chunk; 0 where nothing is valid.
 
-    Args:
-        policy_version: ``int64[T,B]``.
-        valid: ``bool[T,B,C]``.
-        version: current version of the weights.
-
-    Raises:
-        EmbodrlError: a chunk has a version newer than ``version``.
+    ``policy_version`` is ``int64[T,B]``, ``valid`` ``bool[T,B,C]``, ``version`` the current version of the weights.
+    Raises EmbodrlError if a chunk has a newer version.
     """
     staleness = torch.where(valid.any(-1), version - policy_version, 0)
     if staleness.numel() and int(staleness.min()) < 0:
@@ -89,11 +84,8 @@ def staleness_metrics(staleness: Tensor, valid: Tensor) -> dict[str, float]:
 def mismatch_terms(logprobs: Tensor, old_logprobs: Tensor, valid: Tensor, staleness: Tensor) -> dict[str, Tensor]:
     """Return sum, count and maximum of the absolute differences between training and rollout log-probs.
 
-    Args:
-        logprobs: ``float32[N,C,A]`` in training under the weights that acted, without gradient.
-        old_logprobs: ``float32[N,C,A]`` of the rollout.
-        valid: ``bool[N,C]``.
-        staleness: ``int64[N]``; chunks of older weights do not count.
+    ``logprobs`` and ``old_logprobs`` are ``float32[N,C,A]`` under the weights that acted, without gradient. Only chunks
+    with ``staleness int64[N]`` 0 count, where ``valid bool[N,C]``.
     """
     counts = (valid & (staleness == 0).unsqueeze(-1)).unsqueeze(-1)
     apart = torch.where(counts, (logprobs - old_logprobs).abs(), 0.0)
@@ -131,12 +123,8 @@ def log_behavior_weights(
 ) -> Tensor:
     """Return ``log w`` of tokens ``float32[N,C,A]`` or of chunks ``float32[N,1,1]``; 0 where not valid.
 
-    Args:
-        prox_logprobs: ``float32[N,C,A]``.
-        old_logprobs: ``float32[N,C,A]`` under the behaviour policy.
-        valid: ``bool[N,C]``.
-        per_token: one weight per token; otherwise per chunk, the product over its valid tokens.
-        length_normalized: geometric mean instead of the product, as for the ratio.
+    Log-probs are ``float32[N,C,A]``, ``valid`` is ``bool[N,C]``. Weights are ``per_token`` or the product over a
+    chunk's valid tokens; ``length_normalized`` takes the geometric mean instead, as for the ratio.
     """
     # A selection, not a product: an invalid entry may be NaN.
     tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
@@ -147,13 +135,7 @@ def log_episode_weights(prox_logprobs: Tensor, old_logprobs: Tensor, valid: Tens
     """Return ``log w`` of the episode each chunk belongs to, ``float32[T,B]``; 0 where there is none.
 
     ``w`` is the geometric mean over the valid tokens of the episode: a product over thousands of tokens would be 0 or
-    infinite.
-
-    Args:
-        prox_logprobs: ``float32[T,B,C,A]``.
-        old_logprobs: ``float32[T,B,C,A]`` under the behaviour policy.
-        valid: ``bool[T,B,C]``.
-        episodes: episodes of the rollout.
+    infinite. Log-probs are ``float32[T,B,C,A]``, ``valid`` is ``bool[T,B,C]``.
     """
     live = episodes.index >= 0
     tokens = torch.where(valid.unsqueeze(-1), prox_logprobs - old_logprobs, 0.0)
@@ -232,13 +214,8 @@ def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None
 def proximal_columns(batch: TrajectoryBatch, algorithm: AlgorithmConfig, staleness: Tensor) -> dict[str, Tensor]:
     """Return the columns ``[T,B,...]`` that minibatches carry for ``proximal_terms``; none without proximal log-probs.
 
-    Args:
-        batch: rollout.
-        algorithm: section ``algorithm`` of the configuration.
-        staleness: ``int64[T,B]``, in updates that changed the policy.
-
-    Raises:
-        EmbodrlError: the log-probs under the proximal policy are required but missing.
+    ``staleness int64[T,B]`` counts updates that changed the policy. Raises EmbodrlError if the log-probs under the
+    proximal policy are required but missing.
     """
     decoupled = algorithm.decoupled
     if not decoupled.enabled:
@@ -270,11 +247,8 @@ def proximal_terms(
 ) -> Proximal | None:
     """Return the proximal log-probs and behaviour weights of a micro-batch; None without either.
 
-    Args:
-        micro: flat micro-batch with the columns of ``proximal_columns``.
-        logprobs: ``float32[N,C,A]`` under the current policy.
-        algorithm: section ``algorithm`` of the configuration.
-        counts: counts of the whole minibatch.
+    ``micro`` is flat with the columns of ``proximal_columns``, ``logprobs`` is ``float32[N,C,A]`` under the current
+    policy, ``counts`` are those of the whole minibatch.
     """
     decoupled = algorithm.decoupled
     old = micro.logprobs

@@ -52,10 +52,8 @@ def unique_inverse(x: Tensor, dim: int | None = None) -> tuple[Tensor, Tensor]:
 def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Episodes:
     """Split a rollout into episodes; an episode that continues after the rollout counts as far as it got.
 
-    Args:
-        valid: ``bool[T,B,C]``.
-        terminated: ``bool[T,B,C]``.
-        truncated: ``bool[T,B,C]``; at the first action of a chunk without valid actions it marks a lost episode.
+    Arguments are ``bool[T,B,C]``; ``truncated`` at the first action of a chunk without valid actions marks a lost
+    episode.
     """
     num_steps, num_envs, _ = valid.shape
     live = valid.any(-1)

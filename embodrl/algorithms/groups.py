@@ -27,16 +27,10 @@ def grpo(
 
     Every step of an episode gets the same advantage. Division by the group's standard deviation is normalisation with
     scope ``group``; without it this is the estimator of Dr. GRPO (arXiv 2503.20783). Episodes form a group if they
-    share a ``group_id`` and began at the same chunk. Lost episodes are excluded and get 0.
+    share a ``group_id int64[T,B]`` and began at the same chunk. Lost episodes are excluded and get 0.
 
-    Args:
-        rewards: ``float32[T,B,C]``.
-        valid: ``bool[T,B,C]``.
-        terminated: ``bool[T,B,C]``.
-        truncated: ``bool[T,B,C]``.
-        group_id: ``int64[T,B]``.
-        gamma: discount per reward step, counted from the start of the episode; 1 for the plain sum.
-        reward_type: whether a reward step is a chunk or an action.
+    Other tensors are ``[T,B,C]``. ``gamma`` discounts reward steps (chunks or actions, ``reward_type``) from the start
+    of the episode; 1 is the plain sum.
     """
     return _against_group(rewards, valid, terminated, truncated, group_id, gamma, reward_type, leave_one_out=False)
 

@@ -51,15 +51,7 @@ def is_largest(name: str) -> bool:
 def count_elements(
     valid: Tensor, *, action_dim: int, logprob_type: Level, entropy_type: Level = "token_level", num_values: int = 1
 ) -> LossCounts:
-    """Count the elements of each term of a loss.
-
-    Args:
-        valid: ``bool[N,C]``.
-        action_dim: A.
-        logprob_type: level of the ratio.
-        entropy_type: level of the entropy.
-        num_values: K.
-    """
+    """Count the elements of each term of a loss, for ``valid bool[N,C]``, A = ``action_dim`` and K = ``num_values``."""
 
     def count(level: Level) -> Tensor:
         mask = valid.any(-1) if level == "chunk_level" else valid
@@ -215,11 +207,7 @@ def actor_loss(
 
 
 def check_levels(logprob_type: Level, advantages: Tensor) -> None:
-    """Raise if advantages are finer than the ratio.
-
-    Raises:
-        EmbodrlError: an advantage per action meets a ratio per chunk.
-    """
+    """Raise EmbodrlError if advantages are finer than the ratio."""
     if logprob_type == "chunk_level" and advantages.shape[1] != 1:
         raise EmbodrlError(
             "a ratio per chunk can't be weighted by an advantage per action",

@@ -114,11 +114,8 @@ def critic_loss(q: Tensor, target: Tensor) -> Tensor:
 def sac(logprobs: Tensor, q: Tensor, alpha: float, minimum: bool) -> Tensor:
     """Return the actor loss ``alpha log pi(a|s) - Q(s, a)``, ``float32[N]`` (SAC's equation 7).
 
-    Args:
-        logprobs: ``float32[N]`` of re-parameterised actions.
-        q: ``float32[E,N]`` of these actions.
-        alpha: temperature.
-        minimum: Q is the minimum over the critics, as in SAC; otherwise the mean, as in RLPD.
+    ``logprobs float32[N]`` and ``q float32[E,N]`` belong to re-parameterised actions. Q is the ``minimum`` over the
+    critics, as in SAC, or the mean, as in RLPD.
     """
     return alpha * logprobs - over_critics(q, minimum)
 

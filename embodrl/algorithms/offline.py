@@ -13,12 +13,9 @@ from torch import Tensor
 
 
 def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
-    """Return ``|tau - 1(u < 0)| u^2``, ``float32[N]`` (IQL's equation 5).
+    """Return ``|tau - 1(u < 0)| u^2``, ``float32[N]``, for ``u = Q(s, a) - V(s)``, ``float32[N]`` (IQL's equation 5).
 
-    Args:
-        difference: ``u = Q(s, a) - V(s)``, ``float32[N]``.
-        expectile: tau; 0.5 is the mean squared error; towards 1, V approaches the largest Q among the dataset's
-            actions.
+    tau = 0.5 is the mean squared error; towards 1, V approaches the largest Q among the dataset's actions.
     """
     return torch.where(difference < 0, 1.0 - expectile, expectile) * difference.square()
 
@@ -26,10 +23,7 @@ def expectile_loss(difference: Tensor, expectile: float) -> Tensor:
 def advantage_weights(advantages: Tensor, temperature: float, largest: float) -> Tensor:
     """Return the imitation weight of each action, ``min(exp(beta A), largest)``, ``float32[N]`` (IQL's equation 7).
 
-    Args:
-        advantages: ``A = Q(s, a) - V(s)``, ``float32[N]``.
-        temperature: beta; 0 is behaviour cloning.
-        largest: upper bound of the weights.
+    ``A = Q(s, a) - V(s)`` is ``float32[N]``; ``temperature`` is beta, 0 for behaviour cloning.
     """
     return (temperature * advantages).exp().clamp(max=largest)
 
@@ -49,12 +43,7 @@ def rewards_to_go(rewards: Tensor) -> Tensor:
 def n_step_advantages(rewards: Tensor, values: Tensor, n: int) -> Tensor:
     """Return ``A_t = sum_{k<n} r_{t+k} + V(s_{t+n}) - V(s_t)`` of an episode, ``float32[length]``.
 
-    Rewards and values beyond its end are 0.
-
-    Args:
-        rewards: ``float32[length]``.
-        values: ``float32[length]``, on the scale of the rewards.
-        n: lookahead in steps.
+    Values ``float32[length]`` are on the scale of the rewards ``float32[length]``; both are 0 beyond the end.
     """
     ahead = torch.cat([values, values.new_zeros(n)])[n:]
     sums = torch.cat([rewards_to_go(rewards), rewards.new_zeros(n)])
@@ -67,13 +56,10 @@ def advantage_indicator(advantages: Tensor, fraction: float) -> Tensor:
 
 
 def two_hot(targets: Tensor, centers: Tensor) -> Tensor:
-    """Return ``float32[N,K]``: each target shared between its two neighbours among evenly spaced centers.
+    """Return ``float32[N,K]``: targets ``[N]`` shared between neighbours among evenly spaced, ascending ``centers
+    [K]``.
 
     Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", arXiv 1707.06887, algorithm 1.
-
-    Args:
-        targets: ``float32[N]``, within the range of the centers.
-        centers: ``float32[K]``, ascending.
     """
     place = (targets - centers[0]) / (centers[1] - centers[0])
     below = place.floor().clamp(0, len(centers) - 2)

@@ -40,15 +40,10 @@ def sample_frames(frames: Tensor, num_frames: int) -> Tensor:
 
 
 def pixel_encoder(frames: Tensor) -> Tensor:
-    """Embed episodes without weights: 8 x 8 thumbnails of the last frame and of the mean frame.
+    """Embed episodes ``uint8[E,T,H,W,3]`` without weights to ``float32[E,384]`` in 0 to 1.
 
-    Suits fixed cameras and simple scenes: final object positions, and positions along the way.
-
-    Args:
-        frames: ``uint8[E,T,H,W,3]``.
-
-    Returns:
-        ``float32[E,384]``, values in 0 to 1.
+    8 x 8 thumbnails of the last and the mean frame: final object positions, and positions along the way. Suits fixed
+    cameras and simple scenes.
     """
     num_episodes, num_frames = frames.shape[:2]
     pixels = frames.flatten(0, 1).permute(0, 3, 1, 2).float() / 255.0
@@ -104,11 +99,7 @@ class VJepa2Encoder:
 
 
 def make_encoder(config: SrpoConfig) -> Encoder:
-    """Return the configured encoder, built on first use.
-
-    Raises:
-        EmbodrlError: the configured encoder is unavailable.
-    """
+    """Return the configured encoder, built on first use; EmbodrlError if it is unavailable."""
     if config.encoder == "pixels":
         return pixel_encoder
     if config.encoder != "vjepa2":
@@ -161,12 +152,9 @@ def dbscan(points: Tensor, eps: float, min_samples: int) -> Tensor:
 
 
 def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
-    """Return ``float[M,D]``: the mean of each cluster of successes, or of all successes if they form none.
+    """Return ``float[M,D]``: the mean of each DBSCAN cluster of ``successes float[N,D]``, or of all if they form none.
 
-    Args:
-        successes: ``float[N,D]``, N at least 1.
-        eps: DBSCAN's neighbourhood radius, on standardised dimensions.
-        min_samples: DBSCAN's core-point threshold.
+    N is at least 1; ``eps`` is a radius on standardised dimensions, ``min_samples`` the core-point threshold.
     """
     points = successes.double()
     # A dimension that varies only by rounding stays 0.
@@ -177,15 +165,10 @@ def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
 
 
 def failure_rewards(failures: Tensor, centres: Tensor, scale: float, steepness: float) -> Tensor:
-    """Return ``float[N]``: ``scale * sigmoid(steepness * (0.5 - d))``, d the distance to the nearest centre.
+    """Return ``float[N]``: ``scale * sigmoid(steepness * (0.5 - d))``, d the distance to the nearest of ``centres
+    [M,D]``.
 
-    Distances are scaled to 0 (the nearest failure) .. 1 (the farthest); where they hardly differ, d is 0.5.
-
-    Args:
-        failures: ``float[N,D]``.
-        centres: ``float[M,D]``.
-        scale: upper bound of the rewards.
-        steepness: steepness of the sigmoid.
+    Distances of ``failures [N,D]`` are scaled to 0 (nearest) .. 1 (farthest); where they hardly differ, d is 0.5.
     """
     # float64: distances of many points come from matrix products, which lose small distances.
     distance = torch.cdist(failures.double(), centres.double()).min(1).values
@@ -213,13 +196,8 @@ class SrpoRewards:
     def __call__(self, embeddings: Tensor, success: Tensor, task_id: Tensor) -> Tensor:
         """Return ``float32[E]``: 1 for a success, less for a failure.
 
-        Args:
-            embeddings: ``float[E,D]``.
-            success: ``bool[E]``.
-            task_id: ``int64[E]``.
-
-        Raises:
-            EmbodrlError: an embedding is not finite, or there is not one vector per episode.
+        ``embeddings`` are ``float[E,D]``, ``success`` is ``bool[E]``, ``task_id`` ``int64[E]``. Raises EmbodrlError
+        unless there is one finite vector per episode.
         """
         if embeddings.ndim != 2 or len(embeddings) != len(success) or not bool(embeddings.isfinite().all()):
             raise EmbodrlError(

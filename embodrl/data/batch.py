@@ -227,12 +227,10 @@ class Batch:
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     def minibatches(self, size: int, epochs: int, generator: torch.Generator | int) -> Iterator[Self]:
-        """Yield the rows in random order, in batches of at most ``size`` whose sizes differ by at most one.
+        """Yield the rows in random order, ``epochs`` times, in batches of at most ``size`` whose sizes differ by at
+        most one.
 
-        Args:
-            size: maximum rows per minibatch.
-            epochs: number of passes over the rows.
-            generator: CPU generator, or a seed.
+        ``generator`` is a CPU generator or a seed.
         """
         if size < 1:
             raise BatchError(f"minibatches of {size} rows", "use a size of at least 1")
@@ -270,7 +268,6 @@ class Batch:
         return result
 
     def _slice(self, rows: slice) -> Self:
-        """Return the rows of a slice, sharing memory."""
         start, stop, step = rows.indices(len(self))
         # torch accepts only steps that fit int64; a step beyond the end selects the same rows.
         where = (slice(None),) * self.row_dim + (slice(start, stop, min(step, len(self) + 1)),)

@@ -81,8 +81,7 @@ def num_rows_of(columns: Columns, objects: Mapping[str, Sequence[object] | Array
 def as_objects(name: str, values: Sequence[object] | Array, batch_size: tuple[int, ...]) -> Array:
     """Return objects as an array that begins with the batch axes; a list, one per row, is repeated over the steps.
 
-    Raises:
-        BatchShapeError: the objects do not fit.
+    Raises BatchShapeError if they do not fit.
     """
     if isinstance(values, np.ndarray):
         array = values

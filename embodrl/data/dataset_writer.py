@@ -203,6 +203,5 @@ class DatasetWriter(ABC):
         return {path.relative_to(self.staging).as_posix() for path in self.staging.rglob("*") if not path.is_dir()}
 
     def _remove_all_but(self, kept: set[str]) -> None:
-        """Remove files begun after the last commit."""
         for name in self._files() - kept:
             (self.staging / name).unlink(missing_ok=True)

@@ -174,7 +174,6 @@ class Demos:
         )
 
     def _columns(self) -> dict[str, NDArray[np.generic]]:
-        """Return images, state, actions and, if known, who acted."""
         known: dict[str, NDArray[np.generic]] = {} if self.acted_by is None else {ACTED_BY: self.acted_by}
         return {"images": self.images, "state": self.state, "actions": self.actions, **known}
 
@@ -258,16 +257,9 @@ def layout_error(path: Path, problem: object, hint: str) -> EmbodrlError:
 
 
 def check_numbers(path: Path, column: str, values: NDArray[np.float32], episode: int) -> None:
-    """Reject NaN, infinite and absurdly large numbers.
+    """Reject NaN, infinite and absurdly large numbers in the frames ``float32[N,D]`` of an episode.
 
-    Args:
-        path: source file.
-        column: column name.
-        values: ``float32[N,D]``, frames of an episode.
-        episode: episode index.
-
-    Raises:
-        FileDamagedError: names file, episode, frame and column of the first such number.
+    Raises FileDamagedError naming file, episode, frame and column of the first.
     """
     wrong = ~(np.abs(values) <= MAX_MAGNITUDE)  # NaN compares false
     if wrong.any():

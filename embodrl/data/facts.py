@@ -25,8 +25,7 @@ class DatasetFacts:
 
     Attributes:
         cameras: name -> height and width in pixels.
-        action_dim: A.
-        state_dim: S; 0 without.
+        state_dim: 0 without a state.
         fps: frames per second; None if unknown.
         robot_type: as named by the dataset's writer; None if unknown.
     """
@@ -69,8 +68,7 @@ def missing(directory: Path) -> EmbodrlError:
 def read_facts(directory: Path, keys: Mapping[str, str] | None = None) -> DatasetFacts:
     """Return the facts of a LeRobot dataset (with ``sft.keys``) or a ``raw`` dataset.
 
-    Raises:
-        EmbodrlError: the dataset is missing, damaged, or of an unsupported version.
+    Raises EmbodrlError if the dataset is missing, damaged, or of an unsupported version.
     """
     if (directory / layout.INFO).parent.is_dir():
         from embodrl.data.lerobot_info import read_info
@@ -88,11 +86,7 @@ def read_facts(directory: Path, keys: Mapping[str, str] | None = None) -> Datase
 
 
 def check_shard(path: Path) -> None:
-    """Reject a missing file named by the index of a ``raw`` dataset.
-
-    Raises:
-        FileDamagedError: names file and index, since either may have been changed.
-    """
+    """Raise FileDamagedError if a file named by the index of a ``raw`` dataset is missing; either may be wrong."""
     if not path.is_file():
         raise damaged(path, f"it is missing, and {RAW_INDEX} names it")
 

@@ -50,8 +50,7 @@ def load_configured_demos(config: Config) -> Demos:
     """Load the demonstrations of ``config.sft``, downloading from the hub; for LeRobot datasets, the cameras in
     ``env.cameras``.
 
-    Raises:
-        EmbodrlError: the demonstrations are missing or damaged, or the cameras ambiguous.
+    Raises EmbodrlError if they are missing or damaged, or the cameras ambiguous.
     """
     settings = config.sft
     cameras = config.env.cameras
@@ -81,11 +80,7 @@ def load_configured_demos(config: Config) -> Demos:
 
 
 def check_robot(config: Config) -> None:
-    """Reject demonstrations that state another robot or frame rate than the environment's.
-
-    Raises:
-        EmbodrlError: robot or rate differ and ``sft.check_robot`` is true.
-    """
+    """Raise EmbodrlError if demonstrations state another robot or frame rate and ``sft.check_robot`` is true."""
     env = config.env
     spec = ENVS.entry(config.env.env_type)
     if not config.sft.check_robot or spec.robots is None:
@@ -110,8 +105,7 @@ def check_robot(config: Config) -> None:
 def load_checked_demos(config: Config) -> Demos:
     """Load the demonstrations of ``sft.data_dir`` and check that the configured policy can imitate them.
 
-    Raises:
-        EmbodrlError: the demonstrations are damaged, or robot or cameras differ from the environment's.
+    Raises EmbodrlError if they are damaged, or robot or cameras differ from the environment's.
     """
     check_robot(config)
     demos = load_configured_demos(config)
@@ -122,8 +116,7 @@ def load_checked_demos(config: Config) -> Demos:
 def hold_out(demos: Demos, settings: SftConfig) -> tuple[Demos, Demos | None]:
     """Return the training episodes and the last ``sft.val_episodes``, which are held out; None if that is 0.
 
-    Raises:
-        EmbodrlError: no episode would be left to train on.
+    Raises EmbodrlError if no episode would be left to train on.
     """
     if not settings.val_episodes:
         return demos, None
@@ -142,10 +135,7 @@ def load_untrained_demos(config: Config) -> tuple[Demos, Demos]:
     """Return the episodes a fine-tune of this configuration trains on, and the held-out ones.
 
     Held out are the last ``sft.val_episodes`` of the loaded episodes; without that setting, the episodes after the
-    first ``sft.max_episodes``.
-
-    Raises:
-        EmbodrlError: all episodes are trained on, or as ``load_configured_demos``.
+    first ``sft.max_episodes``. Raises EmbodrlError if there are none, or like ``load_configured_demos``.
     """
     settings = config.sft
     if settings.val_episodes:
@@ -166,11 +156,7 @@ def load_untrained_demos(config: Config) -> tuple[Demos, Demos]:
 
 
 def check_demos(demos: Demos, config: Config) -> None:
-    """Reject demonstrations of another robot or view than the configured one.
-
-    Raises:
-        EmbodrlError: action dimensions or cameras differ, or the required robot state was not recorded.
-    """
+    """Raise EmbodrlError if action dimensions or cameras differ, or the required robot state was not recorded."""
     source = config.sft.data_dir
     action_dim = demos.actions.shape[1]
     cameras = demos.images.shape[1]
@@ -217,7 +203,6 @@ class FrameBatches:
     """Endless batches of frames, shuffled once per epoch; the order continues across epochs.
 
     Args:
-        demos: source of the frames.
         settings: section ``sft``.
         horizon: H, actions that the policy learns per frame.
         seed: seed of the order and of the random shifts.
@@ -273,15 +258,10 @@ class FrameBatches:
 
 
 def refuse_others(saved: Mapping[str, object], demos: Demos, data_dir: str) -> None:
-    """Reject demonstrations that differ from the ones a state of ``DatasetBatches`` was taken with.
+    """Raise CheckpointError unless the demonstrations in ``data_dir`` are those a ``DatasetBatches`` state was taken
+    with.
 
-    Args:
-        saved: saved state; accepted if it is of an earlier version, which does not identify its demonstrations.
-        demos: current demonstrations.
-        data_dir: their directory.
-
-    Raises:
-        CheckpointError: the demonstrations differ.
+    States of earlier versions do not identify their demonstrations and are accepted.
     """
     if "demonstrations" in saved and saved["demonstrations"] != demos.checksum:
         raise CheckpointError(
@@ -317,11 +297,7 @@ IMITATED = "imitated"
 class DemoDraws:
     """Frames of demonstrations, sampled uniformly with replacement, that a policy imitates alongside another loss.
 
-    Args:
-        demos: source of the frames.
-        size: frames per draw.
-        horizon: H, actions that the policy learns per frame.
-        seed: seed of the draws.
+    A draw has ``size`` frames with H = ``horizon`` actions each.
     """
 
     def __init__(self, demos: Demos, size: int, horizon: int, seed: int) -> None:

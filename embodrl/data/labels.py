@@ -44,12 +44,7 @@ def frame_numbers(demos: Demos) -> dict[str, Column]:
 
 
 def write_sidecar(path: Path, columns: Mapping[str, Column]) -> None:
-    """Write columns of all frames atomically.
-
-    Raises:
-        OutputError: the file can't be written.
-        MissingDependencyError: the extra ``datasets`` is not installed.
-    """
+    """Write columns of all frames atomically; OutputError, or MissingDependencyError without ``datasets``."""
     pyarrow, parquet = require("pyarrow", "pyarrow.parquet")
     with atomic_file(path) as staging:
         parquet.write_table(pyarrow.table(dict(columns)), staging, write_page_checksum=True)
@@ -58,9 +53,7 @@ def write_sidecar(path: Path, columns: Mapping[str, Column]) -> None:
 def read_indicator(directory: Path, tag: str, demos: Demos) -> NDArray[np.bool_]:
     """Return the column ``advantage`` ``bool[N]`` of a dataset's labels.
 
-    Raises:
-        EmbodrlError: no labels have this tag.
-        FileDamagedError: the labels do not match the frames.
+    Raises EmbodrlError if no labels have this tag, FileDamagedError if they do not match the frames.
     """
     check_labelled_format(directory)
     path = sidecar(directory, "advantages", tag)

@@ -78,8 +78,7 @@ def require(*packages: str) -> tuple[Any, ...]:
 def check_template(template: str, names: Collection[str], source: Path) -> str:
     """Return a path template of info.json if it consists of text and allowed fields, such as ``{file_index:03d}``.
 
-    Raises:
-        FileDamagedError: the template holds anything else; ``str.format`` would evaluate attributes and widths.
+    Raises FileDamagedError otherwise: ``str.format`` would evaluate attributes and widths.
     """
     try:
         parts = list(string.Formatter().parse(template))

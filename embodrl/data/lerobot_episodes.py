@@ -61,15 +61,9 @@ class Located:
 
 
 def locate(directory: Path, info: Info, keys: Sequence[str]) -> list[Located]:
-    """Return all episodes, ordered by index.
+    """Return all episodes with the camera features ``keys``, ordered by index.
 
-    Args:
-        directory: dataset directory.
-        info: content of meta/info.json.
-        keys: camera features.
-
-    Raises:
-        EmbodrlError: there are no episodes, or the files that list them are damaged.
+    Raises EmbodrlError if there are none, or the files that list them are damaged.
     """
     videos = [key for key in keys if info.features[key].dtype == "video"]
     if videos and info.video_path is None:
@@ -97,8 +91,7 @@ def _check_totals(info: Info, episodes: list[Located]) -> None:
 def of_the_train_split(info: Info, episodes: list[Located]) -> tuple[list[Located], str | None]:
     """Return the episodes of the split ``train`` (all if no split is stated), and a note on the omitted ones.
 
-    Raises:
-        EmbodrlError: the split is empty.
+    Raises EmbodrlError if the split is empty.
     """
     if info.train is None:
         return episodes, None
@@ -120,8 +113,6 @@ def _within(ranges: Sequence[tuple[int, int]], numbers: NDArray[np.int64]) -> ND
 
 
 def _locate(directory: Path, info: Info, videos: Sequence[str]) -> list[Located]:
-    """Return the episodes of v3.0."""
-
     def place(template: str, kind: str, row: Fields, **names: str) -> Path:
         at = {name: row.integer(f"{kind}/{name}", high=MAX_INDEX) for name in ("chunk_index", "file_index")}
         return layout.within(directory, template.format(**at, **names))
@@ -172,7 +163,6 @@ def _counts(row: Fields) -> tuple[int, int]:
 
 
 def _read_lines(path: Path) -> list[Fields]:
-    """Return the objects of a JSON-lines file."""
     try:
         lines = read_regular_file(path, MAX_JSONL_BYTES, follow_links=True).splitlines()
     except FileNotFoundError as error:

@@ -61,8 +61,6 @@ class Info:
     """Content of meta/info.json.
 
     Attributes:
-        path: path of the file.
-        version: format version.
         fps: frames per second.
         features: by embodrl's names, which ``sft.keys`` may assign.
         data_path, video_path: path templates; ``video_path`` is None without videos.
@@ -98,14 +96,9 @@ class Info:
 
 
 def read_info(directory: Path, keys: Mapping[str, str] | None = None) -> Info:
-    """Read meta/info.json.
+    """Read meta/info.json; ``keys`` are ``sft.keys``, the dataset's features by embodrl's names.
 
-    Args:
-        directory: dataset directory.
-        keys: ``sft.keys``: the dataset's features by embodrl's names.
-
-    Raises:
-        EmbodrlError: the file is damaged or of an unsupported version, or ``keys`` names unknown features.
+    Raises EmbodrlError if it is damaged or of an unsupported version, or ``keys`` names unknown features.
     """
     path = directory / layout.INFO
     info = with_whole_numbers(read_fields(path, FileDamagedError, HINT))
@@ -264,17 +257,12 @@ def _left_out(directory: Path, info: Info) -> dict[str, str]:
 
 
 def _has_files(directory: Path, template: str, video_key: str) -> bool:
-    """Whether a camera has any file."""
     pattern = layout.any_index(template.replace("{video_key}", layout.escaped(video_key)))
     return next(directory.glob(pattern), None) is not None
 
 
 def choose_cameras(directory: Path, info: Info, cameras: Sequence[str] | None) -> list[str]:
-    """Return the features of ``cameras``; None takes all usable ones.
-
-    Raises:
-        EmbodrlError: a camera is missing or unusable.
-    """
+    """Return the features of ``cameras`` (None: all usable ones); EmbodrlError if one is missing or unusable."""
     present = info.cameras
     if cameras is None:
         return present

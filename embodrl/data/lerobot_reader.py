@@ -72,16 +72,8 @@ def load_lerobot(
 class _Loading:
     """Reads the frames of some episodes into one array per column.
 
-    Args:
-        directory: dataset directory.
-        info: content of meta/info.json.
-        episodes: episodes to read, in this order.
-        others: episodes of the dataset that are not read.
-        keys: camera features.
-        size: height and width to resize images to; None keeps the dataset's size.
-
-    Raises:
-        EmbodrlError: the cameras differ in size, or the images do not fit in memory.
+    Images are resized to ``size`` (height, width); None keeps the dataset's size. ``others`` are the episodes that are
+    not read. Raises EmbodrlError if the cameras differ in size, or the images do not fit in memory.
     """
 
     def __init__(
@@ -165,7 +157,6 @@ class _Loading:
         return found
 
     def _vectors(self) -> dict[str, Feature]:
-        """Return the features read as numbers."""
         features = self.info.features
         single = [name for name in outcome_columns(features.keys()) if name not in OTHERS or features[name].size == 1]
         names = (layout.ACTION, layout.STATE, *single)
@@ -296,11 +287,8 @@ class _Loading:
     def _check_bounds(self, place: int, clip: Clip, begins: NDArray[np.float64], offset_s: float) -> None:
         """Reject times at which the video file shows another episode.
 
-        Args:
-            place: location of the episode.
-            clip: its images.
-            begins: ascending start times in seconds of the episodes in that file.
-            offset_s: delay of all row times, in seconds.
+        ``begins`` are the ascending start times in seconds of the episodes in that file; ``offset_s`` is the delay of
+        all row times.
         """
         times = self._times_in(place)
         first = int(self.starts[place])
@@ -373,7 +361,6 @@ def _rows_of(table: Table, episode: Located) -> NDArray[np.int64]:
 
 
 def _instructions(table: Table, rows: NDArray[np.int64], episode: Located, tasks: Mapping[int, str]) -> list[str]:
-    """Return the instruction of each row of an episode."""
     if "task_index" not in table.names:
         if len(tasks) != 1:
             problem = f"it has no column task_index, but meta/tasks has {len(tasks)} tasks"

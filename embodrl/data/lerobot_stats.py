@@ -27,12 +27,8 @@ def vector_stats(values: NDArray[np.generic]) -> dict[str, list[float]]:
 
 
 class PixelStats:
-    """Statistics of images from histograms; each frame is counted once and need not be kept.
-
-    Attributes:
-        counts: ``int64[3,256]``, histogram of each of red, green and blue.
-        frames: number of frames counted.
-    """
+    """Statistics of images from histograms ``counts int64[3,256]``, one per colour; frames are counted and need not be
+    kept."""
 
     def __init__(self, counts: NDArray[np.int64] | None = None, frames: int = 0) -> None:
         self.counts: NDArray[np.int64] = np.zeros((3, 256), np.int64) if counts is None else counts

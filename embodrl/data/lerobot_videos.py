@@ -24,9 +24,7 @@ LEAST_TOLERANCE_S = 1e-4
 def shown_in(path: Path) -> NDArray[np.float64]:
     """Return the display time of each frame of a file in seconds, ``float64[F]``, ascending.
 
-    Raises:
-        FileDamagedError: the file is missing or unreadable.
-        EmbodrlError: the file's format is unsupported.
+    Raises FileDamagedError if the file is missing or unreadable, EmbodrlError if its format is unsupported.
     """
     if not path.is_file():
         raise damaged(path, "it is missing")
@@ -95,9 +93,7 @@ def frames_at(
 def frames_of(path: Path, numbers: NDArray[np.int64], size: tuple[int, int]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield indices into ``numbers int64[n]`` with their frames ``uint8[H,W,3]``, in the order of the file.
 
-    Raises:
-        FileDamagedError: a frame can't be decoded.
-        EmbodrlError: height and width of the displayed frames differ from the expected ones.
+    Raises FileDamagedError if a frame can't be decoded, EmbodrlError if frames have another height or width.
     """
     order = np.argsort(numbers)
     first = at = int(numbers[order[0]])

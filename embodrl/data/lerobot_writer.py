@@ -27,18 +27,15 @@ Row = dict[str, object]
 
 
 class LeRobotWriter(DatasetWriter):
-    """Writes a LeRobot dataset.
+    """Writes a LeRobot dataset; see ``DatasetWriter`` for further arguments and errors.
 
     Args:
-        directory, resume: see ``DatasetWriter``.
-        cameras: V camera names.
         fps: frames per second, also an attribute; None until known, before the first episode.
         crf: quality of the videos; 0 is lossless.
         robot_type: free text, or None.
 
     Raises:
         MissingDependencyError: the extra ``datasets`` is not installed.
-        EmbodrlError, OutputError: see ``DatasetWriter``.
     """
 
     format = "lerobot"
@@ -146,7 +143,6 @@ class LeRobotWriter(DatasetWriter):
         }
 
     def _describe(self, episode: DemoEpisode) -> dict[str, object]:
-        """Return the features in the layout of info.json."""
         assert episode.images.shape[1] == len(self.keys), "one image per camera"
         height, width = episode.images.shape[2:4]
         video = {

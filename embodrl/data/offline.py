@@ -87,7 +87,6 @@ class OfflineData:
 
     @cached_property
     def _checksum(self) -> int:
-        """Checksum of the training data."""
         result = self.demos.checksum
         for piece in (None if self.outcomes is None else self.outcomes.returns.numpy(), self.positive):
             result = result if piece is None else zlib.crc32(np.ascontiguousarray(piece).data, result)

@@ -42,12 +42,7 @@ OUTCOMES = {EXECUTED: (np.float32, 2), REWARD: (np.float32, 1), TERMINATED: (np.
 
 
 class RawWriter(DatasetWriter):
-    """Writes the format ``raw``.
-
-    Args:
-        directory, resume: see ``DatasetWriter``.
-        shard_episodes: maximum number of episodes per file.
-    """
+    """Writes the format ``raw``, with at most ``shard_episodes`` per file; see ``DatasetWriter``."""
 
     format = "raw"
 
@@ -113,11 +108,7 @@ class _Entry:
 
 
 def load_raw(directory: Path, max_episodes: int | None = None) -> Demos:
-    """Load demonstrations of the format ``raw``.
-
-    Raises:
-        EmbodrlError: there are no demonstrations, or a file is missing or damaged.
-    """
+    """Load demonstrations of the format ``raw``; EmbodrlError if there are none, or a file is missing or damaged."""
     path = directory / INDEX
     if not path.is_file():
         raise missing(directory)

@@ -49,14 +49,9 @@ class Window(NamedTuple):
 
 
 class ReplayBuffer:
-    """Frames of the last episodes; new frames replace the oldest.
+    """Ring of at most ``capacity`` frames and ``max_bytes`` bytes, in whole episodes; new frames replace the oldest.
 
-    Args:
-        capacity: maximum number of frames.
-        max_bytes: maximum memory in bytes.
-
-    Attributes:
-        stored: chunks added so far, including replaced ones.
+    ``stored`` counts all chunks added so far, including replaced ones.
     """
 
     def __init__(self, capacity: int, max_bytes: int) -> None:
@@ -81,14 +76,10 @@ class ReplayBuffer:
         return sum(column[: self._size].nbytes for column in self._columns.values())
 
     def add_frames(self, frames: Mapping[str, Tensor]) -> None:
-        """Add whole episodes, one after the other.
+        """Add whole episodes, one after the other; EmbodrlError if they exceed the capacity.
 
-        Args:
-            frames: columns ``[N,...]``: ``inputs.NAME``, ``actions``, ``rewards``, ``valid``, ``terminated``,
-                ``acted``, ``source``.
-
-        Raises:
-            EmbodrlError: the frames exceed the capacity.
+        Columns ``[N,...]``: ``inputs.NAME``, ``actions``, ``rewards``, ``valid``, ``terminated``, ``acted``,
+        ``source``.
         """
         count = len(frames["acted"])
         if not count:
@@ -211,9 +202,7 @@ class ReplayStores:
     def add(self, batch: TrajectoryBatch) -> int:
         """Add the chunks of a rollout, and an expert's chunks to the demonstrations as well; return their number.
 
-        Raises:
-            BatchKeyError: the rollout lacks ``actions`` or ``final_inputs``.
-            EmbodrlError: see ``ReplayBuffer.add_frames``.
+        Raises BatchKeyError if ``actions`` or ``final_inputs`` are missing; see also ``ReplayBuffer.add_frames``.
         """
         frames = frames_of(batch)
         self.online.add_frames(frames)

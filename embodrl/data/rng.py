@@ -72,11 +72,7 @@ def _decode(text: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowGenerators:
-    """One random generator per row of a batch, so that the draws of a row do not depend on the other rows.
-
-    Attributes:
-        rows: generators, one per row, all on one device.
-    """
+    """One random generator per row of a batch, so that the draws of a row do not depend on the other rows."""
 
     rows: tuple[torch.Generator, ...]
 
@@ -95,13 +91,10 @@ def draw_rows(
     source: RandomSource | None,
     dim: int = 0,
 ) -> Tensor:
-    """Return ``draw(shape, generator)``, or with ``RowGenerators`` the joined draws of each row's generator.
+    """Return ``draw(shape, generator)``, or with ``RowGenerators`` the draws of each row's generator, joined along
+    ``dim``.
 
-    Args:
-        draw: maps a shape and a generator to a tensor of that shape.
-        shape: shape of the result.
-        source: None uses torch's global generator.
-        dim: axis of the rows.
+    ``source`` None uses torch's global generator.
     """
     if not isinstance(source, RowGenerators):
         return draw(list(shape), source)

@@ -33,7 +33,6 @@ class RobotStatistics:
     """Statistics of one robot.
 
     Attributes:
-        name: robot or dataset name.
         action: statistics of each action dimension, in the policy's gripper convention.
         state: statistics of each state dimension; None without.
         gripper: ``model.gripper`` used to convert the actions.
@@ -74,8 +73,7 @@ def dimension_stats(values: NDArray[np.floating]) -> tuple[Vector, list[int]]:
 def read_statistics(path: Path) -> RobotStatistics:
     """Read statistics written by ``RobotStatistics.write``, LeRobot (meta/stats.json) or openpi.
 
-    Raises:
-        FileDamagedError: the file is unreadable or has no action statistics.
+    Raises FileDamagedError if the file is unreadable or has no action statistics.
     """
     content = read_fields(path, FileDamagedError, _HINT)
     inner = content.fields("norm_stats") if "norm_stats" in content else content

@@ -114,17 +114,9 @@ class TrajectoryBatch(Batch):
     ) -> Self:
         """Return the batch of a rollout.
 
-        Args:
-            forward_inputs: tensors ``[T,B,...]``.
-            values: ``float32[T+1,B,K]``.
-            rewards: ``float32[T,B,C]``.
-            meta: metadata of the rollout.
-            final_inputs: tensors ``[T,B,...]``; None omits them.
-            columns: the other attributes; None omits one.
-
-        Raises:
-            BatchKeyError: a column is missing or unknown.
-            BatchShapeError: a column does not fit.
+        ``forward_inputs`` and ``final_inputs`` are tensors ``[T,B,...]``, ``values`` ``float32[T+1,B,K]``, ``rewards``
+        ``float32[T,B,C]``. ``columns`` are the other attributes; None omits one. Raises BatchKeyError for missing or
+        unknown columns, BatchShapeError for columns that do not fit.
         """
         allowed = {name for name, kind in vars(cls).items() if isinstance(kind, Column | OptionalColumn)} - {"rewards"}
         required = {name for name in allowed if isinstance(vars(cls)[name], Column)}
@@ -192,15 +184,9 @@ def batch_to_tensors(batch: TrajectoryBatch) -> dict[str, Tensor]:
 
 
 def batch_from_tensors(tensors: dict[str, Tensor], batch_size: list[int], meta: dict[str, Any]) -> TrajectoryBatch:
-    """Return the batch of ``batch_to_tensors``.
+    """Return the batch of ``batch_to_tensors``; ``batch_size`` is ``[N]`` or ``[T,N]``.
 
-    Args:
-        tensors: result of ``batch_to_tensors``.
-        batch_size: ``[N]`` or ``[T,N]``.
-        meta: metadata of the batch.
-
-    Raises:
-        BatchError: the tensors are not those of a batch.
+    Raises BatchError if the tensors are not those of a batch.
     """
     tree: Group = {}
     for name, tensor in tensors.items():

@@ -156,11 +156,7 @@ class VectorEnv(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no scripted experts")
 
     def call(self, method: str, arguments: Mapping[str, object]) -> object:
-        """Answer a rare, small request: the name of one of ``REQUESTS``; plain values and arrays in and out.
-
-        Raises:
-            EnvError: unknown request.
-        """
+        """Answer a rare, small request from ``REQUESTS`` with plain values and arrays; EnvError if it is unknown."""
         if method not in self.REQUESTS:
             raise EnvError(
                 f"{type(self).__name__} has no request '{method}'",

@@ -17,13 +17,7 @@ from embodrl.types import EnvStep, Observation
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool for ``execute``.
-
-    Attributes:
-        name: name passed to ``execute``.
-        description: one line.
-        parameters: JSON schema of the arguments.
-    """
+    """A tool for ``execute``, with a one-line description and the JSON schema of its arguments."""
 
     name: str
     description: str
@@ -107,8 +101,7 @@ class Environment(ABC):
     async def initialize(self, task: str, seed: int) -> Observation:
         """Begin a new episode; equal task and seed give equal initial states.
 
-        Raises:
-            EnvError: unknown task, or the simulator is beyond repair.
+        Raises EnvError if the task is unknown, or the simulator beyond repair.
         """
 
     @abstractmethod
@@ -132,8 +125,7 @@ class Environment(ABC):
     async def load_state(self, state: bytes) -> Observation:
         """Continue bit-exactly from a state of ``get_state``, possibly of another environment of the same kind.
 
-        Raises:
-            EnvError: the simulator can't restore the state of single environments.
+        Raises EnvError if the simulator can't restore the state of single environments.
         """
 
     @abstractmethod

@@ -37,11 +37,7 @@ def cache_directory() -> Path:
 def simplifier(package: str) -> tuple[ModuleType, str]:
     """Return fast_simplification and its version, which is part of the cache key.
 
-    Args:
-        package: pip name of the package that provides it.
-
-    Raises:
-        MissingDependencyError: it is not installed.
+    Raises MissingDependencyError naming the pip ``package`` that provides it.
     """
     try:
         return import_module("fast_simplification"), version("fast-simplification")

@@ -14,14 +14,9 @@ _SOFTWARE_RENDERERS = ("llvmpipe", "softpipe", "swrast", "software")
 
 
 def choose_gl(required: bool = True) -> str:
-    """Set MUJOCO_GL, unless the user has, to egl or else osmesa, whichever this machine has. Call before importing
-    MuJoCo.
+    """Set MUJOCO_GL, unless the user has, to egl or else osmesa, whichever this machine has; return it, "" for none.
 
-    Returns:
-        the chosen backend; "" for none.
-
-    Raises:
-        MissingDependencyError: neither is available, and one is required.
+    Call before importing MuJoCo. Raises MissingDependencyError if neither is available and one is required.
     """
     chosen = os.environ.get("MUJOCO_GL") or next((name for name, lib in GL_LIBRARIES.items() if loads(lib)), "")
     if not chosen and not required:

@@ -32,7 +32,6 @@ def _vulkan() -> str:
 
 
 def _opengl() -> str:
-    """Return renderer and version of the current context."""
     if "mujoco" not in sys.modules or "OpenGL" not in sys.modules:
         return ""
     gl = import_module("OpenGL.GL")

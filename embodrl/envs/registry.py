@@ -24,8 +24,7 @@ EVAL_PROTOCOLS = {
 class SupportedEnv(RegisteredName):
     """Name of a registered environment: ``SupportedEnv("libero")``, ``SupportedEnv.LIBERO``, ``members()``.
 
-    Raises:
-        UnknownNameError: the name is not registered; lists the known names and the nearest.
+    Raises UnknownNameError for other names, listing the known names and the nearest.
     """
 
     __slots__ = ()

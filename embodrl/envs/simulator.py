@@ -174,11 +174,7 @@ class Replayed(Simulator):
         return result
 
     def _catch_up(self) -> None:
-        """Replay the actions before the saved state.
-
-        Raises:
-            EnvError: the replay diverged.
-        """
+        """Replay the actions before the saved state; EnvError if the replay diverges."""
         if not self._behind:
             return
         actions = self._actions
@@ -237,18 +233,15 @@ class Replayed(Simulator):
 
 
 class SimulatorVectorEnv(SteppingEnv):
-    """B simulators, stepped one after the other. Subclasses implement ``make_simulator``.
+    """B simulators, stepped one after the other. Subclasses implement ``make_simulator`` for each of ``tasks``.
 
     Simulators are lent to the environments that run their task, and another one is built when none is free. Initially
     there is one for the first task, which determines the spec; with a single task there are B of it.
 
     Args:
-        num_envs: B.
-        tasks: possible arguments of ``make_simulator``.
         cameras: ``[{name, height, width, fov_rad, eye, target}]``, all of one size.
         rules: end and reward of episodes.
         include_state: add the proprioception to the observation.
-        max_chunk: maximum number of actions in a chunk.
         video_fps: frames per second of videos; None for the control rate.
         include_images: False skips rendering for the policy; its images are black.
     """

@@ -116,10 +116,7 @@ class StepResult:
 class SteppingEnv(VectorEnv):
     """B environments in one process; subclasses add the simulator by the methods from ``assign`` on.
 
-    Args:
-        spec: EnvSpec.
-        rules: end and reward of episodes.
-        video_fps: frames per second of videos, one frame per step; None is ``spec.control_hz``.
+    Videos get one frame per step, at ``video_fps`` frames per second; None is ``spec.control_hz``.
     """
 
     def __init__(self, spec: EnvSpec, rules: EpisodeRules, video_fps: float | None = None) -> None:
@@ -223,8 +220,7 @@ class SteppingEnv(VectorEnv):
     ) -> tuple[NDArray[np.float32], NDArray[np.bool_], NDArray[np.bool_]]:
         """Execute an action, the last of its chunk or not, in running rows.
 
-        Returns:
-            reward ``float32[B]``, terminated and truncated ``bool[B]``.
+        Returns reward ``float32[B]``, terminated and truncated ``bool[B]``.
         """
         result = self.step_rows(actions, running) if self.real_time is None else self._timed(actions, self.real_time)
         first_success = running & result.success & ~self._solved

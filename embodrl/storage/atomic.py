@@ -27,15 +27,9 @@ ELSEWHERE_OF_RUNS = "move the run to another disk; then `embodrl resume` it"
 def atomic_file(path: Path, elsewhere: str = ELSEWHERE, concurrent: bool = False) -> Iterator[Path]:
     """Yield a temporary path next to ``path``, renamed to ``path`` when the block succeeds.
 
-    On an error, or if the process is killed, ``path`` is unchanged. Creates missing parent directories.
-
-    Args:
-        path: file to write or replace.
-        elsewhere: advice on choosing another location, for the error hint.
-        concurrent: several processes may write the file at the same time; the last one wins.
-
-    Raises:
-        OutputError: the file can't be written.
+    On an error, or if the process is killed, ``path`` is unchanged. Creates missing parent directories. Several
+    processes may write a file with ``concurrent``: the last one wins. ``elsewhere`` tells in the error hint how to
+    choose another location. Raises OutputError if the file can't be written.
     """
     # Keep the suffix last: video encoders choose the container by it.
     writer = f".{os.getpid()}" if concurrent else ""
@@ -58,14 +52,8 @@ def atomic_file(path: Path, elsewhere: str = ELSEWHERE, concurrent: bool = False
 def atomic_directory(target: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]:
     """Yield a new directory next to ``target``, renamed to ``target`` when the block succeeds.
 
-    On an error ``target`` is unchanged. Creates missing parent directories.
-
-    Args:
-        target: directory to write or replace.
-        elsewhere: advice on choosing another location, for the error hint.
-
-    Raises:
-        OutputError: the directory can't be written.
+    On an error ``target`` is unchanged. Creates missing parent directories. ``elsewhere`` tells in the error hint how
+    to choose another location. Raises OutputError if the directory can't be written.
     """
     staging, replaced = (target.with_name(f".{target.name}.{kind}") for kind in ("partial", "replaced"))
     with output_errors(f"{target} can't be written", target, elsewhere):
@@ -120,8 +108,7 @@ def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
     """Write and sync a new file non-atomically, for directories that are published as a whole; return its size in
     bytes.
 
-    Raises:
-        OSError: the file exists or can't be written.
+    Raises OSError if the file exists or can't be written.
     """
     num_bytes = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -175,15 +162,8 @@ def output_errors(message: str, path: Path, elsewhere: str = ELSEWHERE) -> Itera
 
 
 def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSEWHERE) -> OutputError:
-    """Return the error for output that can't be written, with a hint that fits the cause and, if the disk is full, the
-    free space.
-
-    Args:
-        message: what can't be written.
-        path: path of the output; need not exist.
-        error: error of the operating system.
-        elsewhere: advice on choosing another location.
-    """
+    """Return the error for output at ``path`` (need not exist), with a hint and, if the disk is
+    full, the free space."""
     causes = {
         errno.ENOSPC: "free disk space, or ",
         errno.EDQUOT: "your disk quota is used up: free disk space, or ",

@@ -56,32 +56,18 @@ _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk.
-
-    Attributes:
-        step: completed iterations.
-        path: checkpoint directory.
-        state: content of ``state.json``.
-    """
+    """A verified checkpoint on disk: completed iterations (``step``), directory, and content of ``state.json``."""
 
     step: int
     path: Path
     state: Fields
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return a group of tensors on the CPU.
-
-        Raises:
-            CheckpointError: the group is missing or damaged.
-        """
+        """Return a group of tensors on the CPU; CheckpointError if it is missing or damaged."""
         return self._read(f"{name}.safetensors", load_tensors)
 
     def blob(self, name: str) -> bytes:
-        """Return a blob.
-
-        Raises:
-            CheckpointError: the blob is missing or too large.
-        """
+        """Return a blob; CheckpointError if it is missing or too large."""
         return self._read(f"{name}.bin", lambda path: read_regular_file(path, MAX_BLOB_BYTES, follow_links=True))
 
     def _read(self, file_name: str, read: Callable[[Path], _T]) -> _T:
@@ -101,12 +87,7 @@ class Checkpoint:
 
 
 class CheckpointManager:
-    """Writes, finds and removes the checkpoints of a run.
-
-    Args:
-        directory: run directory; checkpoints go to ``directory/checkpoints``.
-        keep_last_n: number of checkpoints to keep.
-    """
+    """Writes, finds and removes the checkpoints of a run in ``directory/checkpoints``, keeping ``keep_last_n``."""
 
     def __init__(self, directory: Path, keep_last_n: int) -> None:
         self.root = Path(directory) / CHECKPOINTS_DIR
@@ -220,10 +201,7 @@ class CheckpointManager:
     def latest_good(self) -> tuple[Checkpoint | None, list[str]]:
         """Return the newest checkpoint whose checksums match, and the problems of newer ones.
 
-        Removes leftovers of an interrupted save.
-
-        Raises:
-            OutputError: the leftovers can't be removed.
+        Removes leftovers of an interrupted save; OutputError if they can't be removed.
         """
         with output_errors(f"leftovers in {self.root} could not be removed", self.root, ELSEWHERE):
             self._clean()
@@ -258,11 +236,7 @@ class CheckpointManager:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open ``RUN/checkpoints/step_N`` read-only.
-
-    Raises:
-        CheckpointError: the checkpoint does not exist or its checksums do not match.
-    """
+    """Open ``RUN/checkpoints/step_N`` read-only; CheckpointError if it is missing or its checksums do not match."""
     steps = [step for step in CheckpointManager(path.parent.parent, 1).steps() if step.name != path.name]
     others = ", ".join(_shortened([step.name for step in steps]))
     hint = f"the run has {others}" if steps else "the run has no other checkpoint"
@@ -274,11 +248,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def newest_checkpoint(run_dir: Path) -> Checkpoint:
-    """Open the newest intact checkpoint of a run read-only; the run may still be training.
-
-    Raises:
-        CheckpointError: the run has no intact checkpoint.
-    """
+    """Open a run's newest intact checkpoint read-only; the run may be training. CheckpointError if there is none."""
     problems: list[str] = []
     for path in CheckpointManager(run_dir, 1).steps():
         if problem := _problem(path):
@@ -303,14 +273,10 @@ def _shortened(names: list[str]) -> list[str]:
 
 
 def preflight(directory: Path, bytes_needed: int) -> None:
-    """Check that the run directory is writable and has enough free space, before the first step.
+    """Check before the first step that the run directory, created if missing, is writable and has ``bytes_needed``
+    free.
 
-    Args:
-        directory: run directory; created if missing.
-        bytes_needed: minimum number of bytes the run will write.
-
-    Raises:
-        OutputError: the directory can't be written or has too little free space.
+    Raises OutputError.
     """
     probe = Path(directory) / ".write_probe"
     with output_errors(f"output directory {directory} can't be written", Path(directory), ELSEWHERE):
@@ -376,9 +342,7 @@ def _problem(path: Path) -> str:
 def _listed_files(path: Path) -> Fields:
     """Return the files of a checkpoint by name, each with its size and SHA-256.
 
-    Raises:
-        CheckpointError: the manifest is damaged or belongs to another checkpoint.
-        OSError: the manifest can't be read.
+    Raises CheckpointError if the manifest is damaged or belongs to another checkpoint.
     """
     (path / MANIFEST).stat()  # a missing file is reported as such
     manifest = read_fields(path / MANIFEST, CheckpointError)
@@ -393,12 +357,7 @@ def _listed_files(path: Path) -> Fields:
 
 
 def _check_file(path: Path, name: str, facts: Fields) -> None:
-    """Compare a file with the manifest.
-
-    Raises:
-        CheckpointError: the file differs.
-        OSError: the file can't be read.
-    """
+    """Compare a file with the manifest; CheckpointError if it differs."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"{name!r} in {MANIFEST} leaves the directory", code="checkpoint-damaged")
     size = (path / name).stat().st_size
@@ -435,7 +394,6 @@ def newest_state(run_dir: Path) -> Fields | None:
 
 
 def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> Mapping[str, object]:
-    """Write and sync a file; return its size and SHA-256."""
     digest = hashlib.sha256()
 
     def hashed() -> Iterator[bytes | memoryview]:

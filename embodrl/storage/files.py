@@ -29,11 +29,7 @@ SAFETENSORS_DTYPE = {
 
 
 class Deferred(Tensor):
-    """Placeholder on the meta device for a tensor that is computed when it is written and released afterwards.
-
-    Attributes:
-        compute: function that returns the tensor.
-    """
+    """Placeholder on the meta device for a tensor that ``compute`` returns when it is written; released afterwards."""
 
     compute: Callable[[], Tensor]
 
@@ -48,8 +44,7 @@ class Deferred(Tensor):
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write and sync a new safetensors file; unlike the library's writer, follows the umask and allows shared memory.
 
-    Raises:
-        OSError: the file exists or can't be written.
+    Raises OSError if the file exists or can't be written.
     """
     write_file(path, safetensors_bytes(tensors, metadata))
 

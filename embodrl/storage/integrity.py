@@ -20,11 +20,7 @@ _HINT = "restore the file from its origin or write the directory again, or remov
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hexadecimal digits.
-
-    Raises:
-        OSError: the file can't be read.
-    """
+    """Return the SHA-256 of a file as hexadecimal digits; OSError if it can't be read."""
     with open_regular_file(path, follow_links=True) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -32,12 +28,7 @@ def sha256_of(path: Path) -> str:
 def write_checksums(directory: Path, added: Collection[str] | None = None) -> None:
     """Write ``checksums.json`` for all files below ``directory``; must be the last file written.
 
-    Args:
-        directory: directory, complete except for the list.
-        added: relative paths of files added since the list was written; only these are read. None reads all.
-
-    Raises:
-        OutputError: the list can't be written.
+    With ``added``, relative paths of files added since the last list, only these are read. Raises OutputError.
     """
     path = directory / CHECKSUMS
     content: dict[str, object] = {}

@@ -13,14 +13,9 @@ ELSEWHERE = "choose a file in a writable directory with free space"
 
 
 def check_json_file(path: Path, make_directory: bool = False) -> None:
-    """Check that a result file can be written, before the work starts.
+    """Check that a result file can be written, before the work starts; OutputError if not.
 
-    Args:
-        path: file path.
-        make_directory: create a missing directory; otherwise reject it as a likely typo.
-
-    Raises:
-        OutputError: the file can't be written.
+    A missing directory is created with ``make_directory``, and otherwise rejected as a likely typo.
     """
     if path.is_dir():
         raise OutputError(f"{path} is a directory", f"name a file, such as {path / 'result.json'}")
@@ -39,22 +34,12 @@ def check_json_file(path: Path, make_directory: bool = False) -> None:
 
 
 def write_json_file(path: Path, content: object) -> None:
-    """Write a file atomically: an earlier one stays until the new one is complete. Replaces pipes and devices.
-
-    Raises:
-        OutputError: the file can't be written; no partial file is left.
-    """
+    """Write a file atomically, replacing pipes and devices; OutputError, without a partial file, on failure."""
     write_text_file(path, _encoded(content))
 
 
 def write_text_file(path: Path, text: str, elsewhere: str = ELSEWHERE) -> None:
-    """Write text like ``write_json_file``.
-
-    Args:
-        path: file path.
-        text: file content.
-        elsewhere: advice on choosing another location, for the error hint.
-    """
+    """Write text like ``write_json_file``; ``elsewhere`` tells in the error hint how to choose another location."""
     with atomic_file(path, elsewhere) as partial:
         partial.write_text(text, encoding="utf-8")
 

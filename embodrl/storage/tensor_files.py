@@ -25,15 +25,12 @@ _T = TypeVar("_T")
 
 @contextmanager
 def open_tensors(path: Path, framework: str = "pt", device: str = "cpu") -> Iterator[Any]:
-    """Open a file and read its tensors one by one.
+    """Yield a reader (see ``safetensors.safe_open``) of a file or link, to read tensors one by one.
 
     Args:
-        path: path of the file or of a link to it.
+        path: file path.
         framework: ``pt`` or ``np``.
         device: device of torch tensors.
-
-    Yields:
-        reader; see ``safetensors.safe_open``.
 
     Raises:
         OSError: the file is missing, damaged or not a regular file, or the block finds it damaged.

@@ -62,11 +62,7 @@ class LinkMessage(NamedTuple):
 
 
 class Link:
-    """One TCP connection; one thread receives, several may send.
-
-    Args:
-        sock: connected socket, closed by the link.
-    """
+    """One TCP connection; one thread receives, several may send. Takes over a connected socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(SILENCE_S)
@@ -90,23 +86,14 @@ class Link:
         threading.Thread(target=ping, name="env-link", daemon=True).start()
 
     def send(self, data: bytes) -> None:
-        """Send a whole message.
-
-        Raises:
-            OSError: the connection is cut, or nothing could be sent for ``SILENCE_S``.
-        """
+        """Send a whole message; OSError if the connection is cut, or nothing could be sent for ``SILENCE_S``."""
         rest = memoryview(data)
         with self._sending:
             while rest:
                 rest = rest[self._sock.send(rest[:_PIECE_BYTES]) :]
 
     def receive(self) -> LinkMessage:
-        """Return the next message.
-
-        Raises:
-            OSError: the connection is cut or silent.
-            MessageError: the received bytes are not a message.
-        """
+        """Return the next message; OSError if the connection is cut or silent, MessageError if the data is invalid."""
         while True:
             kind, serial, number, argument, length = _HEADER.unpack(self._take(_HEADER.size))
             if kind:
@@ -152,9 +139,8 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 def connect(address: str, token: str | None, hello: Mapping[str, object], timeout_s: float = HANDSHAKE_S) -> Link:
     """Return a connection to an env server that has accepted ``hello``.
 
-    Raises:
-        OSError: the server can't be reached.
-        EnvError: the server refuses, has another version, or does not know the token.
+    Raises OSError if the server can't be reached, EnvError if it refuses, has another version, or does not know the
+    token.
     """
     place = host_and_port(address)
     if place is None:
@@ -225,8 +211,7 @@ def pack_step(step: EnvStep) -> dict[str, object]:
 def write_result(slot: ResultSlot, content: object, is_step: bool) -> None:
     """Write the output of ``pack_step`` or ``pack_observation`` to a slot, which checks shapes and dtypes.
 
-    Raises:
-        EmbodrlError: the value does not match the EnvSpec.
+    Raises EmbodrlError on a mismatch with the EnvSpec.
     """
     fields = Fields(_mapping(content), "an answer of the env server", EnvProtocolError, _HINT)
     if not is_step:

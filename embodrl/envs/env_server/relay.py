@@ -31,11 +31,7 @@ logger = logging.getLogger("embodrl.envs")
 
 
 def probe(address: str) -> None:
-    """Check that an env server answers, runs the same version and knows the same token.
-
-    Raises:
-        EnvError: one of these checks fails.
-    """
+    """Check that an env server answers, runs the same version and knows the same token; EnvError if not."""
     try:
         connect(address, os.environ.get(TOKEN_VARIABLE), {}).close()
     except OSError as error:
@@ -48,12 +44,7 @@ def _unreachable(address: str, problem: str) -> EnvError:
 
 
 class RemoteSimulator:
-    """The run's end of a simulator on an env server.
-
-    Args:
-        remote: fields of a ``RemoteEnv``.
-        token: token expected by the server.
-    """
+    """The run's end of a simulator on an env server, given the fields of a ``RemoteEnv`` and the token."""
 
     def __init__(self, remote: Fields, token: str | None) -> None:
         self._address = remote.text("address")
@@ -68,20 +59,13 @@ class RemoteSimulator:
         self._lost: EmbodrlError | None = None
 
     def start(self) -> None:
-        """Connect, and keep the connection alive from a thread.
-
-        Raises:
-            EnvError: the server can't be reached in time, or refuses.
-        """
+        """Connect, and keep the connection alive from a thread; EnvError if refused or not connected in time."""
         link = self._connect(resume=False)
         threading.Thread(target=self._keep, args=(link,), name="env-server", daemon=True).start()
 
     def ask(self, frame: Frame) -> Frame:
-        """Return the server's answer to a request, however often the connection is cut meanwhile.
-
-        Raises:
-            EmbodrlError: the simulator is lost.
-        """
+        """Return the answer to a request, however often the connection is cut; EmbodrlError if the
+        simulator is lost."""
         with self._changed:
             self._serial += 1
             self._answer = None
@@ -151,11 +135,7 @@ class RemoteSimulator:
 
 
 class Relay:
-    """Answers an EnvManager's frames from the server.
-
-    Args:
-        start: fields of the START frame.
-    """
+    """Answers an EnvManager's frames from the server; ``start`` are the fields of the START frame."""
 
     def __init__(self, start: Fields) -> None:
         self._start = start
@@ -163,11 +143,7 @@ class Relay:
         self._simulator = RemoteSimulator(start.fields("remote"), os.environ.get(TOKEN_VARIABLE))
 
     def answer(self, frame: Frame) -> Frame:
-        """Return the answer to a frame.
-
-        Raises:
-            EnvWorkerDied: the simulator is lost.
-        """
+        """Return the answer to a frame; EnvWorkerDied if the simulator is lost."""
         answer = self._simulator.ask(Frame(frame.kind, frame.number, frame.argument, self._content(frame)))
         if answer.kind == Kind.CLOSE:
             raise EnvWorkerDied(str(answer.value))
@@ -186,7 +162,6 @@ class Relay:
         return self._ring
 
     def _content(self, frame: Frame) -> Any:
-        """Return the content of a request for the server."""
         if frame.kind == Kind.START:
             self._simulator.start()
             remote = self._start.fields("remote")

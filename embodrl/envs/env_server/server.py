@@ -51,7 +51,6 @@ class SimulatorSession:
         reconnect_s: seconds to wait for a run whose connection is cut.
         extensions: modules its process imports first.
         core: (cpu, NUMA node) to bind its process to.
-        log_dir: directory for the simulator's output; None for none.
     """
 
     def __init__(
@@ -95,11 +94,7 @@ class SimulatorSession:
         return self._link is None and away > self.reconnect_s + 2 * SILENCE_S
 
     def take(self, message: LinkMessage) -> None:
-        """Execute a new request; answer a resent one from memory.
-
-        Raises:
-            MessageError: the request is neither the next nor the last one.
-        """
+        """Execute a new request; answer a resent one from memory. MessageError for any other serial number."""
         with self._lock:
             again = message.serial == self._serial
             answer = self._answer

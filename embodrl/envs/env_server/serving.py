@@ -25,10 +25,8 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or Ctrl-C; arguments as in ``TcpEnvServer``, with token "auto" (random) or "none".
 
-    Raises:
-        EnvError: the address is not available.
-        ConfigError: an extension can't be imported.
-        UsageError: the token is too weak, or "none" although others can reach the address.
+    Raises EnvError if the address is not available, ConfigError if an extension can't be imported, and UsageError if
+    the token is too weak, or "none" although others can reach the address.
     """
     problems = [problem for name in extensions if (problem := import_extension(name, "--extension")) is not None]
     if problems:

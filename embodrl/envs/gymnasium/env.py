@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 
 class _Viewer(Protocol):
-    """An OpenGL window or off-screen context."""
-
     def make_context_current(self) -> None: ...
 
 
@@ -55,8 +53,6 @@ class _Env(Protocol):
 
 
 class _Options(TypedDict):
-    """Arguments of ``GymnasiumSimulator``."""
-
     env_id: str
     size: tuple[int, int]
     film_size: tuple[int, int]
@@ -282,24 +278,10 @@ def _vector_size(space: object) -> int:
 class GymnasiumVectorEnv(SimulatorVectorEnv):
     """B environments of Gymnasium.
 
-    Args:
-        num_envs: B.
-        tasks: one name, under which results are reported.
-        id: Gymnasium id.
-        cameras: one camera, ``[{name, height, width}]``: the size images are resized to.
-        instruction: language instruction for the policy.
-        action_dim: A, the policy's action dimension, checked against the environment.
-        success_key, success_threshold: see ``GymnasiumSimulator``.
-        max_episode_steps: see ``EpisodeRules``; replaces the environment's own limit.
-        include_state: add the environment's observation, which must be a vector.
-        max_chunk: maximum number of actions in a chunk.
-        render_detail: auto, full or fast; for MuJoCo environments.
-        video_size: height and width of videos, in pixels.
-        video_fps: frames per second of videos; None for the control rate.
-        rules: the other fields of ``EpisodeRules``.
-
-    Raises:
-        EnvError: the environment has other actions, no such state, or lacks a key.
+    The arguments are the settings of ``GymnasiumConfig`` with the fields of ``EpisodeRules``. There is one task name,
+    under which results are reported, and one camera, whose size images are resized to. ``action_dim`` is checked
+    against the environment. Raises EnvError if the environment has other actions, no vector observation for
+    ``include_state``, or lacks a key.
     """
 
     def __init__(

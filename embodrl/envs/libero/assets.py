@@ -25,14 +25,11 @@ def package_folder(name: str) -> Path | None:
 
 
 def find_assets(named: str | None, installed: Path | None) -> Path:
-    """Return LIBERO's asset folder: ``named``, else $EMBODRL_LIBERO_ASSETS, else the installed one.
+    """Return LIBERO's asset folder: ``named`` (``env.libero_assets``), else $EMBODRL_LIBERO_ASSETS, else the installed
+    one.
 
-    Args:
-        named: ``env.libero_assets``.
-        installed: folder of ``PACKAGE`` in the simulator's interpreter; None if not installed there.
-
-    Raises:
-        MissingDependencyError: there is no such folder, or it is incomplete.
+    ``installed`` is the folder of ``PACKAGE`` in the simulator's interpreter, or None. Raises MissingDependencyError if
+    there is no such folder, or it is incomplete.
     """
     chosen = named or os.environ.get(VARIABLE)
     if chosen:

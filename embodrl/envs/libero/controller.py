@@ -42,11 +42,7 @@ class Kinematics:
 
 
 class ArmModel:
-    """Indices of the arm and gripper in a MuJoCo model, and measurements of them.
-
-    Args:
-        env: robosuite environment with one Panda and an OSC_POSE controller.
-    """
+    """Indices and measurements of arm and gripper in the MuJoCo model of a robosuite Panda with OSC_POSE."""
 
     def __init__(self, env: Any) -> None:
         robot = env.robots[0]
@@ -89,12 +85,7 @@ class ArmModel:
 
 
 class OscController:
-    """Goals and gripper command of one environment.
-
-    Args:
-        arm: arm of its scene.
-        rest: kinematics of the robot's default posture.
-    """
+    """Goals and gripper command of one environment; ``rest`` is the kinematics of the default posture."""
 
     def __init__(self, arm: ArmModel, rest: Kinematics) -> None:
         self._arm = arm
@@ -113,8 +104,7 @@ class OscController:
         """Set the goal from an action ``float64[7]`` in [-1, 1]: translation, rotation vector, gripper (-1 opens, 1
         closes).
 
-        Returns:
-            kinematics that the goal is relative to.
+        Returns the kinematics that the goal is relative to.
         """
         now = self._rest if self.stale else self._arm.measure(data)
         delta = np.clip(action[:6], -1, 1)

@@ -16,23 +16,11 @@ if TYPE_CHECKING:
 class LiberoVectorEnv(SimulatorVectorEnv):
     """B environments of a suite in this process; environments of one task share a compiled scene.
 
-    Args:
-        num_envs: B.
-        suite: key of ``suites.SUITES``.
-        tasks: tasks of that suite.
-        cameras: ``[{name, height, width}]``, names of ``sim.CAMERAS``, all of one size.
-        include_state: add end effector position (m), rotation vector (rad) and both finger positions (m).
-        max_chunk: maximum number of actions in a chunk.
-        libero_assets: LIBERO's asset folder; None searches with ``assets.find_assets``.
-        settle_steps: motionless steps after a reset, before the first observation and not counted.
-        fixture_seed, fixtures_redrawn: placement of fixtures; see ``sim.SceneOptions``.
-        init_states: official, or sampled from the reset seed by LIBERO's own placement of objects.
-        full_state: add poses of the task's object and goal; see ``full_state.FullState``.
-        include_images: False skips rendering for the policy; its images are black.
-        render_detail: full, fast, or auto (fast with CPU rendering).
-        video_size: height and width of videos, in pixels.
-        video_fps: frames per second of videos; None for the control rate.
-        rules: fields of ``EpisodeRules``; LIBERO has no dense reward, so every mode but ``sparse`` adds nothing.
+    The arguments are the settings of ``LiberoConfig`` with the fields of ``EpisodeRules``; placement of fixtures and
+    initial states as in ``sim.SceneOptions``. Cameras ``[{name, height, width}]`` are names of ``sim.CAMERAS``, all of
+    one size. ``include_state`` adds end effector position (m), rotation vector (rad) and both finger positions (m),
+    ``full_state`` the poses of the task's object and goal (``full_state.FullState``). LIBERO has no dense reward, so
+    every reward mode but ``sparse`` adds nothing.
     """
 
     def __init__(

@@ -32,12 +32,7 @@ MESH = 7
 
 
 class ObjectGeometry:
-    """Collision geometry of an object.
-
-    Args:
-        model: MuJoCo model.
-        body: id of one of its bodies.
-    """
+    """Collision geometry of the object in a MuJoCo model that one of its bodies, by id, belongs to."""
 
     def __init__(self, model: Any, body: int) -> None:
         owners = model.body_rootid[model.geom_bodyid] == model.body_rootid[body]
@@ -75,11 +70,9 @@ def _corners(model: Any, geom: int) -> Floats:
 
 
 class Surroundings:
-    """Height map of everything but the robot and one object, from boxes around the geoms.
+    """Height map of everything but the robot and the geoms ``without``, from boxes around the geoms.
 
-    Args:
-        model, data: MuJoCo model and data at the beginning of an episode.
-        without: geoms to leave out.
+    Made from the MuJoCo model and data at the beginning of an episode.
     """
 
     def __init__(self, model: Any, data: Any, without: set[int]) -> None:
@@ -104,10 +97,8 @@ class Surroundings:
 class PickAndPlace:
     """Grasp an object from above, by its narrowest width or its rim, carry it over obstacles, and release it.
 
-    Args:
-        sim: ``LiberoSim`` whose episode has just begun.
-        target: name of the object in the task's goal.
-        place: name of the object or region in the goal.
+    The episode of ``sim`` has just begun; ``target`` and ``place`` name object and region (or object) of the task's
+    goal.
     """
 
     wall_m = 0.004

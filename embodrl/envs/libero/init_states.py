@@ -36,12 +36,8 @@ class _ArrayUnpickler(pickle.Unpickler):
 def read_init_states(path: Path, sha256: str) -> NDArray[np.float64]:
     """Return the initial states of a task, ``float64[N, 1 + nq + nv]``: time, positions, velocities.
 
-    Args:
-        path: ``.pruned_init`` file of LIBERO: a zip with one pickled array.
-        sha256: expected hash of the file; other files are not opened.
-
-    Raises:
-        EnvError: the file is missing, not the official one, or holds anything but a float array.
+    ``path`` is a ``.pruned_init`` file of LIBERO, a zip with one pickled array, opened only if its SHA-256 matches.
+    Raises EnvError if the file is missing, not the official one, or holds anything but a float array.
     """
     hint = "reinstall LIBERO: embodrl env install libero --force"
     try:

@@ -65,21 +65,16 @@ NOTHING = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)  # holds still with the g
 
 @dataclass(frozen=True)
 class SceneOptions:
-    """Options shared by all scenes of a process.
+    """Options shared by all scenes of a process; see ``LiberoConfig`` for most of them.
 
     Attributes:
-        suite: key of ``SUITES``.
         num_tasks: number of tasks of the run, for ``init_state_of``.
-        assets: LIBERO's asset folder; None searches with ``assets.find_assets``.
         cameras: names, keys of ``CAMERAS``.
         height, width: image size for the policy, in pixels.
         video_size: height and width of videos, in pixels.
-        render_detail: full, fast, or auto (fast with CPU rendering).
-        settle_steps: motionless control steps after a reset.
         fixture_seed: place fixtures as if LIBERO's environment were seeded with this number once; None: by the reset
             seed.
         fixtures_redrawn: initial state k then has the placement of reset k + 1 after seeding; otherwise of the first.
-        init_states: official, or sampled from the reset seed by LIBERO's own placement of objects.
         full_state: ``proprioception`` includes the task's part.
     """
 
@@ -103,13 +98,10 @@ class SceneOptions:
 
 
 def import_libero(assets: str | None) -> Path:
-    """Import LIBERO quietly, without prompts, downloads or files in the home directory.
+    """Import LIBERO quietly, without prompts, downloads or files in the home directory; return its folder of task
+    files.
 
-    Returns:
-        folder of its task files and initial states.
-
-    Raises:
-        MissingDependencyError: the package or its assets are missing.
+    Raises MissingDependencyError if the package or its assets are missing.
     """
     choose_gl()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -153,10 +145,7 @@ def perturbed_looks(
 ) -> dict[str, NDArray[np.float64]]:
     """Return the perturbed lights, cameras or materials of a scene: arrays of MuJoCo's model by name.
 
-    Args:
-        axis: light, camera or texture.
-        random: random generator of the episode.
-        looks: ``LOOKS`` of the unperturbed scene.
+    ``looks`` are the ``LOOKS`` of the unperturbed scene.
     """
     found = {name: looks[name].copy() for name in LOOKS[axis]}
     if axis == "light":
@@ -347,7 +336,6 @@ class LiberoSim(Simulator):
             )
 
     def _perturb_episode(self, axis: str, seed: int) -> None:
-        """Perturb an episode whose initial state has just been set."""
         random = generator(axis, seed)
         scene = self.scene
         if axis == "robot":

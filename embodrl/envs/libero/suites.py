@@ -21,12 +21,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """A task of LIBERO.
-
-    Attributes:
-        instruction: language instruction for the policy.
-        sha256: hash of the official file of initial states.
-    """
+    """Language instruction of a task, and SHA-256 of its official file of initial states."""
 
     instruction: str
     sha256: str
@@ -34,12 +29,7 @@ class TaskFacts:
 
 @dataclass(frozen=True)
 class Suite:
-    """Ten tasks.
-
-    Attributes:
-        max_episode_steps: step limit of published evaluations (OpenVLA).
-        tasks: name -> facts, in LIBERO's order.
-    """
+    """Ten tasks in LIBERO's order, with the step limit of published evaluations (OpenVLA)."""
 
     max_episode_steps: int
     tasks: dict[str, TaskFacts]

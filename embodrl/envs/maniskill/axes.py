@@ -34,13 +34,7 @@ DISTRACTOR_FREE_M = 0.12
 
 
 class Perturbation:
-    """Perturbs one scene along one axis.
-
-    Args:
-        axis: key of ``tasks.AXES``.
-        env: ManiSkill environment of one scene on a CPU.
-        task: task name.
-    """
+    """Perturbs one scene (ManiSkill environment on a CPU) along one axis of ``tasks.AXES``."""
 
     def __init__(self, axis: str, env: BaseEnv, task: str) -> None:
         self._env = env

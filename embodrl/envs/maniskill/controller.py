@@ -87,11 +87,7 @@ class EndEffectorController:
         self._gripper_scale, self._gripper_middle = _scale(gripper, 0)
 
     def step(self, action: NDArray[np.float32]) -> None:
-        """Execute ``action float32[7]`` in [-1, 1] (clipped) for one control step.
-
-        Raises:
-            EnvError: the action contains NaN.
-        """
+        """Execute ``action float32[7]`` in [-1, 1] (clipped) for one control step; EnvError if it contains NaN."""
         env = self._env
         self.set_action(action)
         env._before_control_step()

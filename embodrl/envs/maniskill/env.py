@@ -19,27 +19,11 @@ from embodrl.envs.stepping import CameraSettings, EpisodeRules, SteppingEnv, Ste
 class ManiSkillVectorEnv(SteppingEnv):
     """B ManiSkill environments in this process.
 
-    Args:
-        num_envs: B.
-        tasks: keys of ``TASKS``; with ``physx_cuda`` exactly one.
-        cameras: ``[{name, height, width, fov_rad, eye, target}]``, all of one size; None keeps the task's own.
-        max_episode_steps: environment steps after which an episode is truncated.
-        reward_mode: see ``EpisodeRules``; the dense reward is ManiSkill's normalised one.
-        success_bonus: reward at the first success of an episode.
-        include_state: add joint positions and velocities to the observation.
-        full_state: add the task's part of ManiSkill's own state observation, such as object poses.
-        include_images: render images; otherwise images are black.
-        auto_reset: begin the next episode at the end of the chunk in which one has ended.
-        ignore_terminations: only the step limit ends an episode.
-        max_chunk: largest C.
-        sim_backend: auto (physx_cpu), physx_cpu or physx_cuda.
-        render_backend: auto, cpu or gpu.
-        render_detail: auto, full or fast; see ``ManiSkillSim``.
-        mesh_decimation: see ``ManiSkillSim``.
-        video_size: height and width of videos, in pixels.
-        video_fps: frames per second of videos; None for the control rate.
-        shaping_gamma: see ``EpisodeRules``.
-        discounts_actions: see ``EpisodeRules``.
+    The arguments are the settings of ``ManiSkillConfig`` with the fields of ``EpisodeRules``; the dense reward is
+    ManiSkill's normalised one. Tasks are keys of ``TASKS``, with ``physx_cuda`` exactly one. Cameras ``[{name, height,
+    width, fov_rad, eye, target}]`` are all of one size; None keeps the task's own. ``include_state`` adds joint
+    positions and velocities to the observation, ``full_state`` the task's part of ManiSkill's own state observation,
+    such as object poses.
     """
 
     def __init__(

@@ -75,11 +75,8 @@ def offset(point: Vector, x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Vec
 
 
 class SlideCube(Expert):
-    """PushCube and PullCube: put the closed gripper behind the cube and push it onto the target.
-
-    Args:
-        direction: +1 pushes away from the robot, -1 pulls towards it.
-    """
+    """PushCube (``direction`` +1, away from the robot) and PullCube (-1): put the closed gripper behind the cube and
+    push."""
 
     behind_m = 0.055
     height_m = 0.02
@@ -107,11 +104,7 @@ class SlideCube(Expert):
 
 
 class PickCube(Expert):
-    """Grasp a cube and move it to a target.
-
-    Args:
-        cube: attribute of the environment.
-    """
+    """Grasp a cube, an attribute of the environment, and move it to a target."""
 
     approach_m = 0.08
 

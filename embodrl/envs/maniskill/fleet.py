@@ -96,12 +96,9 @@ class ActionJournal:
 
 
 class Fleet:
-    """B environments over the scenes of this process.
+    """B environments over the scenes of this process; an environment gets one of ``tasks`` at each reset.
 
-    Args:
-        num_envs: B.
-        tasks: names; an environment gets one at each reset.
-        sim_kwargs: keyword arguments of ManiSkillSim without task and num_envs.
+    ``sim_kwargs`` are keyword arguments of ManiSkillSim without task and num_envs.
     """
 
     def __init__(self, num_envs: int, tasks: tuple[str, ...], sim_kwargs: SimOptions) -> None:

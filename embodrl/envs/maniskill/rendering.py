@@ -37,8 +37,7 @@ _decimated: dict[tuple[str, int, float], Mesh] = {}
 def render_device_name(render_backend: str) -> str:
     """Return the name of the Vulkan device for ``sapien.Device``, given ``render_backend`` auto, cpu or gpu.
 
-    Raises:
-        MissingDependencyError: no Vulkan device of that kind can render.
+    Raises MissingDependencyError if no Vulkan device of that kind can render.
     """
     import sapien
 

@@ -251,8 +251,7 @@ def hand_camera(env: BaseEnv) -> Any:
 def observe(sims: Sequence[ManiSkillSim]) -> NDArray[np.float32]:
     """Return joint positions (rad, m) and velocities, and with ``full_state`` the task's part: ``float32[N,S]``.
 
-    Args:
-        sims: scenes of one task, with N environments in total.
+    ``sims`` are scenes of one task, with N environments in total.
     """
     if not sims[0].full_state:
         robots = [sim.env.agent.robot for sim in sims]

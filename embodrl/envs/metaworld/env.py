@@ -36,8 +36,6 @@ HINT = "pip install 'embodrl[metaworld]', or set env.python to an interpreter wi
 
 
 class _Expert(Protocol):
-    """One of Meta-World's scripted policies."""
-
     def get_action(self, obs: NDArray[np.float64], /) -> NDArray[np.float64]: ...
 
 
@@ -153,19 +151,10 @@ def _is_upside_down(camera: CameraSettings) -> bool:
 class MetaWorldVectorEnv(SimulatorVectorEnv):
     """B environments of Meta-World.
 
-    Args:
-        num_envs: B.
-        tasks: names of ``INSTRUCTIONS``.
-        cameras: ``[{name, height, width, fov_rad, eye, target}]``; Meta-World's are topview, corner, corner2, corner3,
-            corner4, behindGripper and gripperPOV.
-        include_state: add the gripper's position and opening to the observation.
-        full_state: add the rest of Meta-World's own observation: positions of objects and of the goal.
-        include_images: False skips rendering for the policy; its images are black.
-        max_chunk: maximum number of actions in a chunk.
-        render_detail: auto, full or fast.
-        video_size: height and width of videos, in pixels.
-        video_fps: frames per second of videos; None for the control rate.
-        rules: fields of ``EpisodeRules``; the dense reward is Meta-World's, divided by 10.
+    The arguments are the settings of the section ``env`` with the fields of ``EpisodeRules``; the dense reward is
+    Meta-World's, divided by 10. Tasks are names of ``INSTRUCTIONS``. Meta-World's own cameras are topview, corner,
+    corner2, corner3, corner4, behindGripper and gripperPOV. ``include_state`` adds the gripper's position and opening
+    to the observation, ``full_state`` the rest of Meta-World's own observation: positions of objects and of the goal.
     """
 
     def __init__(

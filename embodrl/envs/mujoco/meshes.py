@@ -25,12 +25,7 @@ _Reduced = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], 
 def lighten_meshes(model: MjModel, hidden_groups: tuple[int, ...] = ()) -> MjModel:
     """Return a copy of an ``MjModel`` with lighter large visible meshes, for an OpenGL context only.
 
-    Args:
-        model: compiled model.
-        hidden_groups: groups of invisible geoms, whose meshes are kept.
-
-    Raises:
-        MissingDependencyError: fast_simplification is not installed.
+    Meshes of geoms in ``hidden_groups`` are kept. Raises MissingDependencyError without fast_simplification.
     """
     shown = (model.geom_type == _MESH_GEOM) & ~np.isin(model.geom_group, hidden_groups)
     textured = {int(model.geom_dataid[geom]) for geom in np.flatnonzero(shown).tolist() if _has_texture(model, geom)}

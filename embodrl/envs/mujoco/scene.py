@@ -119,8 +119,7 @@ class SceneRenderer:
 def make_camera(model: MjModel, settings: CameraSettings) -> SceneCamera:
     """Return the camera of ``{name, fov_rad, eye, target}``: one of the model's, or a free camera if a pose is given.
 
-    Raises:
-        EnvError: the model has no camera of that name, and no pose is given.
+    Raises EnvError if the model has no camera of that name, and no pose is given.
     """
     fov_rad = settings.get("fov_rad")
     eye = settings.get("eye")

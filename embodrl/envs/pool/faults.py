@@ -51,12 +51,7 @@ class FaultCounts:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds beyond which a number counts as a simulator fault, like a non-finite one.
-
-    Attributes:
-        reward: largest absolute value of a reward.
-        state: largest absolute value of a state entry.
-    """
+    """Largest absolute reward and state entry; larger numbers count as a simulator fault, like non-finite ones."""
 
     reward: float = 1e6
     state: float = 1e6

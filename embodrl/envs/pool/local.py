@@ -71,11 +71,7 @@ class LocalChild:
 
 
 class LocalLaunch:
-    """Builds environments in this process.
-
-    Args:
-        make: factory function.
-    """
+    """Builds environments in this process with the factory ``make``."""
 
     interpreter = sys.executable
 
@@ -91,12 +87,8 @@ class LocalLaunch:
 class LocalPool(EnvPool):
     """An ``EnvPool`` whose simulators live in this process; one that raises PeerGoneError counts as dead.
 
-    Args:
-        make: returns a VectorEnv for keyword arguments, for example its class.
-        kwargs: keyword arguments of each VectorEnv.
-        num_simulators: number of simulators, the "processes" of the pool.
-        max_restarts: see EnvPool.
-        bounds: see EnvPool.
+    ``make`` returns a VectorEnv for the keyword arguments ``kwargs``, for example its class; there are
+    ``num_simulators`` of them, the "processes" of the pool.
     """
 
     def __init__(

@@ -80,8 +80,7 @@ class EnvManager:
     def start(self) -> None:
         """Start the process and wait until the environment is ready; after ``offload``, continue there bit-exactly.
 
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: the start failed; it can be retried.
+        Raises EnvRaised, EnvWorkerDied or EnvTimeout if the start failed; it can be retried.
         """
         self.start_async()
         self.wait_started()
@@ -147,8 +146,7 @@ class EnvManager:
     def close(self, deadline: float | None = None) -> None:
         """End the process; a pending request is abandoned.
 
-        Args:
-            deadline: ``time.monotonic()`` time to kill it at; None allows some seconds.
+        It is killed at ``deadline`` (``time.monotonic()``), by default after some seconds.
         """
         self.close_async()
         self.process.close(deadline)
@@ -236,14 +234,10 @@ class EnvManager:
         self.process.request(Kind.STEP, self.timeouts.reset_s, chunk)
 
     def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
-        """Return the outcome of the chunk of ``step_async``.
+        """Return the outcome of the chunk of ``step_async``, in private memory with ``copy``; raises as described for
+        the class.
 
-        Args:
-            timeout: seconds from now; None uses ``timeouts.step_s``.
-            copy: return private memory.
-
-        Raises:
-            EnvRaised, EnvWorkerDied, EnvTimeout: see the class.
+        ``timeout`` is in seconds from now; None uses ``timeouts.step_s``.
         """
         step = self.process.result(Kind.STEP, self.timeouts.step_s if timeout is None else timeout, ResultSlot.step)
         self.episodes.follow(step)

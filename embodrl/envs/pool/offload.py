@@ -15,11 +15,7 @@ logger = logging.getLogger("embodrl.envs")
 
 @dataclass(frozen=True)
 class SimulatorMemory:
-    """Memory of simulator processes, before and after.
-
-    Attributes:
-        before, after: resident bytes, summed over the processes; shared pages count in each.
-    """
+    """Resident bytes before and after, summed over the simulator processes; shared pages count in each."""
 
     before: int
     after: int

@@ -98,23 +98,12 @@ class EnvPool:
         restart_window_s: float = WINDOW_S,
         **manager_options: Unpack[ManagerOptions],
     ) -> EnvPool:
-        """Return a pool of equal shards, not yet started.
+        """Return a pool of equal shards, not yet started; arguments not listed are explained at the class.
 
-        Args:
-            env_type: name in the environment registry.
-            kwargs: keyword arguments of every VectorEnv; ``num_envs`` is added.
-            total_num_envs: B.
-            num_processes: number of managers; divides B.
-            shard_kwargs: extra keyword arguments, one mapping per process (e.g. seeds).
-            cpus: core of each process; None binds none.
-            numa_nodes: NUMA node of each process.
-            environs: extra environment variables of each process.
-            remotes: server of each process; None for processes on this machine.
-            name: managers are named ``<name>/<number>``.
-            max_restarts: see the class.
-            bounds: see the class.
-            restart_window_s: see the class.
-            manager_options: passed to every EnvManager.
+        ``kwargs`` are keyword arguments of every VectorEnv (``num_envs`` is added), ``shard_kwargs`` extra ones per
+        process (e.g. seeds). ``num_processes`` must divide ``total_num_envs``. ``cpus``, ``numa_nodes``, ``environs``
+        (environment variables) and ``remotes`` (servers) have one entry per process; None binds none, or stays on this
+        machine. Managers are named ``<name>/<number>`` and get ``manager_options``.
         """
         if total_num_envs % num_processes:
             raise EnvError(
@@ -150,11 +139,7 @@ class EnvPool:
 
     @property
     def spec(self) -> EnvSpec:
-        """EnvSpec of the whole batch.
-
-        Raises:
-            EnvError: not started, or the managers disagree.
-        """
+        """EnvSpec of the whole batch; EnvError if not started, or if the managers disagree."""
         if self._spec is None:
             specs = [manager.spec for manager in self.managers]
             counts = [spec.num_envs for spec in specs]
@@ -255,8 +240,7 @@ class EnvPool:
     def set_state(self, states: Sequence[bytes]) -> None:
         """Continue bit-exactly from states of ``get_state``; a dead process is restarted first.
 
-        Raises:
-            CheckpointError: the states are of other environments.
+        Raises CheckpointError if the states are of other environments.
         """
         self.onload()
         fitting = unpack_states([manager.spec for manager in self.managers], states)
@@ -266,13 +250,10 @@ class EnvPool:
     def call(
         self, method: str, arguments: Mapping[str, object] | None = None, *, restart: bool = False
     ) -> list[object]:
-        """Return the answer of every manager to ``VectorEnv.call``; they work in parallel.
+        """Return the answer of every manager to the request ``method`` of ``VectorEnv.call``; they work in parallel.
 
-        Args:
-            method: name of the request.
-            arguments: arguments of the request.
-            restart: restart a dead or hanging process and repeat the request. Only between episodes, since episodes in
-                progress start again without notice.
+        ``restart`` restarts a dead or hanging process and repeats the request; only between episodes, since episodes in
+        progress start again without notice.
         """
         self.onload()
         return self.requests.ask_all(method, arguments, restart)
@@ -298,8 +279,7 @@ class EnvPool:
     def expert_reset(self, rows: NDArray[np.int64]) -> None:
         """Start scripted experts in ``rows``, whose episodes have just begun.
 
-        Raises:
-            EnvWorkerDied, EnvTimeout: a process was lost; the next step or reset restarts it.
+        Raises EnvWorkerDied or EnvTimeout if a process was lost; the next step or reset restarts it.
         """
         size = self.spec.num_envs // len(self.managers)
         for rank in range(len(self.managers)):
@@ -308,11 +288,8 @@ class EnvPool:
                 self.call_one(rank, "expert_reset", {"rows": mine.tolist()})
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """Return the scripted experts' actions, ``float32[B,A]``.
-
-        Raises:
-            EnvRaised: the environment returned something else.
-        """
+        """Return the scripted experts' actions, ``float32[B,A]``; EnvRaised if the environment
+        returns anything else."""
         parts: list[NDArray[np.float32]] = []
         for manager, answer in zip(self.managers, self.call("expert_actions"), strict=True):
             shape = (manager.spec.num_envs, manager.spec.action_dim)

@@ -133,13 +133,10 @@ class SimulatorProcess:
         self.episodes.started(spec)
 
     def request(self, kind: Kind, timeout_s: float, count: int | None = None, value: object = None) -> None:
-        """Send a request; ``receive`` returns the answer.
+        """Send a request within ``timeout_s`` seconds; ``receive`` returns the answer.
 
-        Args:
-            kind: kind of the request.
-            timeout_s: time limit for sending the request, in seconds.
-            count: C of a step, number of rows of a reset; their result goes to the next memory slot.
-            value: content of the frame.
+        ``count`` is C of a step or the number of rows of a reset, whose result goes to the next memory slot; ``value``
+        is the content of the frame.
         """
         child = self.child
         if self.saved is not None and kind not in _WHILE_OFFLOADED:

@@ -117,14 +117,7 @@ class Recovery:
                 error = again
 
     def lost_step(self, rank: int, error: EnvError, active: NDArray[np.bool_], chunk: int) -> EnvStep:
-        """Restart a manager, and return the outcome of its unfinished chunk.
-
-        Args:
-            rank: rank of the manager.
-            error: its fault.
-            active: ``bool[B]``, environments of the manager that acted.
-            chunk: C.
-        """
+        """Restart a manager, by rank, and return the outcome of its unfinished chunk of ``active bool[B]``."""
         last = self.last[rank]
         # The observation is a view of the old process's memory; a copy does not hold that memory.
         last = None if last is None else copy_observation(last)

@@ -21,11 +21,7 @@ _LASTING = ("set_auto_reset", "set_ignore_terminations")
 
 
 class Requests:
-    """Sends requests to managers and, if asked to, restarts lost ones.
-
-    Args:
-        recovery: recovery of the pool.
-    """
+    """Sends requests to managers and, if asked to, restarts lost ones."""
 
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
@@ -56,10 +52,8 @@ class Requests:
     ) -> dict[int, object]:
         """Return the answers by row; processes work in parallel, each on one row after the other.
 
-        Args:
-            method: name of the request.
-            arguments: arguments by row of the pool.
-            offsets: first row of each manager, and the total number of rows.
+        ``arguments`` are by row of the pool; ``offsets`` hold the first row of each manager, and the total number of
+        rows.
         """
         answers: dict[int, object] = {}
         fault: EnvError | None = None
@@ -118,13 +112,9 @@ class Requests:
         restart: bool,
         again: Callable[[EnvManager], R] | None = None,
     ) -> R:
-        """Return the answer of one manager.
+        """Return the answer of one manager, fetched by ``request``.
 
-        Args:
-            rank: rank of the manager.
-            request: returns the answer.
-            restart: restart a lost process, and ask again.
-            again: asks a restarted process; None for ``request``.
+        ``restart`` restarts a lost process and asks again, with ``again`` if given.
         """
         manager = self.recovery.managers[rank]
         try:

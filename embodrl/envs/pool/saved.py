@@ -21,14 +21,9 @@ def pack_states(specs: Sequence[EnvSpec], states: Sequence[bytes]) -> list[bytes
 
 
 def unpack_states(specs: Sequence[EnvSpec], packed: Sequence[bytes]) -> list[bytes]:
-    """Return the states of ``pack_states``, which must match the processes that continue from them.
+    """Return the states of ``pack_states``, one per process, which must match the EnvSpecs of the continuing processes.
 
-    Args:
-        specs: EnvSpecs of the processes.
-        packed: one per process.
-
-    Raises:
-        CheckpointError: the states are damaged or of other environments; names the differing settings.
+    Raises CheckpointError if they are damaged or of other environments, naming the differing settings.
     """
     saved: list[EnvSpec] = []
     states: list[bytes] = []

@@ -89,11 +89,9 @@ def _plain(value: object) -> object:
 
 
 def spec_from_dict(content: object) -> EnvSpec:
-    """Return the EnvSpec of ``spec_to_dict``, each field checked.
+    """Return the EnvSpec of ``spec_to_dict``; EnvProtocolError if a field is missing, of another type or out of range.
 
-    Raises:
-        EnvProtocolError: a field is missing, of another type or out of range.
-        EnvError: the bounds of actions are not -1 and 1.
+    Raises EnvError if the bounds of actions are not -1 and 1.
     """
     if not isinstance(content, dict):
         raise EnvProtocolError(f"an EnvSpec is announced, and a {type(content).__name__} was sent")
@@ -219,8 +217,7 @@ class ResultSlot:
     def write_observation(self, observation: Observation) -> None:
         """Copy an observation in.
 
-        Raises:
-            EmbodrlError: a shape or dtype differs from the EnvSpec, or an instruction is too long.
+        Raises EmbodrlError if a shape or dtype differs from the EnvSpec, or an instruction is too long.
         """
         for name in ("images", "state", "task_id"):
             self._copy(name, getattr(observation, name), self.arrays[name])
@@ -232,8 +229,7 @@ class ResultSlot:
     def write_step(self, step: EnvStep) -> None:
         """Copy the outcome of a chunk in; of ``final_observation`` only the valid rows.
 
-        Raises:
-            EmbodrlError: as ``write_observation``, or ``final_observation`` is missing.
+        Raises EmbodrlError like ``write_observation``, or if ``final_observation`` is missing.
         """
         self.write_observation(step.observation)
         chunk = step.reward.shape[1] if step.reward.ndim == 2 else 0
@@ -281,12 +277,7 @@ class ResultSlot:
     def check(self, chunk: int | None, num_tasks: int) -> None:
         """Check another process's data that is used as an index, length, text or boolean.
 
-        Args:
-            chunk: C of a step; None for an observation alone.
-            num_tasks: number of tasks of the EnvSpec.
-
-        Raises:
-            EnvProtocolError: names the array.
+        ``chunk`` is C of a step; None for an observation alone. Raises EnvProtocolError naming the array.
         """
         arrays = self.arrays
         if chunk is not None:

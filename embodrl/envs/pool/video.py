@@ -87,12 +87,6 @@ def _labelled(frame: NDArray[np.uint8], step: int, success: bool) -> NDArray[np.
 
 
 def _encode(frames: list[NDArray[np.uint8]], path: Path, fps: float) -> None:
-    """Write an MP4 of ``frames uint8[H,W,3]``.
-
-    Raises:
-        ImportError: imageio or imageio-ffmpeg is not installed.
-        OSError, RuntimeError: the file can't be written.
-    """
     import imageio.v2 as imageio
     import imageio_ffmpeg
 

@@ -44,12 +44,7 @@ def main(socket_fd: int) -> None:
 
 
 class EnvServer:
-    """One VectorEnv, serving the parent's requests.
-
-    Args:
-        connection: connection to the parent.
-        start: fields of ``EnvManager``'s START frame.
-    """
+    """One VectorEnv, serving the parent's requests; ``start`` are the fields of its START frame."""
 
     def __init__(self, connection: Connection, start: Fields) -> None:
         self._connection = connection
@@ -73,15 +68,9 @@ class EnvServer:
 
 
 class HostedEnv:
-    """A VectorEnv on shared memory, made at the start and after each offload.
+    """A VectorEnv on shared memory, made by the factory ``make`` at the start and after each offload.
 
-    Args:
-        make: factory function.
-        memory_fd: memory file of the parent.
-
-    Attributes:
-        env: None while offloaded.
-        ring: shared memory; None before the start.
+    ``env`` is None while offloaded; ``ring``, in the parent's memory file, is None before the start.
     """
 
     def __init__(self, make: Callable[[], VectorEnv], memory_fd: int) -> None:

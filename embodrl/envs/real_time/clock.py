@@ -8,11 +8,7 @@ import numpy as np
 
 
 class Clock:
-    """Clock of the robot's time, in seconds.
-
-    Args:
-        speed: robot seconds per second of wall-clock time.
-    """
+    """Clock of the robot's time in seconds; ``speed`` is robot seconds per second of wall-clock time."""
 
     def __init__(self, speed: float = 1.0) -> None:
         self.speed = speed

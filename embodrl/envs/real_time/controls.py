@@ -17,11 +17,7 @@ FAILURE = "failure"
 
 
 class Controls:
-    """A directory of control files.
-
-    Args:
-        directory: directory of the files, created if missing; None disables all signals.
-    """
+    """A directory of control files, created if missing; None disables all signals."""
 
     def __init__(self, directory: str | None) -> None:
         self.directory = None if directory is None else Path(directory).expanduser()

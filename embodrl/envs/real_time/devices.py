@@ -59,8 +59,7 @@ class Device(Protocol):
 def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None:
     """Return the person's current action, ``float32[A]``; None if idle.
 
-    Raises:
-        UsageError: the device returned something else.
+    Raises UsageError if the device returned something else.
     """
     found = device.read()
     if found is None:
@@ -266,9 +265,7 @@ class SpaceMouse:
 def open_space_mouse() -> Any:
     """Return the first connected space mouse.
 
-    Raises:
-        MissingDependencyError: pyspacemouse is not installed.
-        UsageError: there is none, or reading it is not permitted.
+    Raises MissingDependencyError without pyspacemouse, UsageError if there is none or reading it is not permitted.
     """
     try:
         pyspacemouse = import_module("pyspacemouse")

@@ -47,12 +47,10 @@ class Units(Protocol):
 
 
 class RealTime:
-    """Mediates between the single environment of a process and the acting policy or person.
+    """Mediates between the single environment of a process and the acting policy or person, by ``env.real_time``.
 
-    Args:
-        settings: section ``env.real_time``.
-        env: environment with its own commands, or any other, whose commands are its actions, beginning at 0.
-        clock: None for the wall clock.
+    An ``env`` without commands of its own uses its actions as commands, beginning at 0. ``clock`` None is the wall
+    clock.
     """
 
     def __init__(self, settings: Fields, env: object, clock: Clock | None = None) -> None:

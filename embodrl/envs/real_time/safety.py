@@ -43,9 +43,7 @@ class CommandLimits:
     def apply(self, command: Command, previous: Command | None) -> Command | None:
         """Return the command to send; None to send nothing.
 
-        Args:
-            command: requested command.
-            previous: last command, or the robot's position; None if neither is known.
+        ``previous`` is the last command, or the robot's position; None if neither is known.
         """
         if not np.isfinite(command).all() or (previous is not None and not np.isfinite(previous).all()):
             self._count("not_finite", command, command)

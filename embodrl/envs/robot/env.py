@@ -165,8 +165,7 @@ class RobotSimulator(Simulator):
     def observe(self) -> None:
         """Query the robot's observation; if it does not answer in time, return its last one.
 
-        Raises:
-            EnvError: it failed to answer several times in a row, or has never answered.
+        Raises EnvError if it failed to answer several times in a row, or has never answered.
         """
         try:
             self._seen = self.robot.get_observation()
@@ -205,20 +204,9 @@ class RobotSimulator(Simulator):
 class RobotVectorEnv(SimulatorVectorEnv):
     """One robot as a batch of one.
 
-    Args:
-        num_envs: 1.
-        tasks: one name, under which results are reported.
-        robot: name of a lerobot robot, or ``module:function`` that returns one.
-        robot_settings: settings of its configuration, or arguments of that function.
-        robot_module: imported first, for packages that register a robot with lerobot.
-        action_low, action_high, relative_actions, max_change, state_keys, instruction, cameras: see ``RobotSimulator``;
-            an empty ``state_keys`` is all numbers.
-        reset_fn, success_fn: ``module:function``; see ``RobotSimulator``.
-        include_images: False: no camera is needed, and images are black.
-        max_episode_steps: see ``EpisodeRules``.
-        include_state: add the state to the observation.
-        max_chunk: maximum number of actions in a chunk.
-        rules: the other fields of ``EpisodeRules``.
+    The arguments are the settings of ``RobotConfig`` with the fields of ``EpisodeRules``; see also ``RobotSimulator``.
+    There is one task name, under which results are reported. ``include_images`` False: no camera is needed, and images
+    are black. An empty ``state_keys`` is all numbers.
     """
 
     def __init__(
@@ -289,15 +277,10 @@ class RobotVectorEnv(SimulatorVectorEnv):
 
 
 def make_robot(name: str, settings: Mapping[str, object]) -> Robot:
-    """Return a robot that is not yet connected.
+    """Return a robot that is not yet connected, by lerobot name or ``module:function`` that returns one.
 
-    Args:
-        name: name of a lerobot robot, or ``module:function`` that returns one.
-        settings: settings of its configuration, or arguments of that function.
-
-    Raises:
-        MissingDependencyError: lerobot is not installed.
-        EnvError: no such robot, or invalid settings.
+    ``settings`` are of its lerobot configuration, or arguments of that function. Raises MissingDependencyError without
+    lerobot, EnvError if there is no such robot, or for invalid settings.
     """
     if ":" in name:
         return import_object(name)(**settings)

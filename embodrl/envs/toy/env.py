@@ -22,17 +22,9 @@ _GOAL_SPEED = 0.02
 class ToyVectorEnv(SteppingEnv):
     """B boards [-1, 1]^2 with a white dot, a red and a green square; the task names the square to go to.
 
-    Args:
-        num_envs: B.
-        tasks: any of ``reach-red`` and ``reach-green``.
-        image_size: pixels, square.
-        max_episode_steps: steps after which an episode is truncated.
-        max_chunk: maximum number of actions in a chunk.
-        action_dim: at least 2; the first two move the dot by up to 0.15 per step, the others do nothing.
-        include_state: add the dot's position to the observation.
-        full_state: add the position of the goal square.
-        auto_reset: begin the next episode at the end of the chunk in which one has ended.
-        ignore_terminations: only the step limit ends an episode.
+    The first two of ``action_dim`` numbers move the dot by up to 0.15 per step, the others do nothing. ``image_size``
+    is in pixels, square. ``include_state`` adds the dot's position to the observation, ``full_state`` that of the goal
+    square. Other arguments are fields of ``EpisodeRules``.
     """
 
     def __init__(
@@ -108,7 +100,6 @@ class ToyVectorEnv(SteppingEnv):
             state[rows] = np.concatenate([part[rows] for part in known], axis=1)
 
     def _background(self, seeds: list[int]) -> NDArray[np.uint8]:
-        """Return empty boards, ``uint8[N,H,W,3]``."""
         side = self.spec.cameras[0].height
         boards = np.zeros((len(seeds), side, side, 3), np.uint8)
         if self.axis == "texture":
