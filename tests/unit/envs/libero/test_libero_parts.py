@@ -127,7 +127,7 @@ SHORT = ("env.max_episode_steps=100", "env.eval.num_episodes=50")
         (["env.reward_mode=dense_delta"], "env.reward_mode", "no dense reward"),
         (["env.libero_assets=/no/such/folder"], "env.libero_assets", "no directory"),
         (["env.cameras=[{name: agentvieuw}]"], "env.cameras.0.name", "no camera"),
-        (["env.cameras=[{name: agentview, fov_rad: 1.0}]"], "env.cameras.0.fov_rad", "scenes put them"),
+        (["env.cameras=[{name: agentview, fov_rad: 1.0}]"], "env.cameras.0.fov_rad", "fixed positions"),
         (["env.init_states=sampled"], "env.init_states", "on or in a fixture"),
         (
             ["env.suite=libero_object", "env.init_states=sampled", "env.fixture_seed=0"],
