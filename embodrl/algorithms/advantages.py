@@ -273,10 +273,7 @@ def group_ids(batch: TrajectoryBatch) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, valid: Tensor) -> float:
-    """Return ``1 - Var(returns - values) / Var(returns)`` over the valid entries; 0 if the returns are constant.
-
-    All inputs have one shape: ``float32[...]``, ``valid`` ``bool[...]``.
-    """
+    """Return ``1 - Var(returns - values) / Var(returns)`` over valid entries; 0 if the returns are constant."""
     target = returns[valid].double()
     if target.numel() < 2 or not bool(divisor(target.std(), target.abs().max()).isfinite()):
         return 0.0

@@ -26,9 +26,7 @@ def distance(actions: NDArray[np.float32], labels: NDArray[np.float32]) -> NDArr
 def dagger(far: NDArray[np.bool_], held: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
     """Return the remaining steps of expert control, ``int64[B]``.
 
-    Args:
-        far: ``bool[B]``, the policy's action deviates from the expert's by more than the tolerance.
-        held: ``int64[B]``, steps of expert control remaining before this step.
-        steps: number of steps the expert keeps control after the last action beyond the tolerance.
+    The expert keeps control for ``steps`` after the last action ``far bool[B]`` beyond the tolerance; ``held int64[B]``
+    are the steps that remained before this one.
     """
     return np.where(far, steps, np.maximum(held - 1, 0))

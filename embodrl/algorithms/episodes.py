@@ -1,7 +1,4 @@
-"""Episodes within a rollout.
-
-Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes.
-"""
+"""Episodes within a rollout. Shapes: T policy steps (chunks), B environments, C actions in a chunk, E episodes."""
 
 from __future__ import annotations
 
@@ -76,20 +73,15 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
 
 
 def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: int, by_episode: bool) -> Tensor:
-    """Return per-chunk weights that turn a mean over ratios into a mean over episodes.
+    """Return per-chunk weights ``float32[T,B]`` that turn a mean over ratios into a mean over episodes; 0 where nothing
+    trains.
 
     ``sum(w * x) / N`` over the N elements (ratios) of a rollout then is, with ``by_episode``, the mean over episodes of
     the mean within each (DeepSeekMath, arXiv 2402.03300, eq. 3: ``1/G sum 1/|o|``); otherwise the mean over episodes of
     sums divided by a fixed length, so that long episodes are not weighted down (Dr. GRPO, arXiv 2503.20783, sec. 3.2).
 
-    Args:
-        episodes: episodes of the rollout.
-        num_elements: ``int64[T,B]``, training elements of each chunk; an episode without any does not count.
-        rollout_length: elements of an environment that is never idle.
-        by_episode: average within each episode; see above.
-
-    Returns:
-        ``float32[T,B]``, 0 where nothing trains.
+    ``num_elements int64[T,B]`` counts the training elements of each chunk; an episode without any does not count.
+    ``rollout_length`` is that of an environment that is never idle.
     """
     index = episodes.index
     live = (index >= 0) & (num_elements > 0)

@@ -46,11 +46,8 @@ def policy_drift(log_ratio: Tensor, cap: float = 2.0) -> Tensor:
     """Estimate ``KL(old policy || policy)`` of each sample of the old policy, growing at most linearly (CPGD).
 
     k3 of the old policy's samples is ``r - 1 - log r``, whose gradient is ``(r - 1) * grad log p``. CPGD (Liu et al.
-    2025, arXiv 2505.12504) bounds that factor: ``min(r - 1, cap)``. This is the function with that gradient.
-
-    Args:
-        log_ratio: ``float32[...]``, log of r, the new probability over the old.
-        cap: upper bound of the gradient factor.
+    2025, arXiv 2505.12504) bounds that factor: ``min(r - 1, cap)``. This is the function with that gradient, of
+    ``log_ratio float32[...]``, the log of r = new probability over old.
     """
     # At log r = log(1 + cap) the factor r - 1 reaches the cap; beyond it the function is linear with that slope.
     bend = torch.log1p(torch.full_like(log_ratio, cap))

@@ -63,15 +63,11 @@ def count_elements(
 
 
 def reduce_to_level(x: Tensor, valid: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Sum per-token values to a level.
+    """Sum per-token values ``float32[N,C,A]`` to a level: token keeps, action sums over A, chunk over the valid C and
+    A.
 
-    Args:
-        x: ``float32[N,C,A]``, e.g. log-probs; entries of invalid actions are dropped, NaN included.
-        valid: ``bool[N,C]``.
-        level: token keeps, action sums over A, chunk sums over the valid C and A.
-
-    Returns:
-        values and mask, both ``[N,C,A]``, ``[N,C,1]`` or ``[N,1,1]``.
+    Entries of invalid actions are dropped, NaN included. Returns values and mask, both ``[N,C,A]``, ``[N,C,1]`` or
+    ``[N,1,1]``.
     """
     mask = valid.unsqueeze(-1)
     x = torch.where(mask, x, 0.0)

@@ -19,13 +19,9 @@ from torch.nn import functional as F
 def chunk_return(rewards: Tensor, valid: Tensor, gamma: float, per_action: bool) -> tuple[Tensor, Tensor]:
     """Return the reward of chunks ``float32[...]`` and the number of discounts each costs ``int64[...]``.
 
-    ``sum_k gamma^k r_k`` over the K executed actions, and K, if ``per_action``; otherwise ``sum_k r_k`` and 1.
-
-    Args:
-        rewards: ``float32[...,C]``.
-        valid: ``bool[...,C]``, executed actions: a prefix of the chunk.
-        gamma: discount per reward step.
-        per_action: a reward step is an action (``algorithm.reward_type=action_level``), not a chunk.
+    ``sum_k gamma^k r_k`` over the K executed actions, and K, if ``per_action``
+    (``algorithm.reward_type=action_level``); otherwise ``sum_k r_k`` and 1. ``rewards`` are ``float32[...,C]``; ``valid
+    bool[...,C]`` is a prefix of the chunk.
     """
     kept = torch.where(valid, rewards, 0.0)
     if not per_action:

@@ -54,12 +54,8 @@ def pixel_encoder(frames: Tensor) -> Tensor:
 class VJepa2Encoder:
     """Mean token of V-JEPA 2 (Assran et al. 2025, arXiv 2506.09985), loaded on first use.
 
-    Args:
-        path: directory with config.json and model.safetensors in transformers layout.
-
-    Raises:
-        MissingDependencyError: the installed transformers has no V-JEPA 2.
-        EmbodrlError: the directory holds no such model.
+    ``path`` holds config.json and model.safetensors in transformers layout. Raises EmbodrlError if it does not, and
+    MissingDependencyError if the installed transformers has no V-JEPA 2.
     """
 
     MEAN = (0.485, 0.456, 0.406)
@@ -120,15 +116,11 @@ def make_encoder(config: SrpoConfig) -> Encoder:
 
 
 def dbscan(points: Tensor, eps: float, min_samples: int) -> Tensor:
-    """Cluster points by density (Ester et al. 1996).
+    """Cluster points ``float[N,D]`` by density (Ester et al. 1996).
 
-    Args:
-        points: ``float[N,D]``.
-        eps: neighbourhood radius; the distance is the root mean square over the dimensions.
-        min_samples: number of neighbours, including the point itself, of a core point.
-
-    Returns:
-        ``int64[N]``: cluster of each point, -1 for noise. A border point joins the first cluster that reaches it.
+    The distance is the root mean square over the dimensions; core points have ``min_samples`` neighbours within
+    ``eps``, including themselves. Returns ``int64[N]``: the cluster of each point, -1 for noise. A border point joins
+    the first cluster that reaches it.
     """
     # float64: distances of many points come from matrix products, which lose small distances.
     near = torch.cdist(points.double(), points.double()) / max(points.shape[1], 1) ** 0.5 <= eps
@@ -202,7 +194,7 @@ class SrpoRewards:
         if embeddings.ndim != 2 or len(embeddings) != len(success) or not bool(embeddings.isfinite().all()):
             raise EmbodrlError(
                 f"the encoder '{self.config.encoder}' returned {list(embeddings.shape)} for {len(success)} episodes,"
-                " or what is not finite",
+                " or non-finite values",
                 "return one finite vector per episode, float[E, D]",
                 code="srpo-embeddings",
             )

@@ -35,8 +35,7 @@ class DatasetWriter(ABC):
         resume: continue an interrupted collection from its last commit; otherwise such a collection is an error.
 
     Attributes:
-        format: format name.
-        directory, staging: final directory and the directory written to.
+        staging: directory written to.
         progress: argument of the last ``commit`` of an interrupted collection; None for a new dataset.
         num_frames: frames of all episodes so far.
 

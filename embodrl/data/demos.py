@@ -179,7 +179,6 @@ class Demos:
 
     @property
     def num_episodes(self) -> int:
-        """Number of episodes."""
         return len(self.tasks)
 
     def said(self, frames: NDArray[np.int64] | slice) -> list[str]:

@@ -29,7 +29,6 @@ class Clip:
     """Images of an episode from one camera.
 
     Attributes:
-        path: video file.
         begin_s: time of the first frame in the file, in seconds.
         end_s: time in the file at which the next episode begins; infinite if only the file's end is known.
     """

@@ -30,7 +30,6 @@ class Feature:
 
     Attributes:
         dtype: "video" and "image" are images.
-        shape: sizes of the axes.
         column: the dataset's own name for the feature.
         axes: axis names, empty if not stated.
         is_depth: pixels are distances, not colours.

@@ -1,7 +1,4 @@
-"""Images of a LeRobot dataset, located in its video files by the times of the rows.
-
-Shapes: n rows, H x W image.
-"""
+"""Images of a LeRobot dataset, located in its video files by the times of the rows. Shapes: n rows, H x W image."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def load_demos(
         keys: ``sft.keys``: features of a LeRobot dataset by embodrl's names.
 
     Raises:
-        EmbodrlError: there are no demonstrations, a file is missing or damaged, or a camera does not exist.
+        EmbodrlError: no demonstrations, a missing or damaged file, or an unknown camera.
         MissingDependencyError: the extra ``datasets`` is not installed.
     """
     if is_lerobot(directory):

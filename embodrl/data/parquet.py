@@ -25,16 +25,10 @@ VALUE_BYTES = 8
 
 
 class Table:
-    """Some columns of a parquet file.
+    """Some columns of a parquet file: ``columns`` (None: all without the prefix ``exclude``), and ``optional`` ones if
+    present.
 
-    Args:
-        path: parquet file.
-        columns: columns to read; None reads all that ``exclude`` does not match.
-        exclude: prefix of columns to leave out.
-        optional: further columns, read if present.
-
-    Raises:
-        EmbodrlError: the file is missing, damaged, lacks a column, or does not fit in memory.
+    Raises EmbodrlError if the file is missing, damaged, lacks a column, or does not fit in memory.
     """
 
     def __init__(

@@ -43,16 +43,9 @@ def pixel_format(crf: int) -> str:
 
 
 class VideoEncoder:
-    """Writes one file.
+    """Writes one MP4 file of ``height`` x ``width`` pixels in an existing directory.
 
-    Args:
-        path: MP4 file in an existing directory.
-        height, width: pixels.
-        fps: frames per second.
-        crf: 0 is lossless; up to 51, smaller and worse.
-
-    Raises:
-        OSError: from ``add`` and ``close``, ffmpeg failed; its last output is the message.
+    ``crf`` 0 is lossless; up to 51, smaller and worse. ``add`` and ``close`` raise OSError with ffmpeg's last output.
     """
 
     def __init__(self, path: Path, height: int, width: int, fps: int, crf: int) -> None:

@@ -23,7 +23,9 @@ SavedState: TypeAlias = Any
 def axis_unknown(simulator: object, axis: str) -> EnvError:
     """Return the error for an axis declared by a simulator's spec but unknown to its class."""
     name = type(simulator).__name__
-    return EnvError(f"{name} has no axis '{axis}'", f"give {name} what its spec declares", code="axis-unknown")
+    return EnvError(
+        f"{name} has no axis '{axis}'", f"implement it in {name}, or remove it from the spec", code="axis-unknown"
+    )
 
 
 class VectorEnv(ABC):

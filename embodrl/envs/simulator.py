@@ -28,7 +28,6 @@ class SimStep:
     """Outcome of one action.
 
     Attributes:
-        reward: the simulator's own reward.
         success: the task is solved now.
         terminated: the episode can't continue for another reason.
         truncated: a step limit of the simulator's own was reached.

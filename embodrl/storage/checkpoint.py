@@ -129,7 +129,7 @@ class CheckpointManager:
         blobs: Mapping[str, bytes] | None = None,
         write_shards: Callable[[Path], Mapping[str, Mapping[str, object]]] | None = None,
     ) -> Path:
-        """Write a checkpoint, verify it, and then remove expired ones.
+        """Write a checkpoint, verify it, remove expired ones, and return its directory.
 
         Args:
             step: completed iterations.
@@ -138,9 +138,6 @@ class CheckpointManager:
             blobs: opaque bytes by name.
             write_shards: writes and syncs more files into subdirectories of the given directory, possibly from other
                 processes, and returns their sizes and checksums like ``TrainEngine.save_shards``.
-
-        Returns:
-            checkpoint directory.
 
         Raises:
             OutputError: the disk is full, read-only or failing. Earlier checkpoints are untouched and no partial

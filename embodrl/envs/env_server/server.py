@@ -118,7 +118,6 @@ class SimulatorSession:
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the simulator has ended."""
         self._thread.join(timeout_s)
 
     def _work(self) -> None:
@@ -246,18 +245,14 @@ def _send(link: Link | None, data: bytes) -> None:
 
 
 class TcpEnvServer:
-    """Listens for runs.
+    """Listens for runs at ``address``, ``tcp://HOST:PORT``.
 
     Args:
-        host: address to listen on.
         port: 0 picks a free port.
         token: token required from runs; None requires none.
         max_processes: maximum number of simulators at a time, including those being shut down.
         extensions: modules that register further environments, imported here and by the simulators.
         log_dir: directory for the simulators' output; None for none.
-
-    Attributes:
-        address: ``tcp://HOST:PORT`` listened on.
 
     Raises:
         EnvError: the address is not available.

@@ -16,12 +16,10 @@ DIM = 26
 
 
 class FullState:
-    """Reads the object and the goal of a task; of several goals, the first unreached one.
+    """Reads the object and the goal of a task of ``scene``; of several goals, the first unreached one.
 
-    A goal on one thing only, such as an open drawer or a burning stove, has it as object and as goal.
-
-    Args:
-        scene: ``LiberoScene``, whose environment must be the active one in each call.
+    A goal on one thing only, such as an open drawer or a burning stove, has it as object and as goal. The scene's
+    environment must be the active one in each call.
     """
 
     def __init__(self, scene: Any) -> None:

@@ -262,7 +262,6 @@ class LiberoScene:
             getattr(self.model, name)[:] = values
 
     def close(self) -> None:
-        """Free the renderer."""
         if "renderer" in self.__dict__:
             self.renderer.close()
 

@@ -127,7 +127,7 @@ def sampled_states_are_sound(context: Context) -> Iterator[Finding]:
     """LIBERO places objects on fixtures where these stood before the reset; libero_object has no fixtures."""
     env = context.env(LiberoConfig)
     if env.init_states == "sampled" and env.suite != "libero_object":
-        message = f"some tasks of {env.suite} begin with an object on or in a fixture; sampling would put it beside"
+        message = f"some tasks of {env.suite} begin with an object on or in a fixture; sampling would misplace it"
         hint = "set it to official, or env.suite=libero_object"
         yield Finding("env.init_states", message, hint, "official", others=("env.suite",))
 

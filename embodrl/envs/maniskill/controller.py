@@ -55,13 +55,8 @@ class EndEffectorController:
 
     The target pose is the tool's current pose in the robot's base frame, moved by the position part and turned about
     the axes of that frame by the rotation part; damped inverse kinematics (CLIK) converts it to joint angles. If it
-    does not converge, the arm stays where it is.
-
-    Args:
-        env: ManiSkill environment of one scene on a CPU, with control mode ``pd_ee_delta_pose``.
-
-    Raises:
-        EnvError: the robot's controllers differ from the ones reproduced here.
+    does not converge, the arm stays where it is. Raises EnvError if the controllers of ``env``, one CPU scene in
+    control mode ``pd_ee_delta_pose``, differ from the ones reproduced here.
     """
 
     def __init__(self, env: BaseEnv) -> None:

@@ -303,7 +303,6 @@ class Fleet:
         self._journals[key] = ActionJournal.replay(journal, self._sim(row))
 
     def close(self) -> None:
-        """Free all scenes."""
         for sim in self._sims.values():
             sim.close()
         self._sims = {}

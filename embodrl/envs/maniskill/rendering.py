@@ -69,10 +69,7 @@ def render_device_name(render_backend: str) -> str:
 def reduction_of(render_detail: str, mesh_decimation: float | str | None, device: str) -> float:
     """Return the fraction of the robot's visual triangles to drop; 0 also keeps the stock ground.
 
-    Args:
-        render_detail: full, fast or auto.
-        mesh_decimation: fraction to drop; auto or None leaves it to ``render_detail``.
-        device: from ``render_device_name``.
+    ``mesh_decimation`` auto or None leaves it to ``render_detail`` (full, fast or auto) and the device.
     """
     if mesh_decimation not in (None, "auto"):
         return float(mesh_decimation)
@@ -203,15 +200,10 @@ def _replace_body(
 
 
 def decimate_robot(links: Sequence[Batched], reduction: float, min_triangles: int = 500) -> int:
-    """Replace the visual meshes of a robot's links by decimated ones; collision meshes stay as they are.
+    """Replace the visual meshes of a robot's ``Link`` objects by decimated ones; return the number of replaced bodies.
 
-    Args:
-        links: ManiSkill ``Link`` objects.
-        reduction: fraction of the triangles to drop, in (0, 1).
-        min_triangles: smaller meshes are kept.
-
-    Returns:
-        number of replaced visual bodies.
+    Collision meshes and meshes smaller than ``min_triangles`` are kept; ``reduction`` is the fraction of triangles to
+    drop.
     """
 
     swapped = 0

@@ -233,7 +233,6 @@ class ManiSkillSim:
         self.env.set_state_dict(nested)
 
     def close(self) -> None:
-        """Free the scene."""
         self.env.close()
 
 

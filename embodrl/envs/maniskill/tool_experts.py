@@ -14,7 +14,6 @@ Matrix = NDArray[np.float64]
 
 
 def _matrix(pose: Pose) -> Matrix:
-    """Return ``float64[4,4]``."""
     return pose.to_transformation_matrix()[0].cpu().numpy().astype(np.float64)
 
 
@@ -27,9 +26,7 @@ def _turned(action: Vector, rotation_rad: NDArray[np.floating], gain: float = 1.
 class HoldBar(Expert):
     """Grasp a bar from above at a point along its axis, fingers across it; subclasses define the rest.
 
-    Args:
-        bar: attribute of the environment; its x axis is that of the bar.
-        along_m: grasp point, from the bar's origin.
+    ``bar`` is an attribute of the environment, whose x axis is the bar's; it is held ``along_m`` from its origin.
     """
 
     approach_m = 0.07

@@ -1,7 +1,4 @@
-"""Shared by the MuJoCo simulators: cameras, and rendering that is fast on a CPU.
-
-Shapes: H x W image.
-"""
+"""Shared by the MuJoCo simulators: cameras, and rendering that is fast on a CPU. Shapes: H x W image."""
 
 from __future__ import annotations
 
@@ -63,8 +60,7 @@ class SceneRenderer:
 
     Args:
         model: one of the models; its ``vis`` is changed.
-        height: height of the largest image, in pixels.
-        width: width of the largest image, in pixels.
+        height, width: size of the largest image, in pixels.
         detail: ``full`` renders as MuJoCo does, ``fast`` with fewer triangles, without shadows, reflections and
             anti-aliasing; ``auto`` is fast with CPU rendering.
         hidden_groups: groups of invisible geoms.
@@ -111,7 +107,6 @@ class SceneRenderer:
         return picture[::-1]
 
     def close(self) -> None:
-        """Free graphics resources."""
         self._gl.make_current()
         self._context.free()
 

@@ -1,7 +1,4 @@
-"""Episodes in progress in the environments of one manager: seeds, tasks and losses.
-
-Shapes: B environments.
-"""
+"""Episodes in progress in the environments of one manager: seeds, tasks and losses. Shapes: B environments."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ class FaultCounts:
     """Fault counts of a run.
 
     Attributes:
-        restarts: restarted processes.
         lost_episodes: episodes ended as invalid, for whatever reason.
         quarantined: lost episodes with a non-finite or out-of-bounds reward or state.
         rollout_restarts: restarted rollout processes, each with its simulators.

@@ -73,7 +73,6 @@ class ProcessLaunch:
 
     Attributes:
         name: name in the process list.
-        interpreter: path of the Python interpreter.
         main: module to run.
         config: fields of its START frame.
         environ: extra environment variables.

@@ -74,7 +74,6 @@ class EnvManager:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None without a process."""
         return self.process.pid
 
     def start(self) -> None:

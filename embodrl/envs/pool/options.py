@@ -36,7 +36,6 @@ class RemoteEnv:
     """A simulator process behind an env server; see ``EnvServerSpec``.
 
     Attributes:
-        address: server address, ``tcp://HOST:PORT``.
         reconnect_s: how long the connection may be cut before the simulator counts as lost.
         python: "auto" for the interpreter of `embodrl env install` on the server; None for the server's own.
         pin_cpus: the server binds the process to a core.

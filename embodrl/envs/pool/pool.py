@@ -134,7 +134,6 @@ class EnvPool:
 
     @property
     def faults(self) -> FaultCounts:
-        """Fault counts."""
         return self.recovery.faults
 
     @property

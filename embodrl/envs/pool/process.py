@@ -71,7 +71,6 @@ class SimulatorProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id; None without a process."""
         return None if self._child is None else self._child.pid
 
     @property

@@ -27,11 +27,7 @@ class Recovery:
     """Restarts managers and ends lost episodes; see ``EnvPool``.
 
     Attributes:
-        managers: managers of the pool.
         max_restarts: maximum consecutive episodes of one environment lost to invalid values.
-        faults: fault counts.
-        bounds: bounds of rewards and states.
-        budget: restart budget.
         failed: pending fault of a manager, by rank, to be raised in place of its next answer.
         last: newest good observation of each manager.
     """

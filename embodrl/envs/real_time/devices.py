@@ -1,7 +1,4 @@
-"""Input devices for human corrections.
-
-Shapes: A action dimensions.
-"""
+"""Input devices for human corrections. Shapes: A action dimensions."""
 
 from __future__ import annotations
 
@@ -51,9 +48,7 @@ class Device(Protocol):
         """Return the person's current action, ``float32[A]``; None if idle."""
         ...
 
-    def close(self) -> None:
-        """Release the device."""
-        ...
+    def close(self) -> None: ...
 
 
 def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None:
@@ -75,16 +70,11 @@ def wanted_action(device: Device, action_dim: int) -> NDArray[np.float32] | None
 
 
 def open_device(name: str, action_dim: int, control_dir: str | None) -> Device:
-    """Return a device, opened.
+    """Return a device, opened: ``keyboard``, ``spacemouse``, or ``module:function`` called with A and the directory.
 
-    Args:
-        name: ``keyboard``, ``spacemouse``, or ``module:function`` called with A and the directory.
-        action_dim: A.
-        control_dir: directory of signals to the robot, ``env.real_time.control_dir``.
-
-    Raises:
-        MissingDependencyError: the device's package is not installed.
-        UsageError: the device is missing, or the function returned none.
+    ``control_dir`` is the directory of signals to the robot, ``env.real_time.control_dir``. Raises
+    MissingDependencyError if the device's package is not installed, UsageError if the device is missing or the function
+    returned none.
     """
     if name in ("keyboard", "spacemouse"):
         make = Keyboard if name == "keyboard" else SpaceMouse
@@ -108,7 +98,6 @@ class Keyboard:
         action_dim: A. With 7 or more, the last one is a gripper, which a key opens (1) and closes (-1).
         controls: receives pause, stop, ready, success and failure.
         keys: returns the keys pressed since the last call; None for the terminal's.
-        now: returns the time in seconds.
 
     Raises:
         UsageError: there is no terminal.
@@ -201,16 +190,9 @@ class Terminal:
 class SpaceMouse:
     """A space mouse via pyspacemouse: three directions, three rotations, and the first button for a gripper.
 
-    A thread polls its buttons: the second one must stop the robot while the collector waits for it.
-
-    Args:
-        action_dim: A, of which the first six are moved; with 7 or more, the last one is a gripper.
-        controls: the second button stops.
-        device: object with a method ``read``; None for the first connected device.
-
-    Raises:
-        MissingDependencyError: pyspacemouse is not installed.
-        UsageError: no space mouse is connected.
+    A thread polls its buttons: the second one must stop the robot while the collector waits for it. The first six of
+    ``action_dim`` numbers are moved; with 7 or more, the last one is a gripper. ``device`` None is the first connected
+    one. Raises MissingDependencyError without pyspacemouse, UsageError without a space mouse.
     """
 
     def __init__(self, action_dim: int, controls: Controls, device: Any = None) -> None:

@@ -1,7 +1,4 @@
-"""Limits of commands sent to a robot.
-
-Shapes: A action dimensions.
-"""
+"""Limits of commands sent to a robot. Shapes: A action dimensions."""
 
 from __future__ import annotations
 
