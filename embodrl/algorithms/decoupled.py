@@ -182,8 +182,7 @@ def weight_metrics(
 
 
 def set_proximal(batch: TrajectoryBatch, logprobs: Tensor, values: Tensor | None) -> None:
-    """Replace a rollout's log-probs and values by those of the weights at the start of the update, before advantage
-    estimation.
+    """Replace a rollout's log-probs and values by those of the weights before the update.
 
     Advantages relative to the behaviour critic would hold back the learning critic, and the value clip would tie it to
     the old values. Observations after the rollout and after truncated episodes are not kept: their values are shifted

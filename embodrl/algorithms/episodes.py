@@ -73,8 +73,7 @@ def split_episodes(valid: Tensor, terminated: Tensor, truncated: Tensor) -> Epis
 
 
 def element_weights(episodes: Episodes, num_elements: Tensor, rollout_length: int, by_episode: bool) -> Tensor:
-    """Return per-chunk weights ``float32[T,B]`` that turn a mean over ratios into a mean over episodes; 0 where nothing
-    trains.
+    """Return per-chunk weights ``float32[T,B]`` that turn a mean over ratios into a mean over episodes.
 
     ``sum(w * x) / N`` over the N elements (ratios) of a rollout then is, with ``by_episode``, the mean over episodes of
     the mean within each (DeepSeekMath, arXiv 2402.03300, eq. 3: ``1/G sum 1/|o|``); otherwise the mean over episodes of

@@ -45,8 +45,7 @@ def rloo(
     gamma: float,
     reward_type: RewardType = "chunk_level",
 ) -> Advantages:
-    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 7): return less the mean of the other
-    returns.
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 7): less the mean of the other returns.
 
     An episode alone in its group has no baseline and gets 0. Arguments as in ``grpo``.
     """

@@ -63,8 +63,7 @@ def count_elements(
 
 
 def reduce_to_level(x: Tensor, valid: Tensor, level: Level) -> tuple[Tensor, Tensor]:
-    """Sum per-token values ``float32[N,C,A]`` to a level: token keeps, action sums over A, chunk over the valid C and
-    A.
+    """Sum per-token values ``float32[N,C,A]`` to a level: token, action (over A), or chunk (over the valid C and A).
 
     Entries of invalid actions are dropped, NaN included. Returns values and mask, both ``[N,C,A]``, ``[N,C,1]`` or
     ``[N,1,1]``.
@@ -141,8 +140,7 @@ def actor_loss(
     behavior_weights: Tensor | None = None,
     counts: LossCounts | None = None,
 ) -> LossOutput:
-    """Clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with separate lower and upper clip ranges, and
-    entropy.
+    """Clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7) with separate clip ranges, and entropy.
 
     Variants: dual clip (Ye et al. 2020, arXiv 1912.09729, eq. 5); the length-normalised ratio of GSPO (Zheng et al.
     2025, arXiv 2507.18071, eq. 7), the sequence being a chunk, i.e. the policy's answer to one observation; the log

@@ -56,8 +56,7 @@ def advantage_indicator(advantages: Tensor, fraction: float) -> Tensor:
 
 
 def two_hot(targets: Tensor, centers: Tensor) -> Tensor:
-    """Return ``float32[N,K]``: targets ``[N]`` shared between neighbours among evenly spaced, ascending ``centers
-    [K]``.
+    """Return ``float32[N,K]``: targets ``[N]`` shared between neighbours among ascending, even ``centers [K]``.
 
     Bellemare et al. 2017, "A Distributional Perspective on Reinforcement Learning", arXiv 1707.06887, algorithm 1.
     """

@@ -1,5 +1,4 @@
-"""Specifications of the built-in advantage estimators and losses, and the inputs available to custom ones. Imports no
-torch.
+"""Built-in advantage estimators and losses, and the inputs available to custom ones. Imports no torch.
 
 Shapes of the arguments are in docs/algorithms.md.
 """

@@ -157,8 +157,7 @@ def success_centres(successes: Tensor, eps: float, min_samples: int) -> Tensor:
 
 
 def failure_rewards(failures: Tensor, centres: Tensor, scale: float, steepness: float) -> Tensor:
-    """Return ``float[N]``: ``scale * sigmoid(steepness * (0.5 - d))``, d the distance to the nearest of ``centres
-    [M,D]``.
+    """Return ``float[N]``: ``scale * sigmoid(steepness * (0.5 - d))``, d the distance to the nearest centre ``[M,D]``.
 
     Distances of ``failures [N,D]`` are scaled to 0 (nearest) .. 1 (farthest); where they hardly differ, d is 0.5.
     """

@@ -144,8 +144,7 @@ class Batch:
         yield from self.split(1) if len(self) else ()
 
     def __setitem__(self, name: str, column: Column) -> None:
-        """Add or replace a column, a group of columns, or objects; BatchShapeError if the value does not fit the batch
-        size."""
+        """Add or replace a column, a column group, or objects; BatchShapeError if the value does not fit."""
         if isinstance(column, list | np.ndarray):
             self.objects[name] = as_objects(name, column, self.batch_size)
             self.tensors.pop(name, None)
@@ -227,8 +226,7 @@ class Batch:
         return [self[start : start + size] for start in range(0, max(len(self), 1), size)]
 
     def minibatches(self, size: int, epochs: int, generator: torch.Generator | int) -> Iterator[Self]:
-        """Yield the rows in random order, ``epochs`` times, in batches of at most ``size`` whose sizes differ by at
-        most one.
+        """Yield the rows in random order, ``epochs`` times, in nearly equal batches of at most ``size``.
 
         ``generator`` is a CPU generator or a seed.
         """

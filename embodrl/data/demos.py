@@ -238,8 +238,7 @@ class Demos:
         )
 
     def action_chunks(self, frames: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-        """Return the actions ``float32[n,C,A]`` from each frame on, repeating the last, and ``bool[n,C]``: within the
-        episode."""
+        """Return actions ``float32[n,C,A]`` from each frame on, the last repeated, and their mask ``bool[n,C]``."""
         index = frames[:, None] + np.arange(chunk)[None]
         inside = index <= self.last[frames][:, None]
         return self.actions[np.minimum(index, self.last[frames][:, None])], inside

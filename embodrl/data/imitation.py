@@ -47,8 +47,7 @@ def not_lerobot(directory: Path, without: str) -> EmbodrlError:
 
 
 def load_configured_demos(config: Config) -> Demos:
-    """Load the demonstrations of ``config.sft``, downloading from the hub; for LeRobot datasets, the cameras in
-    ``env.cameras``.
+    """Load the demonstrations of ``config.sft``, downloading if needed; of LeRobot's, the cameras in ``env.cameras``.
 
     Raises EmbodrlError if they are missing or damaged, or the cameras ambiguous.
     """
@@ -258,8 +257,7 @@ class FrameBatches:
 
 
 def refuse_others(saved: Mapping[str, object], demos: Demos, data_dir: str) -> None:
-    """Raise CheckpointError unless the demonstrations in ``data_dir`` are those a ``DatasetBatches`` state was taken
-    with.
+    """Raise CheckpointError unless ``demos`` are those a ``DatasetBatches`` state was taken with.
 
     States of earlier versions do not identify their demonstrations and are accepted.
     """

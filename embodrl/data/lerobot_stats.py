@@ -27,8 +27,7 @@ def vector_stats(values: NDArray[np.generic]) -> dict[str, list[float]]:
 
 
 class PixelStats:
-    """Statistics of images from histograms ``counts int64[3,256]``, one per colour; frames are counted and need not be
-    kept."""
+    """Statistics of images from histograms ``counts int64[3,256]``, one per colour; frames need not be kept."""
 
     def __init__(self, counts: NDArray[np.int64] | None = None, frames: int = 0) -> None:
         self.counts: NDArray[np.int64] = np.zeros((3, 256), np.int64) if counts is None else counts

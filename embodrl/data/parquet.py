@@ -25,8 +25,7 @@ VALUE_BYTES = 8
 
 
 class Table:
-    """Some columns of a parquet file: ``columns`` (None: all without the prefix ``exclude``), and ``optional`` ones if
-    present.
+    """Some columns of a parquet file: ``columns`` (None: all without the prefix ``exclude``) and ``optional`` ones.
 
     Raises EmbodrlError if the file is missing, damaged, lacks a column, or does not fit in memory.
     """

@@ -313,8 +313,7 @@ def frames_of(batch: TrajectoryBatch) -> dict[str, Tensor]:
 
 
 def intervened(frames: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the frames (of ``frames_of``) in which an expert or a person acted, with outcomes, as demonstrations with
-    ``labels``."""
+    """Return the ``frames_of`` in which an expert or a person acted, as demonstrations with ``labels``."""
     by_expert = frames["acted"] & (frames["source"] != POLICY)
     led_here = torch.zeros_like(by_expert)
     led_here[1:] = (by_expert & ~frames["terminated"])[:-1]

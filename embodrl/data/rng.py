@@ -91,8 +91,7 @@ def draw_rows(
     source: RandomSource | None,
     dim: int = 0,
 ) -> Tensor:
-    """Return ``draw(shape, generator)``, or with ``RowGenerators`` the draws of each row's generator, joined along
-    ``dim``.
+    """Return ``draw(shape, generator)``, or the draws of each generator of ``RowGenerators`` joined along ``dim``.
 
     ``source`` None uses torch's global generator.
     """

@@ -145,8 +145,7 @@ class TrajectoryBatch(Batch):
 
     @property
     def drawn(self) -> Tensor:
-        """Mask of the log-probs that count: ``valid bool[T,B,C]``, or for chunk-level tokens ``bool[T,B,M]`` of valid
-        chunks.
+        """Mask of the log-probs that count: ``bool[T,B,C]``, or ``bool[T,B,M]`` for chunk-level tokens.
 
         A loss sees chunk-level tokens as if they were actions of one number each.
         """

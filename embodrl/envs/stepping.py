@@ -173,8 +173,7 @@ class SteppingEnv(VectorEnv):
 
     @abstractmethod
     def set_sim_row(self, row: int, state: SavedState) -> None:
-        """Continue ``row`` bit-exactly from a state of ``get_sim_row``, possibly of another row; its task is already
-        set."""
+        """Continue ``row``, whose task is set, bit-exactly from a state of ``get_sim_row``, possibly of another row."""
 
     def perturb(self, axis: str) -> None:
         """Perturb all episodes from now on; ``axis`` is one of the spec's that is not in ``axes.COMMON``."""

@@ -105,8 +105,7 @@ def publish_directory(
 
 
 def write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> int:
-    """Write and sync a new file non-atomically, for directories that are published as a whole; return its size in
-    bytes.
+    """Write and sync a new file non-atomically, for directories published as a whole; return its size in bytes.
 
     Raises OSError if the file exists or can't be written.
     """
@@ -162,18 +161,17 @@ def output_errors(message: str, path: Path, elsewhere: str = ELSEWHERE) -> Itera
 
 
 def output_error(message: str, path: Path, error: OSError, elsewhere: str = ELSEWHERE) -> OutputError:
-    """Return the error for output at ``path`` (need not exist), with a hint and, if the disk is
-    full, the free space."""
+    """Return the error for output at ``path``, with a hint and, if the disk is full, the free space."""
     causes = {
         errno.ENOSPC: "free disk space, or ",
         errno.EDQUOT: "your disk quota is used up: free disk space, or ",
         errno.EROFS: "the file system is read-only: ",
         errno.EACCES: "permission denied: ",
         errno.EPERM: "permission denied: ",
-        errno.EIO: "the disk reports I/O errors:  ",
+        errno.EIO: "the disk reports I/O errors: ",
         errno.ENOENT: "the file system takes no new files there: ",
-        errno.ENOTDIR: "a path component is a file:  ",
-        errno.EEXIST: "a path component is a file:  ",
+        errno.ENOTDIR: "a path component is a file: ",
+        errno.EEXIST: "a path component is a file: ",
         errno.EFBIG: f"{FILE_SIZE_HINT}, or ",
     }
     hint = causes.get(error.errno or 0, "") + elsewhere

@@ -270,8 +270,7 @@ def _shortened(names: list[str]) -> list[str]:
 
 
 def preflight(directory: Path, bytes_needed: int) -> None:
-    """Check before the first step that the run directory, created if missing, is writable and has ``bytes_needed``
-    free.
+    """Check that the run directory, created if missing, is writable and has ``bytes_needed`` free.
 
     Raises OutputError.
     """

@@ -64,8 +64,7 @@ class RemoteSimulator:
         threading.Thread(target=self._keep, args=(link,), name="env-server", daemon=True).start()
 
     def ask(self, frame: Frame) -> Frame:
-        """Return the answer to a request, however often the connection is cut; EmbodrlError if the
-        simulator is lost."""
+        """Return the answer to a request, reconnecting as needed; EmbodrlError if the simulator is lost."""
         with self._changed:
             self._serial += 1
             self._answer = None

@@ -88,8 +88,7 @@ class SimulatorSession:
                 self._lost_at = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether the time to reconnect is over; allows for one silence period, since the run may
-        notice a cut later."""
+        """Whether the time to reconnect is over, plus one silence period: the run may notice a cut later."""
         away = time.monotonic() - self._lost_at
         return self._link is None and away > self.reconnect_s + 2 * SILENCE_S
 
@@ -394,8 +393,7 @@ class TcpEnvServer:
             return self._sessions[name]
 
     def _check_room(self) -> None:
-        """Reject a simulator beyond ``max_processes``; simulators being shut down count until their
-        process has ended."""
+        """Reject a simulator beyond ``max_processes``, including those still shutting down."""
         self._ending = [session for session in self._ending if session.is_alive()]
         in_use = sum(not session.is_ending for session in self._sessions.values())
         if in_use >= self._max_processes:

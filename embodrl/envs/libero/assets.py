@@ -25,8 +25,7 @@ def package_folder(name: str) -> Path | None:
 
 
 def find_assets(named: str | None, installed: Path | None) -> Path:
-    """Return LIBERO's asset folder: ``named`` (``env.libero_assets``), else $EMBODRL_LIBERO_ASSETS, else the installed
-    one.
+    """Return LIBERO's asset folder: ``env.libero_assets``, else $EMBODRL_LIBERO_ASSETS, else the installed one.
 
     ``installed`` is the folder of ``PACKAGE`` in the simulator's interpreter, or None. Raises MissingDependencyError if
     there is no such folder, or it is incomplete.

@@ -101,8 +101,7 @@ class OscController:
         self.stale = True
 
     def set_goal(self, action: Floats, data: MjData) -> Kinematics:
-        """Set the goal from an action ``float64[7]`` in [-1, 1]: translation, rotation vector, gripper (-1 opens, 1
-        closes).
+        """Set the goal from ``float64[7]`` in [-1, 1]: translation, rotation vector, gripper (-1 opens, 1 closes).
 
         Returns the kinematics that the goal is relative to.
         """

@@ -49,8 +49,7 @@ def find_problems(settings: EnvConfig | None, python: str | None) -> list[tuple[
 
 
 def find_warnings(python: str | None) -> list[tuple[str, str, str]]:
-    """Return a warning if an interpreter (None: this one) has a MuJoCo that renders or settles LIBERO's scenes
-    differently.
+    """Return a warning if an interpreter's MuJoCo renders or settles LIBERO's scenes differently (None: this one).
 
     No warning if the version can't be queried; ``find_problems`` reports a missing LIBERO.
     """
@@ -65,5 +64,5 @@ def find_warnings(python: str | None) -> list[tuple[str, str, str]]:
     detail = (
         f"MuJoCo {found} renders libero_object darker and settles some objects differently from {newest} and before,"
     )
-    detail += ", the version used for published results"
+    detail += " the versions used for published results"
     return [("mujoco-version", detail, f"embodrl env install libero --force, or pip install mujoco=={newest}")]

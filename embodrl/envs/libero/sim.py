@@ -98,8 +98,7 @@ class SceneOptions:
 
 
 def import_libero(assets: str | None) -> Path:
-    """Import LIBERO quietly, without prompts, downloads or files in the home directory; return its folder of task
-    files.
+    """Import LIBERO without prompts, downloads or files in the home directory; return its folder of task files.
 
     Raises MissingDependencyError if the package or its assets are missing.
     """

@@ -75,8 +75,7 @@ def offset(point: Vector, x: float = 0.0, y: float = 0.0, z: float = 0.0) -> Vec
 
 
 class SlideCube(Expert):
-    """PushCube (``direction`` +1, away from the robot) and PullCube (-1): put the closed gripper behind the cube and
-    push."""
+    """PushCube (``direction`` +1) and PullCube (-1): put the closed gripper behind the cube and push."""
 
     behind_m = 0.055
     height_m = 0.02

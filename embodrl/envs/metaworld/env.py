@@ -124,8 +124,7 @@ class MetaWorldSimulator(Simulator):
         return picture[::-1, ::-1] if turned else picture
 
     def proprioception(self) -> NDArray[np.float32]:
-        """Return gripper position (m), gripper opening (0 to 1), and the additions of
-        ``full_state``: ``float32[S]``."""
+        """Return gripper position (m) and opening (0 to 1), and what ``full_state`` adds: ``float32[S]``."""
         return self._obs[: self.state_dim].astype(np.float32)
 
     def signature(self) -> bytes:

@@ -21,8 +21,7 @@ class Divergence:
         self._counters: dict[str, WarningCount] = {}
 
     def struck(self, data: object) -> bool:
-        """Whether positions, velocities or accelerations diverged since the last call; False for anything but
-        ``MjData``."""
+        """Whether the simulation diverged since the last call; False for anything but ``MjData``."""
         if data is not self._data:
             self._data = data
             self._counters = _counters(data)

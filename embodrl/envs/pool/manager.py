@@ -85,8 +85,7 @@ class EnvManager:
         self.wait_started()
 
     def start_async(self) -> None:
-        """Start the process, or bring back offloaded simulators, without waiting, so that several can start in
-        parallel."""
+        """Start the process, or bring back offloaded simulators, without waiting, to start several in parallel."""
         # If the process is alive, the simulator is rebuilt there; otherwise a new process starts and gets the state
         # once ready.
         if self.process.saved is not None and self.pid is not None:
@@ -233,8 +232,7 @@ class EnvManager:
         self.process.request(Kind.STEP, self.timeouts.reset_s, chunk)
 
     def wait(self, timeout: float | None = None, *, copy: bool = False) -> EnvStep:
-        """Return the outcome of the chunk of ``step_async``, in private memory with ``copy``; raises as described for
-        the class.
+        """Return the outcome of ``step_async``, in private memory with ``copy``; raises as described for the class.
 
         ``timeout`` is in seconds from now; None uses ``timeouts.step_s``.
         """

@@ -287,8 +287,7 @@ class EnvPool:
                 self.call_one(rank, "expert_reset", {"rows": mine.tolist()})
 
     def expert_actions(self) -> NDArray[np.float32]:
-        """Return the scripted experts' actions, ``float32[B,A]``; EnvRaised if the environment
-        returns anything else."""
+        """Return the scripted experts' actions, ``float32[B,A]``; EnvRaised if the environment returns others."""
         parts: list[NDArray[np.float32]] = []
         for manager, answer in zip(self.managers, self.call("expert_actions"), strict=True):
             shape = (manager.spec.num_envs, manager.spec.action_dim)

@@ -70,8 +70,7 @@ class Pacer:
         self._is_waiting = False
 
     def status(self) -> dict[str, float]:
-        """Return percentiles of the time between commands in robot seconds, and missed deadlines,
-        since the last call."""
+        """Return percentiles of the time between commands (robot seconds) and missed deadlines since the last call."""
         periods = np.array(self._periods_s)
         missed = self._missed
         self._periods_s = []

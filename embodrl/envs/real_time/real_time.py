@@ -1,5 +1,4 @@
-"""Robot time around one environment: a clock, command limits and human signals; for a simulated robot also delayed
-observations, dropped images and noise.
+"""Robot time around one environment: clock, command limits, human signals, and simulated delay, loss and noise.
 
 Shapes: A action dimensions, V cameras, H x W image, S state dimensions.
 """
@@ -150,8 +149,7 @@ class RealTime:
         return self._lag > 0
 
     def observe(self, images: NDArray[np.uint8], state: NDArray[np.float32]) -> None:
-        """Take the current observation, ``uint8[V,H,W,3]`` and ``float32[S]``, and replace it in place by the delivered
-        one.
+        """Replace the current ``uint8[V,H,W,3]`` and ``float32[S]`` in place by the observation delivered now.
 
         The delivered observation was taken ``latency_s`` ago or, at the beginning, is the first one.
         """
