@@ -257,7 +257,7 @@ def encode_words(instructions: Sequence[str]) -> NDArray[np.uint8]:
         data = text.encode()
         if len(data) > MAX_WORDS:
             raise EmbodrlError(
-                f"an instruction of {len(data)} bytes, but the replay buffer keeps {MAX_WORDS}",
+                f"an instruction has {len(data)} bytes, but the replay buffer keeps {MAX_WORDS}",
                 "shorten the task's instruction",
                 code="instruction-too-long",
             )

@@ -23,7 +23,7 @@ def choose_gl(required: bool = True) -> str:
         return ""
     if not chosen:
         raise MissingDependencyError(
-            "MuJoCo can't render: neither libEGL nor libOSMesa can be loaded", GL_HINT, code="rendering-unavailable"
+            "MuJoCo can't draw: neither libEGL nor libOSMesa can be loaded", GL_HINT, code="rendering-unavailable"
         )
     os.environ["MUJOCO_GL"] = chosen
     os.environ.setdefault("PYOPENGL_PLATFORM", chosen)

@@ -101,6 +101,6 @@ GARBAGE = {
     "truth values": (spoil("valid", 0xAB), "booleans other than 0 and 1"),
     "a task that there is not": (spoil("task_id", 0x7F), "task_id"),
     "a negative length": (spoil("instruction_length", 0xFF), "instruction has [-1"),
-    "no text": (spoil("instruction", 0xC3), "instruction is no text"),
+    "no text": (spoil("instruction", 0xC3), "instruction is not a text"),
     "memory that shrinks": (shrink, "PermissionError"),
 }

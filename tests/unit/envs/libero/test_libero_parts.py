@@ -120,7 +120,7 @@ SHORT = ("env.max_episode_steps=100", "env.eval.num_episodes=50")
 @pytest.mark.parametrize(
     ("arguments", "key", "words"),
     [
-        (["env.suite=libero_spatail"], "env.suite", "no suite 'libero_spatail'"),
+        (["env.suite=libero_spatail"], "env.suite", "unknown suite 'libero_spatail'"),
         (["env.suite=null"], "env.suite", "needs a suite"),
         (["env.tasks=[turn_on_the_stove]"], "env.tasks", "of libero_goal, not of libero_spatial"),
         (["env.tasks=[turn_on_the_stofe]"], "env.tasks", "no task"),
