@@ -374,7 +374,7 @@ def replaced(value: object) -> Callable[[list], list]:
         (
             lambda d: change_feature(d, "observation.images.wrist", shape=[10**9, 10**9, 3]),
             "file-damaged",
-            "sizes are 1 to 16384",
+            "sizes must be 1 to 16384",
         ),
         (
             lambda d: [change_feature(d, f"observation.images.{name}", shape=[10, 12, 3]) for name in CAMERAS],
