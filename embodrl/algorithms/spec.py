@@ -1,4 +1,4 @@
-"""The built-in advantage estimators and losses, and what custom ones may ask for. Imports no torch.
+"""Built-in advantage estimators and losses, and the inputs available to custom ones. Imports no torch.
 
 Shapes of the arguments are in docs/algorithms.md.
 """
@@ -53,7 +53,7 @@ RLOO = FunctionSpec(
 REINFORCE_PP = FunctionSpec(
     name="reinforce_pp",
     target="embodrl.algorithms.groups:reinforce_pp",
-    description="discounted rewards to come, without a baseline",
+    description="discounted rewards-to-go, without a baseline",
     ignores=("gae_lambda",),
 )
 
@@ -89,7 +89,7 @@ SAC = FunctionSpec(
 DAGGER = FunctionSpec(
     name="dagger",
     target="embodrl.algorithms.dagger:dagger",
-    description="imitation of an expert's labels of what the policy sees (DAgger, HG-DAgger)",
+    description="imitation of an expert's labels of the policy's observations (DAgger, HG-DAgger)",
     off_policy=True,
     imitates=True,
 )
