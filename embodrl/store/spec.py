@@ -1,4 +1,4 @@
-"""The verbs `embodrl store`: `embodrl --help` reads this, so it names what it needs and imports none of it."""
+"""The verbs `embodrl store`. Read by `embodrl --help`, so it names modules without importing them."""
 
 from __future__ import annotations
 

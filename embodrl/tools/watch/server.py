@@ -17,8 +17,8 @@ from embodrl.errors import EmbodrlError, MissingDependencyError, OutputError, Us
 from embodrl.reporting.page import page
 from embodrl.reporting.report import report_page
 from embodrl.reporting.run_files import own_files
-from embodrl.serving import door as doors
-from embodrl.serving.door import Door, bound_logs
+from embodrl.serving import door
+from embodrl.serving.door import ConnectionLimiter, bound_logs
 from embodrl.tools.compare.comparison import (
     RunView,
     comparison_json,
@@ -66,10 +66,10 @@ class RunPages:
         token: that the URL must have; None for none.
 
     Attributes:
-        door: learns which connections may stay; None: nothing bounds them.
+        limiter: learns which connections may stay; None: nothing bounds them.
     """
 
-    door: Door | None = None
+    limiter: ConnectionLimiter | None = None
 
     def __init__(self, directories: Sequence[Path], token: str | None) -> None:
         self._directories = directories
@@ -98,8 +98,8 @@ class RunPages:
             refused = web.Response(status=HTTPStatus.UNAUTHORIZED, text=text)
             refused.force_close()
             return refused
-        if self.door is not None:
-            self.door.admit(request.protocol)
+        if self.limiter is not None:
+            self.limiter.admit(request.protocol)
         if "token" in request.query:  # not in the address bar, history or links
             others = "&".join(f"{quote(k)}={quote(v)}" for k, v in request.query.items() if k != "token")
             # As it was sent: a zero byte can stand in no header, and two slashes would lead to another host.
@@ -112,7 +112,7 @@ class RunPages:
             answer = await handler(request)  # pyright: ignore
         except EmbodrlError as error:
             return web.Response(status=HTTPStatus.NOT_FOUND, text=f"{error}\n")
-        if self.door is not None and self.door.is_crowded():
+        if self.limiter is not None and self.limiter.is_crowded():
             answer.force_close()
         answer.headers["Cache-Control"] = "no-store"
         answer.headers["X-Content-Type-Options"] = "nosniff"
@@ -222,7 +222,7 @@ async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str],
         OutputError: the address is not available.
     """
     runner = web.AppRunner(
-        watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0, keepalive_timeout=doors.REST_S
+        watch.app(), handle_signals=False, access_log=None, shutdown_timeout=1.0, keepalive_timeout=door.REST_S
     )
     bound_logs()
     await runner.setup()
@@ -231,15 +231,15 @@ async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str],
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda n=number: stopped.done() or stopped.set_result(n))
     assert runner.server is not None
-    watch.door = door = Door(runner.server, None)
+    watch.limiter = limiter = ConnectionLimiter(runner.server, None)
     try:
         try:
-            bound = await door.open(host, port)
+            bound = await limiter.open(host, port)
         except OSError as error:
             hint = "choose another --host or --port; --port 0 takes a free one"
             raise OutputError(f"can't listen at {host}:{port}: {error.strerror}", hint, code="watch-address") from error
         on_ready(f"http://{host}:{bound}/")
         return 128 + await stopped
     finally:
-        await door.close()
+        await limiter.close()
         await runner.cleanup()
