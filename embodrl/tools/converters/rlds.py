@@ -1,4 +1,4 @@
-"""RLDS datasets (TFRecord files of tensorflow_datasets) as demonstrations that `embodrl sft` trains on.
+"""Converts RLDS datasets (TFRecord files of tensorflow_datasets) for `embodrl sft`.
 
 Shapes: N frames, V cameras, H x W image, A action dimensions, S state dimensions, D dimensions of a feature.
 """
@@ -26,21 +26,21 @@ from embodrl.tools.converters.tfrecord import Example, records
 FEATURES = "features.json"
 INFO = "dataset_info.json"
 BLANK = 8
-"""Levels, of 255, between the darkest and the brightest value of a picture that shows nothing; JPEG adds some."""
+"""Maximum brightness range, of 255, of a blank image; JPEG adds some noise."""
 MAX_BYTES = 2**33
-"""Of the pictures of an episode."""
+"""Size limit of the images of an episode."""
 _SHARD = re.compile(r"(?P<split>[^-.]+)\.tfrecord(-(?P<index>\d{5,})-of-(?P<count>\d{5,}))?$")
 
 
 @dataclass(frozen=True)
 class RldsChoice:
-    """What the user asks for.
+    """The user's selection.
 
     Attributes:
-        cameras: names of pictures, in this order; None for all in colour that show something.
-        action, state: names of vectors to be joined; state None for ``observation/state``.
-        split: of the files; None for ``train``, or the only one.
-        instruction: in place of the data's words.
+        cameras: image features, in this order; None for all color images that are not blank.
+        action, state: vector features to be joined; state None for ``observation/state``.
+        split: split of the files; None for ``train``, or the only one.
+        instruction: replaces the data's instruction.
     """
 
     cameras: tuple[str, ...] | None = None
@@ -54,9 +54,9 @@ class Rlds:
     """An RLDS dataset.
 
     Args:
-        source: its version folder, with features.json.
-        choice: what is converted.
-        report: called with lines of what is left out, and of progress.
+        source: version folder with features.json.
+        choice: what to convert.
+        report: called with lines about omissions and progress.
 
     Raises:
         EmbodrlError: there is no such dataset, split or feature, or the cameras differ in size.
@@ -113,7 +113,6 @@ class Rlds:
     # -- files ----------------------------------------------------------------------------------------------------
 
     def _files(self) -> list[Path]:
-        """Return the files of the split, in order."""
         splits: dict[str, list[Path]] = {}
         for path in sorted(self.source.iterdir()):
             if found := _SHARD.search(path.name):
@@ -130,20 +129,20 @@ class Rlds:
         files = splits[wanted]
         counts = {int(found["count"] or 1) for path in files if (found := _SHARD.search(path.name))}
         if counts != {len(files)}:
-            self.report(f"{len(files)} of {max(counts)} files of the split are there: only these are converted")
+            self.report(f"{len(files)} of {max(counts)} files of the split are present: only these are converted")
         self._lengths = self._stated_lengths(wanted, files)
         return files
 
     def _stated_lengths(self, split: str, files: Sequence[Path]) -> dict[Path, int]:
-        """Return how many episodes dataset_info.json says each file has; nothing where it does not."""
+        """Return the number of episodes per file according to dataset_info.json; empty if it does not say."""
         path = self.source / INFO
         if not path.is_file():
             return {}
-        info = read_fields(path, hint="copy it from the dataset once more")
+        info = read_fields(path, hint="copy it from the dataset again")
         kind = info.text("fileFormat", "tfrecord")
         if kind != "tfrecord":
             hint = "prepare the dataset with file_format=tfrecord"
-            raise layout_error(path, f"the files are {kind}, and tfrecord is read", hint)
+            raise layout_error(path, f"the files are {kind}, but only tfrecord can be read", hint)
         stated = next((one for one in info.objects("splits") if one.text("name", "") == split), None)
         if stated is None or "shardLengths" not in stated:
             return {}
@@ -162,7 +161,7 @@ class Rlds:
     # -- episodes -------------------------------------------------------------------------------------------------
 
     def _episodes(self, example: Example, number: int) -> Iterator[DemoEpisode]:
-        """Yield an episode, or, where its instruction changes, one for each instruction."""
+        """Yield an episode, or one per instruction where the instruction changes."""
         chosen = self.chosen
         actions = self._joined(example, chosen.actions, None)
         length = len(actions)
@@ -197,8 +196,8 @@ class Rlds:
         assert self.chosen.words is not None
         texts = [value.decode("utf-8", "replace") for value in self._bytes(example, self.chosen.words, length)]
         if any(not text.strip() for text in texts):
-            problem = f"the record at byte {example.offset} has no words in steps/{self.chosen.words}"
-            raise layout_error(example.path, problem, "give the words with --instruction TEXT")
+            problem = f"the record at byte {example.offset} has no instruction in steps/{self.chosen.words}"
+            raise layout_error(example.path, problem, "give the instruction with --instruction TEXT")
         return texts
 
     def _joined(self, example: Example, names: Sequence[str], length: int | None) -> NDArray[np.float32]:
@@ -210,7 +209,7 @@ class Rlds:
         return np.concatenate(parts, axis=1)
 
     def _vector(self, example: Example, name: str, length: int | None) -> NDArray[np.float32]:
-        """Return a feature of numbers, ``float32[N,D]``."""
+        """Return a numeric feature, ``float32[N,D]``."""
         width = int(np.prod(cast("tuple[int, ...]", self.features[name].shape)))
         values = self._values(example, name)
         count = len(values) // max(width, 1)
@@ -232,7 +231,6 @@ class Rlds:
     # -- pictures -------------------------------------------------------------------------------------------------
 
     def _pictures(self, example: Example, length: int) -> NDArray[np.uint8]:
-        """Return ``uint8[N,V,H,W,3]``."""
         views: list[NDArray[np.uint8]] = []
         for name in self.cameras.values():
             frames: list[NDArray[np.uint8]] = []
@@ -241,7 +239,7 @@ class Rlds:
                 if frames[0].nbytes * length * len(self.cameras) > MAX_BYTES:
                     raise example.refuse(f"the pictures of {length} steps are larger than {MAX_BYTES:,} bytes")
             if len({frame.shape for frame in frames}) > 1:
-                raise example.refuse(f"the pictures of steps/{name} differ in size")
+                raise example.refuse(f"the images of steps/{name} differ in size")
             views.append(np.stack(frames))
         if len({view.shape for view in views}) > 1:
             hint = "name cameras of one size with --cameras"
@@ -249,7 +247,7 @@ class Rlds:
         return np.stack(views, axis=1) if views else np.zeros((length, 0, 0, 0, 3), np.uint8)
 
     def _leave_out_blank(self) -> None:
-        """Drop cameras that show nothing in any picture of any episode."""
+        """Drop cameras that are blank in every episode."""
         blank = dict(self.cameras)
         for path in self.files:
             for example in self._examples(path) if blank else ():
@@ -257,7 +255,7 @@ class Rlds:
                 if not blank:
                     break
         for name in blank:
-            self.report(f"camera {name} is blank in every episode: left out (--cameras would keep it)")
+            self.report(f"camera {name} is blank in every episode: omitted (name it in --cameras to keep it)")
             del self.cameras[name]
 
     def _is_blank(self, example: Example, name: str) -> bool:

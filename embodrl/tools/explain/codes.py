@@ -1,4 +1,4 @@
-"""What is known about each error code: its class, its rule, or the places that raise it, read from the sources."""
+"""Entries of error codes: class, rule, or raise sites, read from the sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LITERAL = re.compile(rf'(?:"|code: )(?P<code>{KEBAB.pattern})(?="|\\n|$)', re.MU
 PRINTED = re.compile(
     rf"(?P<error>error: )?(?P<message>[^\n]+)\n +hint: (?P<hint>[^\n]*)\n +code: (?P<code>{KEBAB.pattern})\s*"
 )
-"""The text of an error that is printed and not raised."""
+"""The text of an error that is printed rather than raised."""
 
 CURES = {
     "embodrl": "follow the hint in the message",
@@ -83,7 +83,7 @@ CURES = {
     "weight-version": "restart the receiver, which then begins with a whole version",
     "weight-layout": "start both sides with the same model settings",
 }
-"""What to do about errors that carry the code of their class, and about those whose hint has no constant words."""
+"""Cures for errors with the code of their class, and for errors whose hint has no constant words."""
 
 
 VALUES = {
@@ -102,19 +102,19 @@ VALUES = {
     ),
     "config-value": ("a value is refused for a reason that the message gives", "give what the report allows"),
 }
-"""Cause and cure of codes whose messages are made of variable parts alone."""
+"""Cause and cure of codes whose messages consist of variable parts only."""
 
 
 @dataclass
 class CodeEntry:
-    """What is known about a code.
+    """Facts about a code.
 
     Attributes:
-        code: of it.
+        code: error code.
         kind: ``class``, ``rule``, ``note``, ``problem`` or ``error``.
-        source: class or rule that it is of.
-        cases: ``(cause, cure)`` of each finding or raise site, with … for what depends on the case; the cure is ""
-            where the sources have no constant words.
+        source: class or rule that defines it.
+        cases: ``(cause, cure)`` of each finding or raise site, with … for variable parts; the cure is "" if there is
+            none.
     """
 
     code: str
@@ -135,22 +135,22 @@ class CodeEntry:
 
 
 def entries() -> list[CodeEntry]:
-    """Return all codes: classes, then rules, notes, and sites."""
+    """Return all codes: classes, then rules, notes, and raise sites."""
     return [*class_entries(), *rule_entries(), *site_entries()]
 
 
 def entries_of(code: str) -> list[CodeEntry]:
-    """Return what is known about one code, reading only the sources that contain it; empty if there is none."""
+    """Return the entries of one code, reading only the sources that contain it; empty if unknown."""
     return [entry for entry in (*class_entries(), *rule_entries(code), *site_entries(code)) if entry.code == code]
 
 
 def nearest_code(name: str) -> str:
-    """Return the code closest to a name, or "" if none is near."""
+    """Return the code nearest to a name, or "" if none is near."""
     known = {entry.code for entry in class_entries()} | {rule.code for _, rule in _rules()}
     texts = [path.read_text(encoding="utf-8") for path in _sources()]
     literals = {found["code"] for text in texts for found in LITERAL.finditer(text)}
     near = difflib.get_close_matches(name.lower().replace("_", "-"), sorted(known | literals), n=8, cutoff=0.7)
-    # Few strings of the sources are codes, so those that are near are looked up.
+    # Few strings in the sources are codes, so only near ones are looked up.
     return next((code for code in near if code in known or site_entries(code)), "")
 
 
@@ -186,7 +186,7 @@ def rule_entries(code: str | None = None) -> list[CodeEntry]:
 
 
 def site_entries(code: str | None = None) -> list[CodeEntry]:
-    """Return the codes, or one of them, that are given where an error is raised, made or printed."""
+    """Return the codes, or one of them, given where an error is raised, made or printed."""
     found: dict[tuple[str, str], CodeEntry] = {}
     for path in _sources():
         text = path.read_text(encoding="utf-8")
@@ -204,7 +204,7 @@ def _sources() -> list[Path]:
 
 
 def _entries_in(tree: ast.Module) -> Iterator[CodeEntry]:
-    """Yield what a module says about codes, once for every place."""
+    """Yield a module's entries about codes, one per place."""
     for node, scope in _with_functions(tree):
         if isinstance(node, ast.Call):
             yield from site(node, scope, tree)
@@ -215,7 +215,7 @@ def _entries_in(tree: ast.Module) -> Iterator[CodeEntry]:
 
 
 def _with_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield every node with the outermost function that it is in, or the module."""
+    """Yield every node with its outermost enclosing function, or the module."""
     scopes: list[ast.AST] = [tree]
     while scopes:
         for child in ast.iter_child_nodes(scopes.pop()):
@@ -227,7 +227,7 @@ def _with_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _says(text: str) -> bool:
-    """Tell whether a text has constant words."""
+    """Whether a text has constant words."""
     return bool(text.strip(" …/"))
 
 
@@ -236,7 +236,7 @@ POSITIONS = {"ConfigProblem": (1, 5, 6), "PipelineProblem": (1, 2, 3), "Finding"
 
 
 def site(call: ast.Call, scope: ast.AST, module: ast.Module) -> list[CodeEntry]:
-    """Return what a call says about codes: one, or those among which it chooses; empty if it gives none."""
+    """Return a call's entry about its codes: one, or the ones it chooses from; empty if it has none."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     message_at, hint_at, code_at = POSITIONS.get(name, (0, 1, 99))
     code = next((word.value for word in call.keywords if word.arg == "code"), None)
@@ -251,7 +251,7 @@ def site(call: ast.Call, scope: ast.AST, module: ast.Module) -> list[CodeEntry]:
 
 
 def _codes(value: ast.AST, module: ast.Module) -> list[str]:
-    """Return the codes that an expression may be, as far as its module has them as constants."""
+    """Return the possible codes of an expression, as far as they are constants of its module."""
     values = [value]
     if isinstance(value, ast.Name):
         assignments = [node for node in ast.walk(module) if isinstance(node, ast.Assign)]
@@ -266,7 +266,7 @@ def _codes(value: ast.AST, module: ast.Module) -> list[str]:
 
 
 def printed(text: str) -> list[CodeEntry]:
-    """Return what a text says about a code that is printed as errors are, without one being raised."""
+    """Return the entry of a code in a text printed like an error, without a raise."""
     found = PRINTED.fullmatch(text)
     if found is None:
         return []
@@ -274,7 +274,7 @@ def printed(text: str) -> list[CodeEntry]:
 
 
 def answered(node: ast.Dict, scope: ast.AST) -> list[CodeEntry]:
-    """Return what an answer of a server, ``{"error": MESSAGE, "code": CODE}``, says about its code."""
+    """Return the entry of the code in a server's response, ``{"error": MESSAGE, "code": CODE}``."""
     parts = {
         key.value: value for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)
     }
@@ -290,7 +290,7 @@ def calls(tree: ast.AST, name: str) -> list[ast.Call]:
 
 
 def argument(call: ast.Call, position: int, name: str, scope: ast.AST) -> str:
-    """Return the text of an argument, with … for what is not constant; "" if nothing is."""
+    """Return the text of an argument, with … for variable parts; "" if none is constant."""
     value = next((word.value for word in call.keywords if word.arg == name), None)
     if value is None and len(call.args) > position:
         value = call.args[position]
@@ -298,7 +298,7 @@ def argument(call: ast.Call, position: int, name: str, scope: ast.AST) -> str:
 
 
 def words(value: ast.AST | None, scope: ast.AST, depth: int = 0) -> str:
-    """Return an expression as text, with … for what is not constant."""
+    """Return an expression as text, with … for variable parts."""
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return value.value
     if isinstance(value, ast.JoinedStr):
@@ -315,7 +315,7 @@ def words(value: ast.AST | None, scope: ast.AST, depth: int = 0) -> str:
 
 
 def _assigned(name: str, scope: ast.AST, depth: int, before: int) -> str:
-    """Return the text that a variable was given last before a line."""
+    """Return the text last assigned to a variable before a line."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(scope):
         if not isinstance(node, ast.Assign) or node.lineno > before:

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def key_text(settings: list[Setting]) -> str:
-    """Return all that is known about a key or section; the definitions that simulators or families have of it."""
+    """Return the entry of a key or section, with all definitions by simulators or families."""
     parts = [settings[0].key]
     for setting in settings:
         parts += _definition(setting)
@@ -71,7 +71,7 @@ def _children(setting: Setting) -> list[str]:
 
 
 def code_text(entry: CodeEntry) -> str:
-    """Return all that is known about a code: each message with what to do about it."""
+    """Return the entry of a code: each message with its cure."""
     parts = [f"{entry.code}: {KINDS[entry.kind]}"]
     hints: dict[str, list[str]] = {}
     for cause, cure in entry.cases:

@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 INPUTS_FILE = "io.safetensors"
 OWN = ("openvla", "openvla_oft", "pi0_fast", "gr00t", "gr00t_n1_7", "smolvla")
-"""Families whose comparison is the module of their name."""
+"""Families compared by the module of their name."""
 COMPARISONS = {
     **{name: f"embodrl.tools.parity.{name}:run" for name in OWN},
     **dict.fromkeys(("pi0", "pi05"), "embodrl.tools.parity.pi:run"),
 }
-"""Built-in family -> ``module:function`` that compares it; of another family its ``ModelSpec.parity``."""
+"""Built-in family -> ``module:function`` that compares it; other families use ``ModelSpec.parity``."""
 
 
 class ParityDevice(StrEnum):
-    """Where networks run."""
+    """Device of the networks."""
 
     cpu = "cpu"
     cuda = "cuda"
 
 
 class ParityPrecision(StrEnum):
-    """What networks compute in."""
+    """Compute precision of the networks."""
 
     fp32 = "fp32"
     bf16 = "bf16"
@@ -48,7 +48,7 @@ class ParityPrecision(StrEnum):
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="a fixture, or a directory of fixtures")]
 Family = Annotated[
     str | None,
-    typer.Option("--family", metavar="NAME", help="model family; else the folder's name tells", show_default=False),
+    typer.Option("--family", metavar="NAME", help="model family; default: from the folder's name", show_default=False),
 ]
 
 
@@ -57,10 +57,10 @@ class ParityOutcome:
     """Result of one fixture.
 
     Attributes:
-        directory: of the fixture.
+        directory: fixture directory.
         family: registered name.
-        comparisons: output by output; empty if it could not be run.
-        error: why it could not be run; empty if it was.
+        comparisons: one per output; empty if the comparison could not run.
+        error: why it could not run; else empty.
     """
 
     directory: Path
@@ -73,7 +73,7 @@ class ParityOutcome:
         return not self.error and all(comparison.ok for comparison in self.comparisons)
 
     def to_dict(self) -> dict[str, object]:
-        """Return it for JSON, which has no infinity: an error beyond measure is null, and so is no tolerance."""
+        """Return JSON values; JSON has no infinity, so an infinite error is null, and so is a missing tolerance."""
         return {
             "directory": str(self.directory),
             "family": self.family,
@@ -107,7 +107,7 @@ def parity(
     json: JsonFile = None,
     debug: Debug = False,
 ) -> None:
-    """Compare a model family with outputs that its reference implementation gave.
+    """Compare a model family with recorded outputs of its reference implementation.
 
     A fixture is a folder named after its family with model.safetensors (weights), io.safetensors (inputs and the
     reference's outputs) and, for some families, config.json. Exits 0 if every output is within tolerance, else 1.
@@ -146,13 +146,13 @@ def parity(
 
 
 def fixtures(directory: Path) -> list[Path]:
-    """Return the fixture that a directory is, or those that it holds, by name.
+    """Return the fixture that a directory is, or the fixtures in it, by name.
 
     Raises:
         UsageError: no such directory, or no fixture.
     """
     if not directory.is_dir():
-        raise UsageError(f"there is no directory {directory}", "give the folder of a fixture, or one that holds some")
+        raise UsageError(f"there is no directory {directory}", "give the folder of a fixture, or of several")
     directory = directory.resolve()
     found = [directory] if (directory / INPUTS_FILE).is_file() else []
     found = found or sorted(path.parent for path in directory.glob(f"*/{INPUTS_FILE}"))

@@ -1,4 +1,4 @@
-"""A local web page over runs, made from their files alone: an overview that renews itself, and a page per run."""
+"""A local web page about runs, made from their files alone: a self-refreshing overview, and a page per run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ except ImportError as error:
     raise MissingDependencyError("aiohttp is not installed", "pip install 'embodrl[serve]'") from error
 
 MOST_RUNS = 12
-"""Runs that are drawn unless others are chosen: the newest."""
+"""Runs drawn by default: the newest."""
 RENEW_S = 5
 COOKIE = "embodrl_watch"
 PATTERNS = ("videos/**/*.mp4", "logs/**/*.log", "metrics.jsonl", "config.yaml", "provenance.json")
@@ -59,14 +59,14 @@ setInterval(async () => {
 
 
 class RunPages:
-    """The pages over the runs in some directories.
+    """The pages about the runs in some directories.
 
     Args:
-        directories: of runs, or above runs; searched again at every request.
-        token: that the URL must have; None for none.
+        directories: run directories, or directories above them; searched at every request.
+        token: token that the URL must have; None for none.
 
     Attributes:
-        limiter: learns which connections may stay; None: nothing bounds them.
+        limiter: connection limiter; None for no limit.
     """
 
     limiter: ConnectionLimiter | None = None
@@ -76,7 +76,6 @@ class RunPages:
         self._token = token
 
     def app(self) -> web.Application:
-        """Return the web application."""
         app = web.Application(middlewares=[self._admit])
         app.add_routes(
             [
@@ -100,9 +99,9 @@ class RunPages:
             return refused
         if self.limiter is not None:
             self.limiter.admit(request.protocol)
-        if "token" in request.query:  # not in the address bar, history or links
+        if "token" in request.query:  # keep the token out of the address bar, history and links
             others = "&".join(f"{quote(k)}={quote(v)}" for k, v in request.query.items() if k != "token")
-            # As it was sent: a zero byte can stand in no header, and two slashes would lead to another host.
+            # As sent: a zero byte is not allowed in a header, and two slashes would lead to another host.
             path = f"/{request.rel_url.raw_path.lstrip('/')}"
             location = f"{path}?{others}" if others else path
             answer: web.StreamResponse = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": location})
@@ -119,17 +118,16 @@ class RunPages:
         return answer
 
     def _views(self) -> list[RunView]:
-        """Return all runs, the newest first."""
         try:
             paths = find_runs(self._directories)
         except UsageError:
             if not all(directory.is_dir() for directory in self._directories):
                 raise
-            return []  # none yet
+            return []  # no runs yet
         return sorted(read_runs(paths), key=lambda run: run.age_s)
 
     def _chosen(self, request: web.Request) -> tuple[list[RunView], list[RunView]]:
-        """Return all runs, and those to draw, by name so that a run keeps its colour."""
+        """Return all runs, and the ones to draw, by name so that a run keeps its color."""
         views = self._views()
         wanted = set(request.query.getall("run", []))
         chosen = [run for run in views if run_id(run) in wanted] if wanted else views[:MOST_RUNS]
@@ -184,7 +182,7 @@ class RunPages:
 
 
 def run_id(run: RunView) -> str:
-    """Return what stands for a run in addresses."""
+    """Return the id of a run in URLs."""
     return hashlib.sha256(str(run.directory.resolve()).encode()).hexdigest()[:12]
 
 
@@ -207,16 +205,13 @@ def _html(text: str, scripts: str) -> web.Response:
 
 
 async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str], None]) -> int:
-    """Serve the pages until SIGINT or SIGTERM.
+    """Serve the pages until SIGINT or SIGTERM; return 128 + the signal's number.
 
     Args:
         watch: the pages.
         host: address to listen at.
         port: 0 for a free one.
         on_ready: called with the URL.
-
-    Returns:
-        128 + the signal's number.
 
     Raises:
         OutputError: the address is not available.
