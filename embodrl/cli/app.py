@@ -135,7 +135,6 @@ class Verbs(Group):
 
 
 def _command_of(target: Any, name: str) -> Any:
-    """Return the command of a verb, which is a function or a ``typer.Typer`` of verbs."""
     holder = make_app()
     if isinstance(target, typer.Typer):
         callback = target.registered_callback
@@ -166,7 +165,6 @@ class Command(TyperCommand):
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return ``[OPTIONS] DIR [ARGS]...``."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

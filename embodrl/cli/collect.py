@@ -61,7 +61,6 @@ def collect(
 
 
 def _policy(text: str, rest: list[str], config: Path | None, trust: bool) -> tuple[LoadedConfig, RecordedPolicy]:
-    """Load the configuration of a policy, and the policy."""
     from embodrl.config.compose import assignment
     from embodrl.hub import is_hub_id
     from embodrl.runs.policies import find_policy

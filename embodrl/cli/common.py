@@ -113,12 +113,7 @@ def load_measured(
 ) -> LoadedConfig:
     """As ``load``, for verbs that start simulators: measures ``env.num_processes=auto`` unless already measured.
 
-    Args:
-        overrides: overrides of the command line.
-        config_file: the user's file.
-        needed: returns whether simulators will be started.
-        verb: skips rules about settings that this verb does not read.
-        trust: the settings of another user's run may run code.
+    ``needed`` returns whether simulators will be started; rules about settings that ``verb`` does not read are skipped.
 
     Raises:
         ConfigError: lists every problem found.

@@ -39,8 +39,6 @@ class Place:
     """Devices, and how many processes share them.
 
     Attributes:
-        devices: devices in the order given.
-        num_processes: processes of the component.
         devices_of: devices of each process, by its rank.
     """
 
@@ -90,11 +88,7 @@ class ProcessPlace:
 
 
 def parse_range(text: str) -> list[int]:
-    """Parse ``3`` or ``0-3`` into ranks.
-
-    Raises:
-        PlacementError: the text is neither.
-    """
+    """Parse ``3`` or ``0-3`` into ranks. Raises PlacementError if the text is neither."""
     match = RANKS.fullmatch(text.strip())
     if match is None:
         raise PlacementError(f"'{text.strip()}' is not a rank or a range of ranks")

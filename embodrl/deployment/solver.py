@@ -44,7 +44,6 @@ class Deployment:
         machines: hardware of each machine, by node.
         gpus_per_node: GPUs of each machine that the components may use.
         num_cpus: logical CPUs of the driver's machine that the run may use.
-        num_threads: ``cluster.num_threads``.
         trains_in_processes: training runs outside the driver.
         rolls_out_in_processes: rollouts run outside the driver.
         reasons: reasons for the placement, with ``cluster.placement=auto``.
@@ -107,7 +106,6 @@ class Solution:
     """Result of placing all components, so that rules can report all problems at once.
 
     Attributes:
-        machine: the driver's machine.
         gpus_per_node: described or counted; None if a GPU is required and the machine lists none.
         places: places of the components that could be placed.
         unplaced: lines that could not be placed.
@@ -139,15 +137,11 @@ class Solution:
 
 
 def solve(config: Config, machine: Machine | None = None, planning: bool = False) -> Solution:
-    """Place every process.
+    """Place every process; types in ``config`` are valid, places may not be.
 
     Simulators are bound to one core each, on the NUMA node of the GPU they feed as long as it has free cores. Actor and
-    rollout processes on a GPU may use the cores of its node, others all cores.
-
-    Args:
-        config: configuration with valid types; its places may be invalid.
-        machine: driver's machine; None reads it.
-        planning: use the cores and GPUs of described machines, which need not exist.
+    rollout processes on a GPU may use the cores of its node, others all cores. With ``planning``, described machines
+    need not exist: cores and GPUs are the description's.
     """
     machine = read_machine() if machine is None else machine
     cluster = config.cluster

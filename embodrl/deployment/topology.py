@@ -163,14 +163,9 @@ def assign_cpus(
     """Return a CPU for each process.
 
     Whole cores are assigned before second hardware threads, and those before any core is used twice. Processes are
-    spread over the nodes in proportion to their cores, neighbors together; with ``gpu``, the node of that GPU fills
-    first.
-
-    Args:
-        num_processes: number of processes.
-        topology: topology; None reads this machine's.
-        gpu: index into ``topology.gpus`` of the GPU that the processes feed.
-        near: preferred NUMA node of each process, instead of ``gpu``; None if it does not matter.
+    spread over the nodes in proportion to their cores, neighbors together; with ``gpu`` (an index into
+    ``topology.gpus``), the node of that GPU fills first. ``near`` gives the preferred NUMA node of each process
+    instead; None if it does not matter.
     """
     machine = topology or read_topology()
     counts = dict.fromkeys(machine.nodes, 0)

@@ -40,7 +40,6 @@ class Installed:
     """An environment as shown by `embodrl env list`.
 
     Attributes:
-        name: simulator.
         prefix: directory, existing or planned.
         state: ``ready``, ``outdated`` (the pins have changed), ``incomplete``, ``absent``, or ``foreign`` (not made by
             ``install``).

@@ -97,12 +97,9 @@ def missing_modules(names: Sequence[str], python: str | None = None) -> list[str
 
 
 def check_simulator(env_type: str, extensions: Sequence[str] = (), can_draw: bool = True) -> MachineFinding:
-    """Check packages, probe and one frame of a simulator; only the default simulator's absence is an error.
+    """Check packages, probe and, if ``can_draw``, one frame of a simulator.
 
-    Args:
-        env_type: name in the environment registry.
-        extensions: modules that register environments.
-        can_draw: render the frame.
+    Only the default simulator's absence is an error.
     """
     spec = ENVS.entry(env_type)
     python = _own_python(env_type)

@@ -102,7 +102,6 @@ class VulkanDevice:
         name: driver's name of the device, e.g. ``llvmpipe (LLVM 15.0.6, 256 bits)``.
         kind: one of ``DEVICE_KINDS``; ``cpu`` is a software renderer.
         driver: driver name and version, e.g. ``llvmpipe Mesa 25.0.7``.
-        api_version: Vulkan version, e.g. ``1.4.305``.
         partially_bound: the device offers descriptorBindingPartiallyBound, which SAPIEN's renderer needs.
     """
 
@@ -119,7 +118,6 @@ class VulkanReport:
 
     Attributes:
         status: ``USABLE``, ``NO_LOADER``, ``NO_DEVICE`` or ``NO_FEATURE``.
-        devices: every physical device.
         detail: description of the problem; empty if there is none.
     """
 

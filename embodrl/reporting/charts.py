@@ -36,13 +36,10 @@ class Series:
     """A line of a chart; non-finite points are left out.
 
     Attributes:
-        label: legend entry.
         points: (x, y), ascending in x.
         colour: CSS variable of the page, e.g. ``c0``.
         intervals: (low, high) of each point, drawn as whiskers, or None; empty for no intervals.
         tips: tooltip of each point; empty for none.
-        dashed: draw a thinner, dashed line.
-        dots: mark every point.
     """
 
     label: str
@@ -64,13 +61,7 @@ def line_chart(
 ) -> str:
     """Return a chart as HTML; "" if no series has a point. A wide chart has a second drawing for phones.
 
-    Args:
-        title: title above the chart.
-        series: lines.
-        x_label: label below the chart.
-        percent: y is a fraction, shown in percent.
-        y_range: minimum range of the y axis; the data may widen it.
-        wide: as wide as the page.
+    With ``percent``, y is a fraction. ``y_range`` is the minimum range of the y axis; the data may widen it.
     """
     most = max(LEAST_POINTS, MAX_POINTS // (len(series) or 1))
     series = [drawn for each in series if (drawn := _thinned(_finite(each), most)).points]
@@ -194,13 +185,8 @@ def stacked_chart(
 ) -> str:
     """Return a chart of stacked bars as HTML, one per iteration; "" without any.
 
-    With many iterations, a bar shows the mean of neighboring ones. An iteration without finite sizes has no bar.
-
-    Args:
-        title: title above the chart.
-        labels: labels of the parts.
-        colours: CSS variables of the parts.
-        columns: iteration -> sizes of the parts.
+    ``columns`` maps an iteration to the sizes of its parts. With many iterations, a bar shows the mean of neighboring
+    ones. An iteration without finite sizes has no bar.
     """
     bars = list(_bars(columns))
     if not bars:
@@ -243,14 +229,7 @@ def _bars(columns: Mapping[int, Sequence[float]]) -> Iterator[tuple[int, int, li
 
 
 def histogram(title: str, groups: Sequence[tuple[str, str, Sequence[float]]], x_label: str, bins: int = 12) -> str:
-    """Return a stacked histogram as HTML; "" without a value.
-
-    Args:
-        title: title above the chart.
-        groups: (label, CSS variable, values) each.
-        x_label: label below the chart.
-        bins: limit on bins.
-    """
+    """Return a stacked histogram as HTML; "" without a value. ``groups`` are (label, CSS variable, values)."""
     finite = [[float(value) for value in group if is_number(value)] for _, _, group in groups]
     if not any(finite):
         return ""

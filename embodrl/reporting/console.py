@@ -55,9 +55,7 @@ def sparkline(values: list[float], width: int = 40) -> str:
 class TimeLeft:
     """Estimates the remaining time of a run from the mean of the last ten iterations and evaluations.
 
-    Args:
-        total: iterations of the run.
-        evaluations_after: maps a number of iterations to the number of later evaluations.
+    ``evaluations_after`` maps a number of iterations to the number of later evaluations.
     """
 
     def __init__(self, total: int, evaluations_after: Callable[[int], int]) -> None:
@@ -100,8 +98,6 @@ class Console:
 
     Args:
         mode: auto is rich on a terminal and plain elsewhere.
-        total_iterations: length of the run.
-        name: name of the run.
         stream: replaces the terminal (tests).
         evaluations_after: maps a number of iterations to the number of later evaluations, for the remaining time.
     """
@@ -147,7 +143,6 @@ class Console:
         self._earlier_s = self._number("time/elapsed_s")
 
     def update(self, row: Mapping[str, MetricValue]) -> None:
-        """Show the metrics of an iteration."""
         self._absorb(row)
         logger.info("%s", self._line())
         self._print(self._line())
@@ -165,9 +160,7 @@ class Console:
     def phase(self, text: str, chunks: int = 0) -> None:
         """Show the current phase; without a terminal, only once it takes longer than ``PLAIN_INTERVAL_S``.
 
-        Args:
-            text: name of the phase.
-            chunks: upper bound on calls of ``advance``; 0 if unknown.
+        ``chunks`` is the upper bound on calls of ``advance``; 0 if unknown.
         """
         self._phase = text
         self._done = 0
@@ -177,12 +170,10 @@ class Console:
         self._refresh()
 
     def advance(self) -> None:
-        """Count a chunk of the current phase."""
         self._done += 1
         self._print_phase()
 
     def step(self, done: int, total: int) -> None:
-        """Show how many optimizer steps of the update are done."""
         self._done = done
         self._total = total
         self._unit = "updates"

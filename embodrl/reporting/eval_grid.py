@@ -26,13 +26,7 @@ HOLD_S = 1.0
 
 @dataclass(frozen=True)
 class Tile:
-    """One episode.
-
-    Attributes:
-        video: video file.
-        caption: number, task and instruction, in that order.
-        success: outcome.
-    """
+    """One episode: video file, and caption of number, task and instruction, in that order."""
 
     video: Path
     caption: str
@@ -79,7 +73,6 @@ def arrange(pictures: list[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8
 def _draw(
     clip: NDArray[np.uint8], at: int, success: bool, caption: NDArray[np.uint8], size: tuple[int, int]
 ) -> NDArray[np.uint8]:
-    """Return frame ``at``, or the last one, with its border and caption."""
     ended = at >= len(clip) - 1
     colour = (SUCCESS if success else FAILURE) if ended else RUNNING
     frame = clip[min(at, len(clip) - 1)]

@@ -94,15 +94,7 @@ class EvalContent(TypedDict):
 
 
 def eval_page(content: EvalContent, title: str, directory: Path, grid: Path | None, videos: list[Path]) -> str:
-    """Return the page.
-
-    Args:
-        content: content of eval.json.
-        title: title of the page.
-        directory: directory of the page; video paths are relative to it.
-        grid: grid video of all recorded episodes.
-        videos: one video per recorded episode.
-    """
+    """Return the page; video paths are relative to ``directory``."""
     settings = content["settings"]
     rows = [(name, row) for name, row in content["tasks"].items()]
     parts = [

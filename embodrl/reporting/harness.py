@@ -25,13 +25,8 @@ def harness_result(
 ) -> dict[str, object]:
     """Return the content of the file.
 
-    Args:
-        benchmark: name of the benchmark, e.g. ``libero_spatial``.
-        tasks: task names; episode i has task ``i mod n``. The harness calls LIBERO's tasks by their instructions.
-        episodes: completed episodes.
-        num_episodes: expected number of episodes.
-        seed: seed of the evaluation.
-        config: further content to keep.
+    Episode i has task ``i mod n``. The harness calls LIBERO's tasks by their instructions. ``num_episodes`` is the
+    expected number, ``episodes`` the completed ones, and ``config`` further content to keep.
     """
     done = {episode["number"]: episode for episode in episodes}
     rows = [_task(name, range(index, num_episodes, len(tasks)), done) for index, name in enumerate(tasks)]

@@ -27,14 +27,7 @@ DIVERGED_ITERATIONS = 3
 
 @dataclass(frozen=True)
 class HealthWarning:
-    """A sign that a run does not learn.
-
-    Attributes:
-        code: stable identifier, explained in docs/it_does_not_learn.md.
-        iteration: iteration of the row that showed it.
-        message: observation, with numbers.
-        hint: suggested change.
-    """
+    """A sign that a run does not learn; ``code`` is explained in docs/it_does_not_learn.md."""
 
     code: str
     iteration: int
@@ -92,7 +85,6 @@ class HealthMonitor:
             self.check(row)
 
     def check(self, row: Mapping[str, Any]) -> list[HealthWarning]:
-        """Return the new warnings of an iteration."""
         found: list[HealthWarning] = []
         for sign in self._signs(row):
             if not math.isnan(sign.value):

@@ -102,9 +102,6 @@ class RunLog:
 
     Files rotate, and floods are limited. A file that can't be written only causes a warning, so that the run's own
     reports are not lost.
-
-    Args:
-        path: file to append to.
     """
 
     def __init__(self, path: Path) -> None:

@@ -65,14 +65,7 @@ def read_metrics(path: Path) -> list[Row]:
 
 
 def restore_metrics(path: Path, saved: bytes) -> bytes:
-    """Restore a metrics.jsonl to the state of a checkpoint, with a warning about damaged lines.
-
-    Args:
-        path: path of the file.
-        saved: its content when the checkpoint was made; later rows are dropped.
-
-    Returns:
-        ``saved``.
+    """Restore a metrics.jsonl to ``saved``, its content in a checkpoint, and return that; warns about damaged lines.
 
     Raises:
         OSError: the file can't be written.

@@ -93,10 +93,7 @@ def figures(pairs: Iterable[tuple[str, str]]) -> str:
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], value_columns: Sequence[int] = ()) -> str:
     """Return a table; on a narrow page each row of a table with a head becomes a list of titles and cells.
 
-    Args:
-        head: column titles; empty for none.
-        rows: cells as text or ``Html``.
-        value_columns: columns in a monospaced font.
+    ``value_columns`` have a monospaced font.
     """
     names = [html.escape(name) for name in head]
     lines = [f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"] if head else []

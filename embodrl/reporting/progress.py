@@ -19,9 +19,6 @@ class Progress:
     """Shows the progress of a long task.
 
     Args:
-        title: description of the task.
-        total: number of units.
-        unit: name of a unit.
         mode: auto, rich, plain or off; auto is rich on a terminal.
         is_even: units take about the same time, so that a rate and the remaining time can be shown.
     """

@@ -56,7 +56,6 @@ class TensorBoardTracker:
     the process on its queue.
 
     Args:
-        directory: directory of the event files.
         resume_iteration: later iterations of an earlier process are hidden; None for a new run.
     """
 
@@ -135,11 +134,7 @@ class WandbTracker:
         self._run.log(known, step=self._step)
 
     def close(self) -> None:
-        """Finish uploading.
-
-        Raises:
-            TimeoutError: the upload takes too long: without a network, it would never end.
-        """
+        """Finish uploading; raises TimeoutError if that takes too long: without a network, it would never end."""
         errors: list[Exception] = []
 
         def finish() -> None:
@@ -167,10 +162,8 @@ class MetricsLogger:
 
     Args:
         run_dir: directory of metrics.jsonl, tensorboard/ and wandb/.
-        config: selection of trackers.
         resume_iteration: None for a new run; otherwise the file is restored to ``saved``, which ends with that
             iteration, so that it ends up like an uninterrupted run's.
-        run_config: configuration shown by trackers.
         trackers: replaces the configured ones (tests).
         file_name: name of the metrics file in ``run_dir``.
         saved: ``content`` from the checkpoint being resumed.

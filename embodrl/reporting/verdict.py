@@ -12,12 +12,9 @@ SUCCESS = "eval/success_rate"
 
 
 def is_solved(rows: Sequence[Row], success_rate: float | None, evaluations: int) -> bool:
-    """Whether each of the last evaluations reached a success rate, in 0 to 1.
+    """Whether each of the last ``evaluations`` reached a success rate (0 to 1; None is never reached).
 
-    Args:
-        rows: rows of metrics.jsonl; an evaluation before the first update does not count.
-        success_rate: ``runner.stop_at_success``; None is never reached.
-        evaluations: ``runner.stop_evaluations``.
+    An evaluation before the first update does not count.
     """
     if success_rate is None:
         return False
@@ -26,12 +23,7 @@ def is_solved(rows: Sequence[Row], success_rate: float | None, evaluations: int)
 
 
 def regression(rows: Sequence[Row], allowed: float | None) -> EmbodrlError | None:
-    """Return an error if the last row's evaluation is too far below the best earlier one.
-
-    Args:
-        rows: rows of metrics.jsonl.
-        allowed: ``runner.max_regression``; None allows everything.
-    """
+    """Return an error if the last row's evaluation is more than ``allowed`` (None: any) below the best earlier one."""
     rates = [(float(row[SUCCESS]), int(row["iteration"])) for row in rows if is_number(row.get(SUCCESS))]
     if allowed is None or len(rates) < 2 or not is_number(rows[-1].get(SUCCESS)):
         return None

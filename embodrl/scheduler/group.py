@@ -113,9 +113,7 @@ class WorkerGroup:
     """Workers of one class, which share out calls of methods marked with ``dispatch``.
 
     Args:
-        name: name in messages and logs.
         independent: no worker waits for another, so the death of one only fails its own calls.
-        kwargs: keyword arguments of the constructor.
     """
 
     def __init__(

@@ -39,14 +39,10 @@ class WorkerContext:
     """Identity and resources of a worker.
 
     Attributes:
-        group: name of its group.
         rank: process number, from 0.
-        world_size: workers of the group.
-        node: machine number.
         devices: GPUs, as numbered by the machine; the process sees only these.
         cpus: logical CPUs it is bound to; empty for all.
         rendezvous: ``init_method`` for ``torch.distributed``, the same for all workers of the group.
-        channels: channels by name.
     """
 
     group: str

@@ -43,7 +43,6 @@ class ServedChunk:
     Attributes:
         actions: ``float32[C,A]`` in environment units.
         version: number of updates behind the weights.
-        batch_size: observations in the batch.
         infer_ms: compute time of the batch, in milliseconds.
         total_ms: milliseconds from the request's arrival to the response.
     """

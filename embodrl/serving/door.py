@@ -86,11 +86,7 @@ class ConnectionLimiter:
         self._reported = -_QUIET_S
 
     async def open(self, host: str, port: int) -> int:
-        """Listen at every address of a host; return the port.
-
-        Raises:
-            OSError: an address is not available.
-        """
+        """Listen at every address of a host; return the port. Raises OSError if an address is not available."""
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:

@@ -48,8 +48,6 @@ class Service:
     """The served policy, as the protocols see it.
 
     Args:
-        core: policy core.
-        config: configuration of the policy.
         token: token that clients must send; None for none.
     """
 
@@ -163,13 +161,7 @@ class Service:
 
 
 class Listener(ABC):
-    """One protocol at one address.
-
-    Attributes:
-        name: name of the protocol.
-        scheme: scheme of its URL.
-        keys: message keys of its observations.
-    """
+    """One protocol at one address."""
 
     name: str
     scheme: str
@@ -181,11 +173,7 @@ class Listener(ABC):
 
     @abstractmethod
     async def start(self, host: str, port: int) -> int:
-        """Listen; return the port.
-
-        Raises:
-            OSError: the address is not available.
-        """
+        """Listen; return the port. Raises OSError if the address is not available."""
 
     @abstractmethod
     async def stop_accepting(self) -> None:

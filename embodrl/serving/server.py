@@ -33,7 +33,6 @@ class PolicyServer:
 
     Args:
         weights_dir: directory where newer weights will appear; None if none are expected.
-        say: prints status lines.
 
     Raises:
         MissingDependencyError: a protocol's library is not installed.

@@ -43,11 +43,7 @@ class FollowedBatches:
         return self._batches is not None
 
     def poll(self) -> None:
-        """Read new shards.
-
-        Raises:
-            StoreError: the store can't be reached, or a shard is damaged.
-        """
+        """Read new shards. Raises StoreError if the store can't be reached, or a shard is damaged."""
         if self._reader.poll():
             self._renew()
 

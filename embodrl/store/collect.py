@@ -99,8 +99,6 @@ class PolicyCollector(Recorder):
 
     Args:
         pool: started pool, without auto-reset, one action at a time.
-        engine: rollout engine with the policy.
-        shards: writer of finished episodes.
         intervention: source of corrections; None for none.
         log: sink for the metrics of finished episodes, with the episode count as ``iteration``; None for none.
 

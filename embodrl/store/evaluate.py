@@ -29,7 +29,6 @@ class VersionEvaluator:
     """Evaluates the newest version in a store, and writes the result there.
 
     Args:
-        source: receiver of weights.
         directory: directory for copies of the weights.
         measure: returns the result of an evaluation, as JSON.
         pause: called while there is nothing to do.

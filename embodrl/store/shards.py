@@ -47,10 +47,8 @@ class ShardWriter:
     """Writes the episodes of one collector.
 
     Args:
-        store: destination of the shards.
         spool: directory of this collector alone, on a disk that outlives the process.
         make_writer: returns the writer of a dataset in a directory, resuming an interrupted one.
-        capacity: episodes in a shard.
         longest_s: seconds after which a shard with fewer is complete.
         meta: further entries of ``embodrl.json`` of a shard.
 
@@ -162,10 +160,8 @@ class ShardReader:
     """Follows the episodes of a store: each is read once, by its id.
 
     Args:
-        store: store with the shards.
         cache: directory for copies of them.
         cameras: cameras, in the order of the policy's.
-        size: height and width of images.
         window: number of newest usable episodes kept.
         successes_only: count failed episodes, but do not use them.
         corrections_only: count episodes without corrections, but do not use them.

@@ -34,7 +34,6 @@ class Job:
 
     Attributes:
         worker_class: class, importable by name.
-        kwargs: keyword arguments of the constructor.
         rendezvous: address for ``torch.distributed``.
         channels: channels by name, made by the same launcher.
         log_dir: directory of its output; None keeps it for error messages only.
@@ -115,11 +114,8 @@ class Launcher(ABC):
     ) -> Launcher:
         """Return the launcher of a run.
 
-        Args:
-            places: places of all processes to start.
-            simulators: number of simulator processes these will start, by machine of the placement.
-            cluster: section ``cluster``.
-            limits: times after which a worker counts as hung.
+        ``simulators`` is the number of simulator processes that the processes in ``places`` will start, by machine of
+        the placement.
 
         Raises:
             MissingDependencyError: a package is missing.

@@ -56,9 +56,7 @@ class Host:
     """Holds a worker and executes its calls.
 
     Args:
-        context: result of ``context_message``.
         numa_node: preferred NUMA node for memory; None for any.
-        kwargs: keyword arguments of the constructor.
     """
 
     def __init__(

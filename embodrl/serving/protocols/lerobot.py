@@ -59,7 +59,6 @@ class _Robot:
     """A client, identified by its connection.
 
     Attributes:
-        keys: message keys of its observations.
         num_actions: chunk length it requests.
         seen: newest observation, until a poll takes it.
         answered: last timestep it received actions for.

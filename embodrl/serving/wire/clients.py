@@ -323,11 +323,7 @@ class OpenpiClient(HttpClient):
 
 
 def actions_in(answer: object) -> Array:
-    """Return ``actions [H,A]`` of a response.
-
-    Raises:
-        RemotePolicyError: the response has no actions.
-    """
+    """Return ``actions [H,A]`` of a response. Raises RemotePolicyError if the response has no actions."""
     actions = answer.get("actions") if isinstance(answer, Mapping) else None
     if not isinstance(actions, np.ndarray) or actions.ndim != 2:
         raise refused("a response without actions of shape [H,A]")

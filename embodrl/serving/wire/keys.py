@@ -57,11 +57,7 @@ class Part:
 
 
 def split(vector: Array, parts: Sequence[Part]) -> dict[str, Array]:
-    """Split the last axis into parts; one of them may omit its size.
-
-    Raises:
-        WireError: the sizes do not add up.
-    """
+    """Split the last axis into parts; one of them may omit its size. Raises WireError if the sizes do not add up."""
     total = vector.shape[-1]
     known = sum(part.dims or 0 for part in parts)
     sizes = [total - known if part.dims is None else part.dims for part in parts]
@@ -135,7 +131,6 @@ class WireMap:
     Attributes:
         images: keys of the V images, in the order of ``env.cameras``.
         state: ``KEY`` or ``KEY:DIMS`` of the parts that form the state; omitted if the message has none of them.
-        instruction: key of the instruction.
     """
 
     images: tuple[str, ...]

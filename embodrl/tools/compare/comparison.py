@@ -48,7 +48,6 @@ class RunView:
     """Content of a run's files.
 
     Attributes:
-        directory: run directory.
         name: name, unique among the compared runs.
         rows: rows of metrics.jsonl, or of sft_metrics.jsonl.
         config: content of config.yaml; empty without one.
@@ -155,18 +154,11 @@ def _is_locked(directory: Path) -> bool:
 class Figures:
     """Figures of a run; None where the run has none.
 
+    Success rates are ``eval/success_rate``, 0 to 1: greedy unless ``env.eval.decoding`` says otherwise.
+
     Attributes:
-        iterations: completed iterations.
-        env_steps: completed environment steps.
-        minutes: wall time.
         steps_per_s: environment steps per second of wall time.
-        first: ``eval/success_rate`` of the first evaluation, 0 to 1: greedy unless ``env.eval.decoding`` says
-            otherwise.
-        last: ``eval/success_rate`` of the last evaluation.
-        interval: confidence interval of ``last``.
-        best: ``eval/success_rate`` of the best evaluation.
-        best_iteration: iteration of the best evaluation.
-        loss: last imitation loss.
+        first, last, best: success rates of the first, last and best evaluation.
         val_loss: loss on held-out demonstrations after it.
     """
 
@@ -270,7 +262,6 @@ def _named(run: RunView, index: int, link: Callable[[RunView], str] | None) -> H
 
 
 def _line(index: int) -> tuple[str, str]:
-    """Return the color and line style of a run: the same in every chart."""
     return f"c{index % COLOURS}", "dashed" if index // COLOURS % 2 else ""
 
 

@@ -254,7 +254,6 @@ def _unflatten(
 
 
 def _array(values: list[Any], kind: _ArrayKind) -> Array:
-    """Return an array from nested lists; elements nested deeper than its axes are objects."""
     dtype = kind["dtype"]
     shape = kind["shape"]
     if np.dtype(dtype).kind != "O":

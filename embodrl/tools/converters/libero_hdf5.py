@@ -133,7 +133,7 @@ def _instruction(path: Path, task: str, attributes: Mapping[str, object]) -> str
         return _SCENE.sub("", task).replace("_", " ")
     encoded = attributes["problem_info"]
     if not isinstance(encoded, str | bytes):
-        raise ValueError("its attribute 'problem_info' is not a text")
+        raise ValueError("its attribute 'problem_info' is not text")
     info = parse_fields(encoded, f"{path}, problem_info", max_bytes=MAX_ATTRIBUTE_BYTES)
     words = info.content.get("language_instruction")
     return (

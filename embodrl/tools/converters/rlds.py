@@ -40,7 +40,6 @@ class RldsChoice:
         cameras: image features, in this order; None for all color images that are not blank.
         action, state: vector features to be joined; state None for ``observation/state``.
         split: split of the files; None for ``train``, or the only one.
-        instruction: replaces the data's instruction.
     """
 
     cameras: tuple[str, ...] | None = None
@@ -54,8 +53,6 @@ class Rlds:
     """An RLDS dataset.
 
     Args:
-        source: version folder with features.json.
-        choice: what to convert.
         report: called with lines about omissions and progress.
 
     Raises:
@@ -209,7 +206,6 @@ class Rlds:
         return np.concatenate(parts, axis=1)
 
     def _vector(self, example: Example, name: str, length: int | None) -> NDArray[np.float32]:
-        """Return a numeric feature, ``float32[N,D]``."""
         width = int(np.prod(cast("tuple[int, ...]", self.features[name].shape)))
         values = self._values(example, name)
         count = len(values) // max(width, 1)

@@ -33,7 +33,6 @@ class RldsFeature:
     Attributes:
         kind: ``image``, ``text`` or ``tensor``.
         shape: shape per step; None for a size that varies.
-        dtype: name of the dtype.
         encoding: encoding of a tensor; ``none`` for plain numbers.
     """
 
@@ -55,7 +54,6 @@ class RldsFeature:
 
     @property
     def is_color(self) -> bool:
-        """Whether the feature is a color image."""
         return self.kind == "image" and self.dtype == "uint8" and self.shape[-1:] == (3,)
 
 
@@ -65,10 +63,7 @@ class Chosen:
 
     Attributes:
         actions, state: vectors, joined in this order.
-        cameras: images, by camera name.
         words: instruction; None if given by the user.
-        reward, terminal: None if absent.
-        notes: omissions and assumptions.
     """
 
     actions: tuple[str, ...]
@@ -137,13 +132,8 @@ def choose_features(
 ) -> Chosen:
     """Return the features to convert.
 
-    Args:
-        path: features.json, named in errors.
-        features: features of the steps.
-        cameras: image features in this order; None for all in color.
-        action: vector features, below ``steps`` or its ``observation``.
-        state: likewise; None takes ``observation/state`` if present.
-        has_instruction: the user gives the instruction, so the data needs none.
+    Cameras None takes all in color, state None ``observation/state`` if present. Names are below ``steps`` or its
+    ``observation``. With ``has_instruction`` the user gives the instruction, so the data needs none.
 
     Raises:
         EmbodrlError: a name is unknown or of another kind; lists the available names.

@@ -122,7 +122,6 @@ class Example:
     """The features of a ``tf.train.Example``, decoded when read.
 
     Args:
-        data: record.
         path, offset: location, named in errors.
 
     Raises:
@@ -154,7 +153,6 @@ class Example:
         return []
 
     def refuse(self, problem: str) -> EmbodrlError:
-        """Return the error of a damaged record."""
         return _wrong(self.path, self.offset, problem)
 
     def _text(self, value: memoryview) -> str:
@@ -164,7 +162,6 @@ class Example:
             raise self.refuse("the name of a feature is not UTF-8") from error
 
     def _numbers(self, values: memoryview, kind: int) -> NDArray[np.generic]:
-        """Return the values of packed and single numbers."""
         parts: list[NDArray[np.generic]] = []
         at = 0
         while at < len(values):

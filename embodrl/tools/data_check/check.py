@@ -47,7 +47,6 @@ class Replay:
     """Demonstrations repeated open-loop from their seeds.
 
     Attributes:
-        episodes: number of episodes.
         success: fraction that solved the task again.
         recorded_success: fraction that had solved it when recorded.
         picture_difference: mean difference (0 to 255) of the first images, recorded and replayed; None if sizes differ.
@@ -64,7 +63,6 @@ class PolicyErrors:
     """Errors of a policy on frames of the data.
 
     Attributes:
-        frames: number of frames.
         episodes: number of their episodes; only held-out ones with ``held_out``.
         mean_abs_error: error of each action dimension, in units of the data, over the chunk.
         of_the_mean: error of always predicting the mean action, of the training data if known.
@@ -82,17 +80,7 @@ class PolicyErrors:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Result of a check.
-
-    Attributes:
-        directory: dataset directory.
-        facts: facts stated by the dataset.
-        num_episodes, num_frames: number of episodes and frames inspected.
-        findings: errors first.
-        replay: result in the simulator, if one was given.
-        policy: result of the policy, if one was given.
-        encoded: number of different instructions encoded for a model; None if no model was named.
-    """
+    """Result of a check; ``encoded`` is the number of instructions encoded for a model, None if none was named."""
 
     directory: Path
     facts: DatasetFacts

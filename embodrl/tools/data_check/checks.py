@@ -38,9 +38,7 @@ class DataFinding:
 
     Attributes:
         level: an ``error`` almost certainly spoils training; a ``warning`` may.
-        code: stable identifier.
         message: observation, with dimensions and episodes numbered from 0.
-        hint: suggested fix.
     """
 
     level: Level
@@ -55,7 +53,6 @@ class Checked:
 
     Attributes:
         demos: demonstrations with frames of any size, or none.
-        facts: facts stated by the dataset.
         binary: action dimensions that nearly always take two values (grippers) -> these values.
     """
 

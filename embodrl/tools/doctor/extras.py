@@ -19,8 +19,6 @@ class Extra:
     """An extra of the package.
 
     Attributes:
-        name: name of the extra, as in ``pip install 'embodrl[NAME]'``.
-        modules: modules that must be importable.
         distribution: distribution whose version is compared with the extra's requirement.
         purpose: the only use of the extra.
     """

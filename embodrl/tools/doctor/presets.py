@@ -27,9 +27,7 @@ class CheckedMachine:
 
     Attributes:
         simulators: env_type -> why it does not run here; "" if it does. An env_type that was not checked is absent.
-        memory_bytes: host memory.
         gpu_bytes: memory of each CUDA GPU that torch can use.
-        has_wandb: the package is installed.
     """
 
     simulators: dict[str, str]

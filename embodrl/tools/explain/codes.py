@@ -110,7 +110,6 @@ class CodeEntry:
     """Facts about a code.
 
     Attributes:
-        code: error code.
         kind: ``class``, ``rule``, ``note``, ``problem`` or ``error``.
         source: class or rule that defines it.
         cases: ``(cause, cure)`` of each finding or raise site, with … for variable parts; the cure is "" if there is
@@ -124,12 +123,12 @@ class CodeEntry:
 
     @property
     def causes(self) -> list[str]:
-        """Every cause once; one that says nothing constant only where there is no other."""
+        """Every distinct cause; causes without constant words only if there is no other."""
         return [text for text in dict.fromkeys(cause for cause, _ in self.cases) if _says(text)] or [ANY_OTHER]
 
     @property
     def cures(self) -> list[str]:
-        """Every cure once, or that of ``CURES`` where the sources have none."""
+        """Every distinct cure, or the one of ``CURES`` if the sources have none."""
         found = [text for text in dict.fromkeys(cure for _, cure in self.cases) if _says(text)]
         return found or [CURES.get(self.code, ANY_OTHER)]
 
@@ -227,7 +226,6 @@ def _with_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
 
 
 def _says(text: str) -> bool:
-    """Whether a text has constant words."""
     return bool(text.strip(" …/"))
 
 

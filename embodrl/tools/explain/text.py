@@ -44,7 +44,6 @@ def key_text(settings: list[Setting]) -> str:
 
 
 def _definition(setting: Setting) -> list[str]:
-    """Return the facts of one definition of a key."""
     info = setting.info
     facts: dict[str, str] = {"": _sentence(info.description or "")}
     if setting.owners:
@@ -61,7 +60,6 @@ def _definition(setting: Setting) -> list[str]:
 
 
 def _children(setting: Setting) -> list[str]:
-    """Return a line for every key in a section or list, with its default."""
     lines: list[str] = []
     for child in children(setting):
         value = "section" if child.is_section else default(child.info)

@@ -121,7 +121,6 @@ def _evaluation(run_dir: Path) -> Fields | None:
 
 
 def _without_home(text: str) -> str:
-    """Remove the user's home directory from paths."""
     return text.replace(str(Path.home()), "~")
 
 

@@ -29,7 +29,6 @@ class HydraRecipe:
         values: dotted key -> value; lists are values.
         missing: entries of ``defaults`` without a file.
         unresolved: keys whose interpolation points outside the recipe.
-        num_files: number of included files.
     """
 
     values: dict[str, object] = field(default_factory=dict[str, object])
@@ -39,11 +38,7 @@ class HydraRecipe:
 
 
 def read_recipe(path: Path) -> HydraRecipe:
-    """Read a recipe, the files of its ``defaults`` next to it, and its interpolations.
-
-    Raises:
-        ConfigError: a file can't be read or is not a YAML mapping.
-    """
+    """Read a recipe, the files of its ``defaults`` next to it, and its interpolations; raises ConfigError."""
     recipe = HydraRecipe()
     root = path.absolute().parent
     recipe.values = dict(_flat(_read(path, root, recipe, 0)))
@@ -101,7 +96,6 @@ def _flat(tree: dict[str, object], prefix: str = "") -> Iterator[tuple[str, obje
 
 
 def _resolved(key: str, value: object, values: dict[str, object], recipe: HydraRecipe) -> object:
-    """Return a value with the interpolations inside the recipe resolved."""
     current, place = value, key
     for _ in range(MAX_REFERENCES):
         if not isinstance(current, str) or "${" not in current:

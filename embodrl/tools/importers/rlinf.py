@@ -34,14 +34,7 @@ GROUPS: dict[Group, str] = {
 
 @dataclass(frozen=True)
 class KeyAnswer:
-    """Outcome of a key.
-
-    Attributes:
-        key: key of the recipe.
-        value: value of the recipe.
-        ours: our settings, as ``key=value``.
-        note: why there are none, and the nearest key.
-    """
+    """Outcome of a key of the recipe: our settings as ``key=value``, or a note on why there are none."""
 
     key: str
     value: object
@@ -81,7 +74,6 @@ class Import:
 
     @property
     def num_read(self) -> int:
-        """Number of keys that RLinf reads."""
         return len(self.answers) - self.count("unread")
 
     @property
@@ -198,7 +190,6 @@ def _with_cameras(found: Settings, tree: Node) -> Settings:
 
 
 def _default(key: str, tree: Node) -> object:
-    """Return a key's value in the presets, else in the schema."""
     node = lookup(tree, key)
     if node is not None:
         return _comparable(node.plain())

@@ -94,11 +94,7 @@ def list_names(
 
 
 def split_groups(kinds: list[ListedKind], words: list[str]) -> tuple[list[str], list[str]]:
-    """Split the words after ``presets`` into preset groups and the rest.
-
-    Raises:
-        UsageError: unknown group.
-    """
+    """Split the words after ``presets`` into preset groups and the rest; raises UsageError for an unknown group."""
     from embodrl.config.presets import groups
 
     named = [word for word in words if "=" not in word] if kinds == [ListedKind.presets] else []

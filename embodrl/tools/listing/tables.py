@@ -153,9 +153,7 @@ def _assignments(settings: Mapping[str, object]) -> str:
 def presets(own: Sequence[Path] = (), groups: Sequence[str] = ()) -> list[ListedName]:
     """Return presets with the first line of their comment; also the file for presets in ``own``.
 
-    Args:
-        own: user's preset directories.
-        groups: requested groups; empty for all.
+    Only the requested ``groups``; empty for all.
     """
     found: list[ListedName] = []
     for group in groups or preset_files.groups():

@@ -27,11 +27,8 @@ class Subject:
 
     Attributes:
         policy: policy in evaluation mode; its weights change.
-        observation: observation of B different rows.
-        sampling: sampling settings of rollouts.
         load: loads a new policy from the directory of ``save_pretrained``.
         tolerance: largest difference of log-probs, values and actions that counts as rounding.
-        sft_lr: learning rate of imitation.
     """
 
     policy: VLAPolicy
@@ -42,7 +39,6 @@ class Subject:
     sft_lr: float = 1e-3
 
     def act(self, seed: int = 0, mode: str = "train") -> PolicyOutput:
-        """Return actions of all rows, sampled with a seed."""
         generator = torch.Generator().manual_seed(seed)
         return self.policy.predict_action_batch(
             self.observation, "train" if mode == "train" else "eval", self.sampling, generator
@@ -197,7 +193,6 @@ def imitation_problems(subject: Subject) -> Iterator[str]:
 
 
 def _demonstrations(subject: Subject) -> dict[str, Tensor]:
-    """Return a batch for imitation: the observation, with random actions."""
     policy = subject.policy
     rows = subject.observation.batch_size
     generator = torch.Generator().manual_seed(0)

@@ -29,12 +29,10 @@ TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Result of a check.
+    """Result of a check, or an optional feature that the model lacks.
 
     Attributes:
-        name: name of the check, or of an optional feature that the model lacks.
         promise: docstring of the check, or the missing feature.
-        problems: empty if the check passed.
         offered: the model has the checked feature.
     """
 
@@ -47,9 +45,7 @@ class CheckResult:
 def check_model(loaded: LoadedConfig, show: Callable[[CheckResult], None]) -> list[CheckResult]:
     """Check the configured model on observations of the configured environment.
 
-    Args:
-        loaded: configuration of the run.
-        show: called with each result; missing optional features come last.
+    ``show`` gets each result; missing optional features come last.
 
     Raises:
         EmbodrlError: the model can't be built, or the simulator can't run.

@@ -54,14 +54,7 @@ Family = Annotated[
 
 @dataclass
 class ParityOutcome:
-    """Result of one fixture.
-
-    Attributes:
-        directory: fixture directory.
-        family: registered name.
-        comparisons: one per output; empty if the comparison could not run.
-        error: why it could not run; else empty.
-    """
+    """Result of one fixture; ``comparisons`` is empty and ``error`` set if the comparison could not run."""
 
     directory: Path
     family: str
@@ -165,14 +158,10 @@ def fixtures(directory: Path) -> list[Path]:
 
 
 def family_of(directory: Path, family: str | None = None) -> str:
-    """Return the registered name that a fixture belongs to.
-
-    Args:
-        directory: of the fixture; the longest registered name that its own name has as words counts.
-        family: what the user says, if anything.
+    """Return the registered family of a fixture: ``family``, else the longest registered name in the folder's name.
 
     Raises:
-        UsageError: no such family, or one without a comparison; lists those that have one.
+        UsageError: unknown family, or one without a comparison; lists the families that have one.
     """
     from embodrl.specs import MODELS
 
@@ -182,16 +171,20 @@ def family_of(directory: Path, family: str | None = None) -> str:
     chosen = family if family is not None else max(named, key=len, default=None)
     if chosen in known:
         return chosen
-    what = f"no model family '{family}' can be compared" if family else f"the name of {directory} is of no model family"
+    what = (
+        f"no model family '{family}' can be compared"
+        if family
+        else f"the name of {directory} belongs to no model family"
+    )
     near = meant(family or words, known)
     raise UsageError(
         f"{what}; known: {', '.join(known)}",
-        (f"did you mean '{near}'? " if near else "") + "Rename the folder after its family, or give --family NAME",
+        (f"did you mean '{near}'? " if near else "") + "rename the folder after its family, or give --family NAME",
     )
 
 
 def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> ParityOutcome:
-    """Run a fixture; one that is damaged or does not fit is an outcome, not an exception."""
+    """Run a fixture; a damaged or mismatched one is an outcome, not an exception."""
     from embodrl.specs import MODELS
 
     compare = import_object(COMPARISONS.get(family) or MODELS.entry(family).parity)
@@ -200,8 +193,8 @@ def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> P
     except EmbodrlError as error:
         problem = error.message
     except (LookupError, ValueError, TypeError, RuntimeError) as error:
-        # A recording of another layout: names or shapes that the family does not know.
-        problem = f"it is not a fixture of {family}: {type(error).__name__}: {error}"
+        # A recording of another layout: unknown names or shapes.
+        problem = f"not a fixture of {family}: {type(error).__name__}: {error}"
     else:
         return ParityOutcome(directory, family, comparisons, "" if comparisons else "nothing was compared")
     if debug:
@@ -210,7 +203,7 @@ def run(directory: Path, family: str, how: Arithmetic, debug: bool = False) -> P
 
 
 def show(outcomes: list[ParityOutcome]) -> None:
-    """Print a table of the outputs to stdout, and what could not be run to stderr."""
+    """Print a table of the outputs to stdout, and fixtures that could not run to stderr."""
     head = ("fixture", "family", "output", "max error", "tolerance", "verdict")
     table = [
         (

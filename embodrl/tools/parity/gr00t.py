@@ -58,10 +58,7 @@ def load_head(directory: Path) -> FlowActionHead:
 def head_spec(weights: Mapping[str, Tensor], inputs: Mapping[str, Tensor], heads: Mapping[str, int]) -> ActionHeadSpec:
     """Return the dimensions of a recorded action head.
 
-    Args:
-        weights: state dict.
-        inputs: inputs, of which ``x [B,H,D]`` is read.
-        heads: ``dit_heads`` and ``vl_heads``.
+    Of the inputs, ``x [B,H,D]`` is read; ``heads`` has ``dit_heads`` and ``vl_heads``.
 
     Raises:
         KeyError: a tensor is missing.

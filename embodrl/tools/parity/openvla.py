@@ -82,17 +82,11 @@ def run(directory: Path, device: torch.device = CPU) -> list[Comparison]:
 def load_fixture(
     directory: Path, causal: bool = True, film: dict[str, Tensor] | None = None, device: torch.device = CPU
 ) -> tuple[OpenVLAModel, dict[str, Tensor]]:
-    """Return the loaded network in float32, and the recorded inputs and outputs.
+    """Return the loaded network in float32, and the recorded inputs and outputs of ``directory`` (see ``run``).
 
     The recorded config.json implies the vision dimensions by the backbone's name, while the recording has smaller
     towers. Unless embodrl's own section states them, they are read off the weights, except for the number of heads
-    (``DEFAULTS``).
-
-    Args:
-        directory: see ``run``.
-        causal: see OpenVLAModel.
-        film: a vision backbone with FiLM, instead of the recorded one.
-        device: device of network and tensors.
+    (``DEFAULTS``). ``film`` uses a vision backbone with FiLM instead of the recorded one.
 
     Raises:
         CheckpointError: a file is missing or corrupt, or the weights do not fill the model.
@@ -135,13 +129,9 @@ def recorded_logits(io: dict[str, Tensor], directory: Path) -> tuple[Tensor, sli
 
 
 def tower_spec(weights: dict[str, Tensor], prefix: str, num_heads: int, setting: str) -> VitSpec:
-    """Return the dimensions of a vision transformer from its weights.
+    """Return the dimensions of the vision transformer with a prefix, from the weights of the whole model.
 
-    Args:
-        weights: weights of the whole model.
-        prefix: prefix of this transformer.
-        num_heads: attention heads, which shapes do not show.
-        setting: name of the setting for them.
+    Shapes do not show ``num_heads``, which ``setting`` sets.
 
     Raises:
         CheckpointError: no vision transformer has that prefix, or the heads do not divide its width.

@@ -28,8 +28,6 @@ class Fit:
 
     Attributes:
         overrides: settings to add; () if the run fits as it is, or the size of its model is unknown.
-        loaded: configuration with them.
-        plan: plan of it.
         adapters: trains adapters where all weights were to be trained.
     """
 
@@ -47,8 +45,7 @@ class Fit:
 def find_fit(load: Callable[[tuple[str, ...]], LoadedConfig]) -> Fit | None:
     """Return settings with which a run fits, or None if none of the tried ones does.
 
-    Args:
-        load: loads the run with further overrides, for the verb plan.
+    ``load`` loads the run with further overrides, for the verb plan.
 
     Raises:
         ConfigError: the run is invalid without overrides.

@@ -54,7 +54,7 @@ ESTIMATED_BY = {
     " over the rollouts, once in a main process that joins them, and once in each training process",
     "simulator": "measured once with ManiSkill on a CPU: 600 MiB per process and 5 MiB per environment; other"
     " simulators and GPU memory of rendering are not counted",
-    "offloaded": "counted: memory offloaded from GPUs between phases, in pinned main memory that PyTorch keeps, without its"
+    "offloaded": "counted: GPU memory offloaded between phases, in pinned main memory that PyTorch keeps, without its"
     " rounding of every tensor up to a power of two",
     "allocator": "measured: freed memory that a process that trains on a CPU keeps, 0.6 to 1.5 GiB; at most as much as"
     " its tensors take",
@@ -69,7 +69,6 @@ class MemoryOf:
     """Memory needed of one device or host.
 
     Attributes:
-        node: machine.
         device: GPU number, or HOST.
         needed: bytes by component.
         available: bytes; 0 if unknown.
@@ -106,7 +105,6 @@ class MemoryPlan:
     """All memories used by a placement.
 
     Attributes:
-        memories: by node and device.
         not_estimated: why the model has no figures; else "".
         hints: changes for a memory that is too small or of unknown size.
         num_parameters: parameters of the policy; 0 if unknown.
@@ -130,15 +128,10 @@ def chunks_of(config: Config) -> int:
 
 
 def model_figures(config: Config, on_gpu: bool, num_rollouts: int) -> ModelFigures:
-    """Return the figures of a model from its shapes.
+    """Return the figures of a model from its shapes; raises CheckpointError as the family's builder.
 
-    Args:
-        config: configuration of the run.
-        on_gpu: computes in bf16 if ``actor.precision`` is auto; on a CPU float32 is assumed.
-        num_rollouts: processes that share the environments.
-
-    Raises:
-        CheckpointError: see the family's builder.
+    ``on_gpu`` computes in bf16 if ``actor.precision`` is auto, otherwise float32 is assumed. ``num_rollouts`` processes
+    share the environments.
     """
     param_dtype = torch.bfloat16 if config.actor.param_dtype == "bf16" else torch.float32
     low = config.actor.precision == "bf16" or (config.actor.precision == "auto" and on_gpu)
@@ -295,7 +288,6 @@ def _add_actors(
 
 
 def _training_only(deployment: Deployment) -> frozenset[str]:
-    """Return the components of an actor that no rollout uses."""
     weights = {"weights"} if _apart(deployment) else set[str]()
     return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
 
@@ -329,7 +321,6 @@ def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozen
 
 
 def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
-    """Return the bytes of one actor process by component."""
     training = figures.training
     actor = config.actor
     num_actors = len(deployment.of("actor"))

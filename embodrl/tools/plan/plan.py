@@ -18,18 +18,12 @@ class BatchSizes:
 
     Attributes:
         environments: over all simulators.
-        environments_per_simulator: of one simulator process.
-        simulators_per_rollout: simulator processes driven by one rollout process.
         environments_per_stage: environments decided at once by one rollout process.
         pipeline_stages: groups of environments of a rollout process.
-        chunks_per_environment: chunks of an iteration, per environment.
-        chunks: chunks of an iteration, over all environments.
-        environment_steps: upper bound per iteration.
+        chunks_per_environment, chunks, environment_steps: per iteration; the steps are an upper bound.
         global_batch: chunks per optimizer step, over all actor processes.
-        batch_per_actor: share of one actor process.
         micro_batch: chunks per forward and backward pass.
         gradient_accumulation: passes per optimizer step, of one actor process.
-        optimizer_steps: steps per iteration.
     """
 
     environments: int
@@ -52,9 +46,6 @@ class Plan:
     """A planned run.
 
     Attributes:
-        deployment: placement of every process.
-        batches: batch sizes.
-        memory: needed and available memory.
         obstacles: reasons for which `embodrl train` would refuse it on this machine today.
         warnings: oddities of the placement.
     """
@@ -96,10 +87,7 @@ class Plan:
 
 
 def make_plan(loaded: LoadedConfig) -> Plan:
-    """Plan a run; starts nothing and imports no simulator.
-
-    Args:
-        loaded: configuration, loaded for the verb plan.
+    """Plan a run loaded for the verb plan; starts nothing and imports no simulator.
 
     Raises:
         EmbodrlError: the number of GPUs is unknown, or the model's files can't be read.

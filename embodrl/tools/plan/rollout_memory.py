@@ -27,13 +27,8 @@ CHUNK_BYTES = 3 * INT64_BYTES + 1 + 2 * FLOAT32_BYTES
 
 
 def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize: int) -> int:
-    """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H`` values.
-
-    Args:
-        policy: policy on any device.
-        num_rows: B.
-        num_cameras: images per observation.
-        itemsize: bytes per value.
+    """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H`` values of
+    ``itemsize`` bytes.
     """
     layers, width, positions = policy.cache_shape(num_cameras)
     return 2 * layers * num_rows * width * positions * itemsize
@@ -43,13 +38,7 @@ def recorded_bytes(policy: VLAPolicy, num_cameras: int, height: int, width: int)
     """Return the bytes that a rollout records per chunk of one environment, in main memory.
 
     Counts the result of ``preprocess`` for one observation (without a ``processor``, images and state), plus actions,
-    log-probs, rewards and the other columns of the batch.
-
-    Args:
-        policy: policy on any device; no weight is touched.
-        num_cameras: images per observation.
-        height: image height, in pixels.
-        width: image width, in pixels.
+    log-probs, rewards and the other columns of the batch. The policy may be on any device; no weight is touched.
     """
     processor: Any = getattr(policy, "processor", None)
     observation = Observation(

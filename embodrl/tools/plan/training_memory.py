@@ -32,14 +32,8 @@ def estimate_training_memory(
 ) -> TrainingMemory:
     """Estimate the memory of ``embodrl train`` or ``sft`` for a model.
 
-    Args:
-        config: section ``model``; from a checkpoint only config.json and the shapes are read.
-        micro_batch_size: ``actor.micro_batch_size``.
-        num_cameras: images per observation.
-        param_dtype: dtype of the weights, ``actor.param_dtype``.
-        compute_dtype: dtype of the forward pass; bfloat16 with autocast.
-        gradient_checkpointing: ``actor.gradient_checkpointing``.
-        master_weights: ``actor.optim.master_weights``.
+    Of a checkpoint in section ``model`` only config.json and the shapes are read. ``compute_dtype`` is bfloat16 with
+    autocast; the other arguments are keys of ``actor``.
 
     Raises:
         CheckpointError: see the family's builder.
@@ -57,15 +51,11 @@ def estimate(
     gradient_checkpointing: bool = False,
     master_weights: bool = True,
 ) -> TrainingMemory:
-    """Estimate the memory of an existing policy, on any device.
+    """Estimate the memory of an existing policy, on any device, with ``requires_grad`` set as for training.
 
-    Args:
-        policy: policy with ``requires_grad`` set as for training.
-        tokens: modules and their number of positions per row; later entries take precedence.
-        micro_batch_size: B.
-        compute_dtype: dtype of the forward pass.
-        gradient_checkpointing: blocks keep only their input, and are recomputed one at a time.
-        master_weights: trained half-precision weights have a float32 copy.
+    ``tokens`` are modules and their number of positions per row; later entries take precedence. With gradient
+    checkpointing, blocks keep only their input, and are recomputed one at a time; with master weights, trained
+    half-precision weights have a float32 copy.
     """
     kept = _Kept(policy, tokens, compute_dtype)
     activations = kept.checkpointed() if gradient_checkpointing else kept.all()

@@ -33,7 +33,6 @@ class ProcessShare:
     """Activity of a process during the measured iterations.
 
     Attributes:
-        name: name of the process.
         busy: fraction of the time, 0 to 1.
         seconds: total of each kind of span, longest first.
         counts: number of spans of each kind.
@@ -46,11 +45,7 @@ class ProcessShare:
 
 
 def profile(loaded: LoadedConfig, run_dir: Path) -> TrainResult:
-    """Train, recording the spans of all processes of this machine; write ``trace.json`` into the run.
-
-    Args:
-        loaded: configuration of the run, with few iterations.
-        run_dir: its directory, absolute, as configured.
+    """Train, recording the spans of all processes of this machine; write ``trace.json`` into the absolute ``run_dir``.
 
     Raises:
         EmbodrlError: as ``train``.

@@ -61,8 +61,6 @@ class Stage:
     """A stage of a recipe.
 
     Attributes:
-        name: name of the stage and its directory.
-        directory: output directory.
         arguments: settings of its command.
         settings: settings it reads, except paths between stages: dotted key -> value on one line.
     """
@@ -79,7 +77,6 @@ class Stage:
 
     @property
     def is_begun(self) -> bool:
-        """Whether any output exists."""
         staging = self.directory.with_name(f".{self.directory.name}.partial")
         return any(place.is_dir() and any(place.iterdir()) for place in (self.directory, staging))
 
@@ -102,8 +99,6 @@ class Recipe:
     """A validated recipe and its progress.
 
     Attributes:
-        directory: directory of all stages.
-        stages: stages in order.
         options: options of every command: --config, --trust.
         expected: line about the known result; "" if none.
         video_python: interpreter of the simulators that write videos, None for this one; "" without videos.
@@ -120,20 +115,12 @@ class Recipe:
     ended: list[str] = field(default_factory=list[str])
 
     def write(self) -> None:
-        """Save the progress.
-
-        Raises:
-            OutputError: the directory can't be written.
-        """
+        """Save the progress; raises OutputError."""
         stages = {name: {"ended": name in self.ended, "settings": settings} for name, settings in self.begun.items()}
         write_json_file(self.directory / RECIPE_FILE, {"stages": stages})
 
     def read(self) -> None:
-        """Load the progress.
-
-        Raises:
-            OutputError: recipe.json is damaged.
-        """
+        """Load the progress; raises OutputError if recipe.json is damaged."""
         path = self.directory / RECIPE_FILE
         if not path.exists():
             return
@@ -169,11 +156,7 @@ class Recipe:
             raise ConfigError([_changed(*values, stages) for values, stages in changed.items()])
 
     def refuse_stale(self, stage: Stage) -> None:
-        """Refuse to redo a stage whose output a later stage has used.
-
-        Raises:
-            OutputError: names both.
-        """
+        """Refuse to redo a stage whose output a later stage has used; the OutputError names both."""
         later = [each for each in self.stages[self.stages.index(stage) + 1 :] if each.is_begun]
         if later:
             raise OutputError(
@@ -195,12 +178,8 @@ def _changed(key: str, was: str, now: str, stages: list[Stage]) -> ConfigProblem
 def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bool = False) -> Recipe:
     """Check all stages of a recipe; starts nothing and writes nothing.
 
-    Checks that need the policy of an earlier stage are made when the stage starts.
-
-    Args:
-        overrides: settings, as for the other verbs; each goes to the stages that read it.
-        config_file: user's YAML file.
-        trust: the settings of another user's run may run code.
+    Each override goes to the stages that read it. Checks that need the policy of an earlier stage are made when the
+    stage starts.
 
     Raises:
         ConfigError: a stage has an invalid configuration: all problems of all stages.
@@ -303,7 +282,6 @@ def _concerning(overrides: list[str], verb: Verb) -> list[str]:
 
 
 def _misplaced(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
-    """Yield settings that no stage reads, and paths that the recipe sets."""
     for argument in parse_arguments(overrides)[0]:
         by_recipe = argument.key in (OUTPUT_DIR, "runner.seed") or argument.key.startswith("recipe.")
         if (
@@ -377,7 +355,6 @@ def _read_settings(given: list[str], config_file: Path | None, verb: Verb, links
 
 
 def _of_stages(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
-    """Name the stages that have a problem, unless all of them do."""
     if len(names) in (0, total):
         return problem
     return replace(problem, message=f"{problem.message} (in {', '.join(names)})")
@@ -386,11 +363,8 @@ def _of_stages(problem: ConfigProblem, names: list[str], total: int) -> ConfigPr
 def run_recipe(recipe: Recipe, tell: Callable[[str], None]) -> int:
     """Run the remaining stages; return the exit code of the stage that failed or was stopped, or 0.
 
-    Signals are forwarded to the current stage, which saves and exits as its verb does.
-
-    Args:
-        recipe: planned recipe.
-        tell: called with a line when a stage begins or is already done.
+    Signals are forwarded to the current stage, which saves and exits as its verb does. ``tell`` gets a line when a
+    stage begins or is already done.
 
     Raises:
         MissingDependencyError: the last stage could not write its videos.

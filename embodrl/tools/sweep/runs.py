@@ -55,12 +55,8 @@ class Sweep:
     count as the user's own.
 
     Attributes:
-        directory: directory of all runs.
         runs: runs in starting order.
         config_file: YAML file of all runs, absolute; None for none.
-        max_iterations: iterations of each run.
-        jobs: number of concurrent runs.
-        backend: one of ``BACKENDS``.
         slurm: options of sbatch, e.g. ``--gpus=1``.
         approved: this user has written or trusted the sweep.
         trust: the runs are started with --trust.
@@ -90,11 +86,7 @@ class Sweep:
         return self.directory / SETTINGS / f"{self.runs[index].name}.yaml"
 
     def write_settings(self) -> None:
-        """Write the argument files of the remaining runs.
-
-        Raises:
-            OutputError: they can't be written.
-        """
+        """Write the argument files of the remaining runs; raises OutputError."""
         (self.directory / SETTINGS).mkdir(exist_ok=True)
         for index in self.unfinished():
             texts = list(self.runs[index].overrides)
@@ -105,7 +97,6 @@ class Sweep:
         return self.directory / self.runs[index].name
 
     def is_finished(self, index: int) -> bool:
-        """Whether a run has ended with its results."""
         return (self.path(index) / POLICY_DIR).is_dir() and (self.path(index) / REPORT_FILE).is_file()
 
     def unfinished(self) -> list[int]:
@@ -132,14 +123,8 @@ def new_sweep(
 ) -> Sweep:
     """Check all runs of a sweep and write its directory; starts nothing.
 
-    Args:
-        overrides: arguments of ``embodrl train``, at least one of them with several values.
-        config_file: YAML file of all runs.
-        directory: directory of the sweep; None for a new one below outputs/.
-        jobs: number of concurrent runs.
-        backend: one of ``BACKENDS``.
-        slurm: options of sbatch.
-        trust: settings of another user's run may run code.
+    ``overrides`` are arguments of ``embodrl train``, at least one of them with several values. Without ``directory``,
+    the sweep gets a new one below outputs/.
 
     Raises:
         ConfigError: a run has an invalid configuration: all problems of all runs.
@@ -197,7 +182,6 @@ def _check(runs: Sequence[SweptRun], config_file: Path | None, trust: bool) -> l
 
 
 def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
-    """Name the runs that have a problem, unless all of them do."""
     if len(names) == total:
         return problem
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -205,11 +189,7 @@ def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProb
 
 
 def read_sweep(directory: Path, trust: bool = False) -> Sweep:
-    """Read the sweep of a directory.
-
-    Args:
-        directory: directory of the sweep.
-        trust: code it names may run though this user has not started it.
+    """Read the sweep of a directory; with ``trust``, code it names may run though this user has not started it.
 
     Raises:
         ConfigError: it names code, and this user has not started it.
@@ -275,11 +255,8 @@ def _check_script(sweep: Sweep) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Share of this machine for one concurrent run.
-
-    Attributes:
-        cores: logical CPUs.
-        gpus: entries of CUDA_VISIBLE_DEVICES; None if the machine has no GPU.
+    """Share of this machine for one concurrent run: logical CPUs, and CUDA_VISIBLE_DEVICES entries (None without a
+    GPU).
     """
 
     cores: tuple[int, ...]
@@ -287,11 +264,7 @@ class Slot:
 
 
 def make_slots(jobs: int) -> list[Slot]:
-    """Divide the cores and GPUs that this process may use.
-
-    Raises:
-        EmbodrlError: there are fewer cores, or GPUs if any, than concurrent runs.
-    """
+    """Divide the cores and GPUs that this process may use; raises EmbodrlError if runs outnumber them."""
     cores = sorted(os.sched_getaffinity(0))
     gpus = read_machine().gpus
     for what, count in (("cores", len(cores)), ("GPUs", len(gpus))):
@@ -400,7 +373,6 @@ class _Queue:
         self._progress.update(*self._progress_of_runs())
 
     def _progress_of_runs(self) -> tuple[int, str]:
-        """Return the completed iterations of all runs, and a line about the running ones."""
         sweep = self._sweep
         total = len(self._sweep.runs)
         done = [_iterations_done(sweep, index) for index in range(total)]

@@ -59,11 +59,7 @@ setInterval(async () => {
 
 
 class RunPages:
-    """The pages about the runs in some directories.
-
-    Args:
-        directories: run directories, or directories above them; searched at every request.
-        token: token that the URL must have; None for none.
+    """The pages about the runs in some directories, which are searched at every request.
 
     Attributes:
         limiter: connection limiter; None for no limit.
@@ -207,11 +203,7 @@ def _html(text: str, scripts: str) -> web.Response:
 async def serve(watch: RunPages, host: str, port: int, on_ready: Callable[[str], None]) -> int:
     """Serve the pages until SIGINT or SIGTERM; return 128 + the signal's number.
 
-    Args:
-        watch: the pages.
-        host: address to listen at.
-        port: 0 for a free one.
-        on_ready: called with the URL.
+    ``port`` 0 picks a free one; ``on_ready`` gets the URL.
 
     Raises:
         OutputError: the address is not available.

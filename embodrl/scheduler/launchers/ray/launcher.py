@@ -148,9 +148,7 @@ class _RayWorker(Running):
     """A worker in a Ray actor.
 
     Args:
-        actor: actor of RayHost.
         lost: returns the error if the worker's machine is lost; else None.
-        watcher: Watcher actor on its machine.
     """
 
     def __init__(

@@ -26,9 +26,7 @@ class RayMachine:
     """A Ray node as a machine of the placement.
 
     Attributes:
-        rank: rank, from 0.
         node_id: Ray's node id, in hexadecimal.
-        address: address of the node.
         amounts: its CPUs and GPUs, by Ray's names; resources it lacks are omitted.
     """
 
