@@ -152,7 +152,7 @@ def spread(devices: tuple[int, ...], num_processes: int) -> list[tuple[int, ...]
 
 
 def make_pool(num_nodes: int, gpus_per_node: int, nodes: tuple[int, ...] | None = None, label: str = "") -> Pool:
-    """Return the GPUs of some machines (None: all), or the machines themselves if they have none or the group is
+    """Return the GPUs of some machines (None: all), or the machines themselves if GPU-less or for the group
     ``node``.
     """
     members = nodes if nodes is not None else tuple(range(num_nodes))

@@ -85,7 +85,7 @@ class Deployment:
         return None if self.main_component is None else self.of(self.main_component)[0]
 
     def threads_of(self, place: ProcessPlace) -> int:
-        """Return the CPU threads available to an actor or rollout process, given its neighbors on the machine."""
+        """Return the CPU threads available to an actor or rollout process, given its neighbours on the machine."""
         near = [other for other in self.of(place.component) if other.node == place.node]
         if self.num_threads is None and place.cpus:
             return max(1, len(place.cpus) // sum(other.cpus == place.cpus for other in near))

@@ -163,7 +163,7 @@ def assign_cpus(
     """Return a CPU for each process.
 
     Whole cores are assigned before second hardware threads, and those before any core is used twice. Processes are
-    spread over the nodes in proportion to their cores, neighbors together; with ``gpu`` (an index into
+    spread over the nodes in proportion to their cores, neighbours together; with ``gpu`` (an index into
     ``topology.gpus``), the node of that GPU fills first. ``near`` gives the preferred NUMA node of each process
     instead; None if it does not matter.
     """

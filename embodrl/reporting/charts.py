@@ -1,4 +1,4 @@
-"""Charts as inline SVG, which scale with the page, use its light and dark colors, and need no script."""
+"""Charts as inline SVG, which scale with the page, use its light and dark colours, and need no script."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NARROW = (360, 200)
 WIDE = (960, 300)
 MAX_POINTS = 1000
 LEAST_POINTS = 50
-"""Limit on points per chart, and minimum per line; longer lines keep only the extremes of neighboring points."""
+"""Limit on points per chart, and minimum per line; longer lines keep only the extremes of neighbouring points."""
 MAX_BARS = 150
 FLAT = 1e-9
 """A range smaller than this fraction of its values is rounding error, and drawn as a constant."""
@@ -83,7 +83,7 @@ def _finite(series: Series) -> Series:
 
 
 def _thinned(series: Series, most: int) -> Series:
-    """Return a line of at most about ``most`` points: the minimum and maximum of each bucket of neighbors."""
+    """Return a line of at most about ``most`` points: the minimum and maximum of each bucket of neighbours."""
     count = len(series.points)
     if count <= most:
         return series
@@ -185,7 +185,7 @@ def stacked_chart(
 ) -> str:
     """Return a chart of stacked bars as HTML, one per iteration; "" without any.
 
-    ``columns`` maps an iteration to the sizes of its parts. With many iterations, a bar shows the mean of neighboring
+    ``columns`` maps an iteration to the sizes of its parts. With many iterations, a bar shows the mean of neighbouring
     ones. An iteration without finite sizes has no bar.
     """
     bars = list(_bars(columns))

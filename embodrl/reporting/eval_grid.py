@@ -81,7 +81,7 @@ def _draw(
     top = BORDER_PX + (size[0] - frame.shape[0]) // 2
     left = BORDER_PX + (size[1] - frame.shape[1]) // 2
     tile[top : top + frame.shape[0], left : left + frame.shape[1]] = frame
-    # A shape next to the color: not everyone can tell red from green.
+    # A shape next to the colour: not everyone can tell red from green.
     if ended:
         _mark(tile, success, colour)
     return np.concatenate([tile, caption])

@@ -136,7 +136,7 @@ class Embedder:
         return f"data:video/mp4;base64,{base64.b64encode(content).decode('ascii')}"
 
     def episode(self, path: Path, steps: int | None = None) -> str:
-        """Return the video of an episode, ``episode_<number>_<outcome>.mp4``, framed in the color of its outcome.
+        """Return the video of an episode, ``episode_<number>_<outcome>.mp4``, framed in the colour of its outcome.
 
         ``steps`` is the length of the episode, if known.
         """

@@ -64,7 +64,7 @@ class Channel(ABC):
         hint = (
             "check what the workers at the other end wait for"
             if state == "empty"
-            else "consume values faster, or increase the capacity"
+            else "consume values faster, or give up waiting"
         )
         seconds = 0.0 if timeout_s is None else timeout_s
         return ChannelTimeout(f"channel '{self.name}' ({self.capacity} places) stayed {state} for {seconds:g} s", hint)

@@ -1,6 +1,4 @@
-"""Types that can be sent to workers besides plain values: tensors, batches, records, a ``Deployment``, and a
-``Config``.
-"""
+"""Types that can be sent to workers besides plain values: tensors, batches, records, ``Deployment``, ``Config``."""
 
 from __future__ import annotations
 

@@ -278,9 +278,7 @@ class Uploads:
         return self._retry(self._store.mark, DONE) is not None
 
     def copy(self) -> None:
-        """Copy complete shards, after checking that the collector still owns its name; raises as ``is_over``, or if the
-        store can't be reached.
-        """
+        """Copy complete shards if the collector still owns its name; raises as ``is_over``, or during an outage."""
         self._lease.check()
         self._shards.upload()
 

@@ -254,7 +254,7 @@ def in_sections_of_all(runs: Sequence[RunView], key: str) -> bool:
 
 
 def _named(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
-    """Return the name of a run, with its color in the charts."""
+    """Return the name of a run, with its colour in the charts."""
     name = html.escape(run.name)
     shown = name if link is None else f'<a href="{html.escape(link(run))}">{name}</a>'
     colour, kind = _line(index)

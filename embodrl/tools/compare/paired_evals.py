@@ -23,9 +23,7 @@ Outcomes = dict[tuple[str, int], bool]
 
 
 class EvalComparison(TypedDict):
-    """An evaluation compared with the first: ``parts`` has all unperturbed episodes, each task and each axis
-    of both.
-    """
+    """An evaluation compared with the first; ``parts`` has all unperturbed episodes, each task and each axis."""
 
     first: str
     second: str

@@ -42,8 +42,7 @@ def convert(
     instruction: str | None = None,
     upright: bool = False,
 ) -> tuple[int, int]:
-    """Write the demonstrations of a file, or of all ``*.hdf5`` in a directory; return the number of episodes and
-    frames.
+    """Write the demonstrations of a file, or of a directory's ``*.hdf5``; return the number of episodes and frames.
 
     Images are rotated by 180 degrees, as in the environment and for published policies, unless they are already
     (``upright``). Actions are LIBERO's own. Frames without a command are dropped, as in OpenVLA's data.
@@ -210,9 +209,7 @@ class _Demo:
 
 
 def moving(actions: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Return the frames of ``actions float32[N,7]`` with a motion, or another gripper command than the last
-    kept frame.
-    """
+    """Return the frames of ``actions float32[N,7]`` that move, or change the last kept gripper command."""
     kept: list[int] = []
     for frame, action in enumerate(actions):
         gripper_stays = not kept or action[-1] == actions[kept[-1]][-1]

@@ -37,7 +37,7 @@ class RldsChoice:
     """The user's selection.
 
     Attributes:
-        cameras: image features, in this order; None for all color images that are not blank.
+        cameras: image features, in this order; None for all colour images that are not blank.
         action, state: vector features to be joined; state None for ``observation/state``.
         split: split of the files; None for ``train``, or the only one.
     """

@@ -132,7 +132,7 @@ def choose_features(
 ) -> Chosen:
     """Return the features to convert.
 
-    Cameras None takes all in color, state None ``observation/state`` if present. Names are below ``steps`` or its
+    Cameras None takes all in colour, state None ``observation/state`` if present. Names are below ``steps`` or its
     ``observation``. With ``has_instruction`` the user gives the instruction, so the data needs none.
 
     Raises:
@@ -151,7 +151,7 @@ def choose_features(
         raise layout_error(path, f"none of the steps' features is an instruction ({', '.join(WORDS)})", hint)
     notes: list[str] = []
     if others and cameras is None:
-        notes.append(f"not in color, omitted: {', '.join(others)}")
+        notes.append(f"not in colour, omitted: {', '.join(others)}")
     if state is None and not default:
         notes.append(f"no observation/state, so no state is written; --state names some of {', '.join(vectors)}")
     return Chosen(

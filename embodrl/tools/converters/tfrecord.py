@@ -97,9 +97,7 @@ def _table() -> Words:
 
 @cache
 def _zeros(power: int) -> Words:
-    """Return the effect of ``_LANE * 2**power`` zero bytes on a checksum, by the value of each of its bytes:
-    ``[4,256]``.
-    """
+    """Return the effect of ``_LANE * 2**power`` zero bytes on each byte value of a checksum: ``[4,256]``."""
     sums = np.arange(256, dtype=np.uint32)[None] << (8 * np.arange(4, dtype=np.uint32))[:, None]
     if power:
         return _applied(_zeros(power - 1), _applied(_zeros(power - 1), sums))

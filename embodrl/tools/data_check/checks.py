@@ -200,9 +200,7 @@ def _changes(values: NDArray[np.float64], episodes: list[slice]) -> NDArray[np.f
 def _best_lag(
     column: NDArray[np.float64], change: NDArray[np.float64], episodes: list[slice]
 ) -> tuple[float, int, float]:
-    """Return the largest correlation of ``[N]`` with a column of ``[N,S]``, its lag, and the largest at lags
-    0 and 1.
-    """
+    """Return the largest correlation of ``[N]`` with a column of ``[N,S]``, its lag, and the largest at lag 0 or 1."""
     best = 0.0
     at_rest = 0.0
     lag = 0

@@ -1,6 +1,4 @@
-"""`embodrl model check`: whether a model fulfils the contract of every policy
-(embodrl/tools/model_tools/contract.py).
-"""
+"""`embodrl model check`: whether a model fulfils the contract of every policy (contract.py)."""
 
 from __future__ import annotations
 

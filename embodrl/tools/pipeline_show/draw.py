@@ -17,7 +17,7 @@ COLOURS = {
     "train": "#d3f0d6",
     "sync": "#d3f0d6",
 }
-"""Fill color by role; other roles are grey."""
+"""Fill colour by role; other roles are grey."""
 GREY = "#eceff1"
 LINE = "#546e7a"
 NODE_HEIGHT = 44

@@ -27,9 +27,7 @@ CHUNK_BYTES = 3 * INT64_BYTES + 1 + 2 * FLOAT32_BYTES
 
 
 def kv_cache_bytes(policy: VLAPolicy, num_rows: int, num_cameras: int, itemsize: int) -> int:
-    """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H`` values of
-    ``itemsize`` bytes.
-    """
+    """Return the bytes of keys and values kept while B rows are decided: ``2 L B K S H * itemsize``."""
     layers, width, positions = policy.cache_shape(num_cameras)
     return 2 * layers * num_rows * width * positions * itemsize
 

@@ -47,9 +47,7 @@ RECIPE_FILE = "recipe.json"
 OUTPUT_DIR = "runner.output_dir"
 DEMOS = "algorithm.off_policy.demos"
 SEEDS_APART = 2_000_000
-"""Distance between the first demonstration seeds for consecutive runner.seed, which keeps them disjoint, also from
-evaluations.
-"""
+"""Distance between first demonstration seeds for consecutive runner.seed: keeps them and evaluations disjoint."""
 NUM_SEEDS = 1000
 _OF_ANY_RESULT = {"experiment", "presets.dirs", OUTPUT_DIR, "runner.seed", "runner.name"}
 """Settings under which the known results of a recipe hold."""

@@ -240,9 +240,7 @@ def _foreign_code(sweep: Sweep, source: str) -> list[ConfigProblem]:
 
 
 def _check_script(sweep: Sweep) -> None:
-    """Refuse text that would add a line to the job script, or is not an sbatch option there; the UsageError
-    names it.
-    """
+    """Refuse text that would add a line to the job script, or is not an sbatch option, with a UsageError."""
     if sweep.backend != "slurm":
         return
     options = [text for text in sweep.slurm if not (text.startswith("-") and text.isprintable())]
@@ -255,9 +253,7 @@ def _check_script(sweep: Sweep) -> None:
 
 @dataclass(frozen=True)
 class Slot:
-    """Share of this machine for one concurrent run: logical CPUs, and CUDA_VISIBLE_DEVICES entries (None without a
-    GPU).
-    """
+    """Share of this machine for one concurrent run: logical CPUs, and CUDA_VISIBLE_DEVICES entries or None."""
 
     cores: tuple[int, ...]
     gpus: tuple[str, ...] | None

@@ -123,7 +123,7 @@ class RunPages:
         return sorted(read_runs(paths), key=lambda run: run.age_s)
 
     def _chosen(self, request: web.Request) -> tuple[list[RunView], list[RunView]]:
-        """Return all runs, and the ones to draw, by name so that a run keeps its color."""
+        """Return all runs, and the ones to draw, by name so that a run keeps its colour."""
         views = self._views()
         wanted = set(request.query.getall("run", []))
         chosen = [run for run in views if run_id(run) in wanted] if wanted else views[:MOST_RUNS]

@@ -201,8 +201,9 @@ class _RayWorker(Running):
         self._settled.set()
 
     def _watch(self, lost: Callable[[], WorkerDied | None]) -> None:
-        """Give up a hung actor, which Ray does not notice, and one whose machine is lost during the start, since Ray
-        would wait for the machine to return.
+        """Give up a hung actor, and one whose machine is lost during the start.
+
+        Ray does not notice the first, and would wait for the machine of the second to return.
         """
         while not self._settled.wait(_LOOK_S):
             if (died := lost()) is not None:
