@@ -57,7 +57,7 @@ def places_of(name: str, root: Any) -> list[str]:
         command = verbs.loaded(root, first)
         if command is None:  # it can't be imported, which was reported on stderr
             continue
-        found += [path] * (first == name) + [f"{path} {name}"] * (name in _below(command, root, name))
+        found += [path] * (first == name) + [f"{path} {name}"] * (name in _subcommands(command, root, name))
     return found
 
 
@@ -67,10 +67,10 @@ def names_below(root: Any) -> list[str]:
     if not isinstance(verbs, Verbs):
         return []
     commands = [verbs.loaded(root, first) for first in verbs.list_commands(root)]
-    return [name for command in commands if command is not None for name in _below(command, root, "")]
+    return [name for command in commands if command is not None for name in _subcommands(command, root, "")]
 
 
-def _below(command: Any, root: Any, name: str) -> list[str]:
+def _subcommands(command: Any, root: Any, name: str) -> list[str]:
     """Return the subcommands of a command, or the matching choices of its first argument."""
     context = typer.Context(command, root, command.name)
     if isinstance(command, Group):

@@ -80,7 +80,7 @@ class ConnectionLimiter:
         self.most_admitted = min(files // 2, MAX_ADMITTED) if files >= 0 else MAX_ADMITTED
         self._pending: dict[asyncio.Protocol, _PendingConnection] = {}
         self._admitted: set[asyncio.Protocol] = set()
-        self._looked_through_at = _BACKLOG
+        self._sweep_at = _BACKLOG
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._reported = -_QUIET_S
@@ -109,13 +109,13 @@ class ConnectionLimiter:
         for listening in self._sockets:
             listening.close()
         for protocol in list(self._pending):
-            if self._is_gone(protocol):
+            if self._is_disconnected(protocol):
                 self._end(protocol)
 
     def admit(self, protocol: asyncio.Protocol) -> None:
         """Admit a connection; its server limits request bodies to ``BODY_S`` and idle time to ``REST_S``."""
         self._admitted.add(protocol)
-        if len(self._admitted) > self._looked_through_at:
+        if len(self._admitted) > self._sweep_at:
             self._forget_closed()
         pending = self._pending.pop(protocol, None)
         if pending is not None:
@@ -130,7 +130,7 @@ class ConnectionLimiter:
     def _forget_closed(self) -> None:
         """Drop closed connections; the next sweep runs when the count has doubled."""
         self._admitted = {one for one in self._admitted if getattr(one, "transport", None) is not None}
-        self._looked_through_at = max(_BACKLOG, 2 * len(self._admitted))
+        self._sweep_at = max(_BACKLOG, 2 * len(self._admitted))
 
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -145,21 +145,21 @@ class ConnectionLimiter:
             while len(self._pending) >= self._most:
                 self._make_room()
             protocol = self._make_protocol()
-            greeting = loop.create_task(self._greet(protocol, accepted))
+            greeting = loop.create_task(self._handshake(protocol, accepted))
             self._pending[protocol] = _PendingConnection(greeting, loop.call_later(HELLO_S, self._end, protocol))
             await asyncio.sleep(0)  # read received requests before accepting the next connection
 
-    async def _greet(self, protocol: asyncio.Protocol, accepted: socket.socket) -> None:
+    async def _handshake(self, protocol: asyncio.Protocol, accepted: socket.socket) -> None:
         with suppress(OSError):  # the client left during the TLS handshake, or does not speak TLS
             await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, accepted, ssl=self._tls)
 
     def _make_room(self) -> None:
         """Close pending connections whose client has left, else the oldest one."""
-        gone = [protocol for protocol in self._pending if self._is_gone(protocol)]
+        gone = [protocol for protocol in self._pending if self._is_disconnected(protocol)]
         for protocol in gone or list(self._pending)[:1]:
             self._end(protocol)
 
-    def _is_gone(self, protocol: asyncio.Protocol) -> bool:
+    def _is_disconnected(self, protocol: asyncio.Protocol) -> bool:
         return self._pending[protocol].greeting.done() and getattr(protocol, "transport", None) is None
 
     def _end(self, protocol: asyncio.Protocol) -> None:

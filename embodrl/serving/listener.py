@@ -295,23 +295,23 @@ class HttpListener(Listener):
         @web.middleware
         async def admit(request: Request, handler: Handler) -> StreamResponse:
             if request.path in OPEN_PATHS:
-                return _last(await handler(request))
+                return _close_after(await handler(request))
             is_right = self.service.token is not None and self.service.admits(token_of(request))
             # A web page must not use a tokenless server on its user's machine.
             if not is_right and (self.service.token is not None or "Origin" in request.headers):
                 self.core.metrics.count("refused_total", self.name)
                 text = "send the token that the server printed: Authorization: Bearer TOKEN, or ?token=TOKEN"
-                return _last(web.json_response({"error": text, "code": "server-token"}, status=401))
+                return _close_after(web.json_response({"error": text, "code": "server-token"}, status=401))
             assert self._limiter is not None
             if self._connections >= min(self.service.settings.max_connections, self._limiter.most_admitted):
                 text = f"the server has {self._connections} clients (serve.max_connections, or half of ulimit -n)"
-                return _last(web.json_response({"error": text, "code": "server-full"}, status=503))
+                return _close_after(web.json_response({"error": text, "code": "server-full"}, status=503))
             self._limiter.admit(request.protocol)
             self._connections += 1
             self.core.metrics.count("connections", self.name)
             try:
                 response = await handler(request)
-                return _last(response) if self._limiter.is_crowded() else response
+                return _close_after(response) if self._limiter.is_crowded() else response
             finally:
                 self._connections -= 1
                 self.core.metrics.count("connections", self.name, -1)
@@ -348,7 +348,7 @@ class HttpListener(Listener):
         return socket
 
 
-def _last(response: StreamResponse) -> StreamResponse:
+def _close_after(response: StreamResponse) -> StreamResponse:
     """Close the connection after this response."""
     response.force_close()
     return response

@@ -45,7 +45,7 @@ def compact(store: Store, capacity: int, say: Callable[[str], None]) -> None:
     """
     _remove_replaced(store, _marks(store))
     marks = _marks(store)
-    groups = _groups(marks, capacity)
+    groups = _merge_groups(marks, capacity)
     for names in groups:
         name = _merge(store, names, marks)
         mark = store.mark(name)
@@ -62,7 +62,7 @@ def _marks(store: Store) -> dict[str, Fields]:
     return {name: mark for name, mark in found.items() if mark is not None}
 
 
-def _groups(marks: Marks, capacity: int) -> list[list[str]]:
+def _merge_groups(marks: Marks, capacity: int) -> list[list[str]]:
     """Return the groups to merge: adjacent small shards with at most ``capacity`` episodes together."""
     groups: list[list[str]] = []
     kept = newest_of_each(list(marks))

@@ -139,7 +139,9 @@ class Client(ABC):
     async def close(self) -> None:
         """End the connection."""
 
-    async def _persist(self, attempt: Callable[[], Awaitable[_T]], come_back: Callable[[], Awaitable[None]]) -> _T:
+    async def _with_reconnect(
+        self, attempt: Callable[[], Awaitable[_T]], come_back: Callable[[], Awaitable[None]]
+    ) -> _T:
         """Retry a request that a lost connection interrupted: servers keep no client state between requests.
 
         ``come_back`` reconnects, and refuses a server with another policy. Raises RemotePolicyError if the server is
@@ -222,7 +224,7 @@ class HttpClient(Client):
 
     async def _ask(self, observation: Observation, row: int) -> Array:
         message = self.keys.message(observation, row)
-        content = await self._persist(lambda: self._while_alive(self._exchange(message)), self._return)
+        content = await self._with_reconnect(lambda: self._while_alive(self._exchange(message)), self._return)
         return actions_in(unpack(content, openpi_envelope))
 
     async def _exchange(self, message: dict[str, Any]) -> bytes:

@@ -83,7 +83,7 @@ class GrootClient(Client):
             else:
                 put(content, key, np.stack(column)[:, None], nested=True)
         request = {"endpoint": "get_action", "data": {"observation": content, "options": None}}
-        answer = await self._persist(lambda: self._call(request, self.config.answer_timeout_s), self._return)
+        answer = await self._with_reconnect(lambda: self._call(request, self.config.answer_timeout_s), self._return)
         actions = answer[0] if isinstance(answer, list) and answer else None
         if not isinstance(actions, Mapping):
             raise refused("a response without actions")

@@ -202,7 +202,7 @@ LOSS = "loss"
 HELD_OUT = "held out"
 COLUMNS: tuple[tuple[str, Callable[[RunView, Figures], str]], ...] = (
     ("run", lambda run, _: run.name),
-    ("status", lambda run, _: f"{run.status}{_silence(run)}"),
+    ("status", lambda run, _: f"{run.status}{_seconds_silent(run)}"),
     ("iter", lambda _, f: str(f.iterations)),
     ("env steps", lambda _, f: f"{f.env_steps:,}"),
     ("min", lambda _, f: f"{f.minutes:.1f}"),
@@ -222,7 +222,7 @@ def _percent(rate: float | None) -> str:
     return "" if rate is None else f"{100 * rate:.1f}"
 
 
-def _silence(run: RunView) -> str:
+def _seconds_silent(run: RunView) -> str:
     """Return the time since a running run's last row, if longer than most iterations take."""
     if run.status != "running" or run.age_s < SILENT_S:
         return ""
@@ -253,15 +253,15 @@ def in_sections_of_all(runs: Sequence[RunView], key: str) -> bool:
     return all(isinstance(lookup(run.config, parent), Mapping) for run in runs if run.config and parent)
 
 
-def _named(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
+def _run_label(run: RunView, index: int, link: Callable[[RunView], str] | None) -> Html:
     """Return the name of a run, with its colour in the charts."""
     name = html.escape(run.name)
     shown = name if link is None else f'<a href="{html.escape(link(run))}">{name}</a>'
-    colour, kind = _line(index)
+    colour, kind = _line_style(index)
     return Html(f'<span class="legend"><span><i class="{kind}" style="color:var(--{colour})"></i>{shown}</span></span>')
 
 
-def _line(index: int) -> tuple[str, str]:
+def _line_style(index: int) -> tuple[str, str]:
     return f"c{index % COLOURS}", "dashed" if index // COLOURS % 2 else ""
 
 
@@ -278,7 +278,7 @@ def comparison_parts(runs: Sequence[RunView], link: Callable[[RunView], str] | N
     ``link`` returns the URL of a page about a run; None for no links.
     """
     titles, cells = figure_rows(runs)
-    rows = [[_named(run, index, link), *row[1:]] for index, (run, row) in enumerate(zip(runs, cells, strict=True))]
+    rows = [[_run_label(run, index, link), *row[1:]] for index, (run, row) in enumerate(zip(runs, cells, strict=True))]
     note = f"Success of the first and the last evaluation on fixed seeds; {CONFIDENCE_TEXT} interval of the last."
     parts = [table(titles, rows), f'<p class="sub">{note}</p>', "<h2>Success</h2>", _charts(_success_charts(runs))]
     parts[2:2] = [f'<p class="sub">{html.escape(problem)}</p>' for run in runs for problem in run.problems]
@@ -348,7 +348,7 @@ def _chart(
 
 
 def _coloured(runs: Sequence[RunView], columns: Sequence[Sequence[tuple[float, float]]], dots: bool) -> list[Series]:
-    lines = map(_line, range(len(runs)))
+    lines = map(_line_style, range(len(runs)))
     return [
         Series(run.name, column, colour, dashed=bool(kind), dots=dots)
         for run, column, (colour, kind) in zip(runs, columns, lines, strict=True)

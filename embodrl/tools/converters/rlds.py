@@ -76,7 +76,7 @@ class Rlds:
             report(note)
         self.cameras = dict(self.chosen.cameras)
         if choice.cameras is None:
-            self._leave_out_blank()
+            self._drop_blank_cameras()
         sizes = {name: self.features[full].shape[:2] for name, full in self.cameras.items()}
         if len(set(sizes.values())) > 1:
             raise EmbodrlError(
@@ -168,7 +168,7 @@ class Rlds:
         for what, values in (("action", actions), ("state", state)):
             check_numbers(example.path, f"steps/{what}", values, number)
         words = self._words(example, length)
-        images = self._pictures(example, length)
+        images = self._images(example, length)
         outcomes = self._outcomes(example, chosen, actions)
         solved = None if outcomes is None or not outcomes.rewards.any() else bool((outcomes.rewards > 0).any())
         changes = [0, *(n for n in range(1, length) if words[n] != words[n - 1]), length]
@@ -226,7 +226,7 @@ class Rlds:
 
     # -- pictures -------------------------------------------------------------------------------------------------
 
-    def _pictures(self, example: Example, length: int) -> NDArray[np.uint8]:
+    def _images(self, example: Example, length: int) -> NDArray[np.uint8]:
         views: list[NDArray[np.uint8]] = []
         for name in self.cameras.values():
             frames: list[NDArray[np.uint8]] = []
@@ -242,7 +242,7 @@ class Rlds:
             raise layout_error(example.path, f"the record at byte {example.offset} has cameras of several sizes", hint)
         return np.stack(views, axis=1) if views else np.zeros((length, 0, 0, 0, 3), np.uint8)
 
-    def _leave_out_blank(self) -> None:
+    def _drop_blank_cameras(self) -> None:
         """Drop cameras that are blank in every episode."""
         blank = dict(self.cameras)
         for path in self.files:

@@ -79,7 +79,9 @@ class Checked:
     @property
     def moving(self) -> list[int]:
         """Action dimensions that are neither constant nor binary."""
-        return [i for i, still in enumerate(_still(self.demos.actions)) if not still and i not in self.binary]
+        return [
+            i for i, still in enumerate(_constant_dimensions(self.demos.actions)) if not still and i not in self.binary
+        ]
 
 
 def inspect(demos: Demos, facts: DatasetFacts) -> list[DataFinding]:
@@ -109,7 +111,7 @@ def _scale(data: Checked) -> Iterator[DataFinding]:
         yield DataFinding("warning", "action-scale-small", message, f"{NORMALIZE}; 256 bins would not resolve them")
 
 
-def _still(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+def _constant_dimensions(values: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return the constant dimensions of ``[N,D]``, ``bool[D]``, as defined by the normalisation."""
     low, high = values.min(0).astype(np.float64), values.max(0).astype(np.float64)
     return is_constant(high - low, low, high)
@@ -117,7 +119,7 @@ def _still(values: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 def _constant(data: Checked) -> Iterator[DataFinding]:
     for name, values in (("action", data.demos.actions), ("state", data.demos.state)):
-        if len(still := np.flatnonzero(_still(values))):
+        if len(still := np.flatnonzero(_constant_dimensions(values))):
             message = f"{name} dimensions {shown(still)} never change"
             yield DataFinding("warning", f"{name}-constant", message, "check the recording, or drop them")
 

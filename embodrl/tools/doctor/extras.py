@@ -58,7 +58,7 @@ def check_extra(extra: Extra, timeout_s: float = IMPORT_TIMEOUT_S) -> MachineFin
         return MachineFinding(name, "ok", f"not installed; for {extra.purpose} only", hint)
     if absent:
         return MachineFinding(name, "warning", f"partially installed, without {', '.join(absent)}", hint)
-    wanted = _unmet(extra)
+    wanted = _unmet_version(extra)
     if wanted:
         return MachineFinding(name, "warning", wanted, hint)
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
@@ -92,7 +92,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _unmet(extra: Extra) -> str:
+def _unmet_version(extra: Extra) -> str:
     """Return the version required by the extra if another one is installed; "" if unknown."""
     try:
         from packaging.requirements import Requirement

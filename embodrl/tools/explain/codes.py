@@ -27,7 +27,7 @@ PRINTED = re.compile(
 
 CURES = {
     "embodrl": "follow the hint in the message",
-    "config": "fix the problems listed in the report; each has a code of its own",
+    "config": "fix the problems listed in the report; each has its own code",
     "unknown-name": "use one of the names listed, or register yours through `extensions`",
     "usage": "see `--help` of the command",
     "missing-dependency": "install the package that the hint names; `embodrl doctor` lists what is missing",
@@ -42,7 +42,7 @@ CURES = {
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",
     "env-protocol": "look for code of the simulator that writes to file descriptors or memory that are not its own",
-    "env-order": "call what the hint names first",
+    "env-order": "first make the call that the hint names",
     "env-worker-died": "look at RUN/logs; if memory ran out, use fewer environments (env.train.total_num_envs)",
     "env-timeout": "raise env.step_timeout_s, reset_timeout_s or start_timeout_s, or use fewer processes",
     "env-raised": "fix the environment: the message has its traceback",
@@ -70,8 +70,8 @@ CURES = {
     "episode-timeout": "raise rollout.episode_timeout_s, or make the workflow faster",
     "reward": "fix the function: the message has its error; reward.on_error and reward.retries say what failures do",
     "message": "send plain types, arrays and tensors only",
-    "wire": "follow the hint in the message; docs/serving.md says what messages hold",
-    "store": "follow the hint in the message; docs/store.md says what a store holds",
+    "wire": "follow the hint in the message; docs/serving.md describes the contents of messages",
+    "store": "follow the hint in the message; docs/store.md describes the contents of a store",
     "remote-policy": "follow the hint in the message; the server's output has its side",
     "serving": "follow the hint in the message",
     "channel": "open the channel before use, and close it once",
@@ -88,8 +88,8 @@ CURES = {
 
 VALUES = {
     "config-choice": (
-        "a value is not one of those that are allowed",
-        "choose one of the allowed values, which the report lists",
+        "a value is not allowed",
+        "choose one of the allowed values listed in the report",
     ),
     "config-length": ("a list has too few or too many items", "give as many items as the report says"),
     "config-range": (
@@ -100,7 +100,7 @@ VALUES = {
         "a value is of another type: text for a number, a number for a list, ...",
         "write it as the report says",
     ),
-    "config-value": ("a value is refused for a reason that the message gives", "give what the report allows"),
+    "config-value": ("a value is refused for a reason that the message gives", "give a value that the report allows"),
 }
 """Cause and cure of codes whose messages consist of variable parts only."""
 
@@ -124,12 +124,12 @@ class CodeEntry:
     @property
     def causes(self) -> list[str]:
         """Every distinct cause; causes without constant words only if there is no other."""
-        return [text for text in dict.fromkeys(cause for cause, _ in self.cases) if _says(text)] or [ANY_OTHER]
+        return [text for text in dict.fromkeys(cause for cause, _ in self.cases) if _has_words(text)] or [ANY_OTHER]
 
     @property
     def cures(self) -> list[str]:
         """Every distinct cure, or the one of ``CURES`` if the sources have none."""
-        found = [text for text in dict.fromkeys(cure for _, cure in self.cases) if _says(text)]
+        found = [text for text in dict.fromkeys(cure for _, cure in self.cases) if _has_words(text)]
         return found or [CURES.get(self.code, ANY_OTHER)]
 
 
@@ -225,7 +225,7 @@ def _with_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
                 scopes.append(child)
 
 
-def _says(text: str) -> bool:
+def _has_words(text: str) -> bool:
     return bool(text.strip(" …/"))
 
 

@@ -130,7 +130,7 @@ def compare_flow(
 ) -> list[Comparison]:
     """Compare denoised actions and the elementwise loss of a flow network with a recording.
 
-    ``sampled`` was denoised from ``noise [B,H,D]`` in ``num_steps``; ``losses`` are those of ``actions [B,H,D]`` at the
+    ``sampled`` was denoised from ``noise [B,H,D]`` in ``num_steps``; ``losses`` belong to ``actions [B,H,D]`` at the
     noise levels ``tau [B]``. See ``integrate`` for ``times``.
     """
     level = tau[:, None, None]

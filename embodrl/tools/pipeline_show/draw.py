@@ -73,7 +73,7 @@ def to_svg(graph: Graph) -> str:
         f'<path d="M0 0 L8 4 L0 8 z" fill="{LINE}"/></marker></defs>',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    parts += [_curve(way) for node in graph.nodes for way in _ways(node, boxes)]
+    parts += [_curve(way) for node in graph.nodes for way in _edge_paths(node, boxes)]
     parts += [_rectangle(box, box.node) for box in boxes.values() if box.node is not None]
     return "\n".join([*parts, "</svg>"]) + "\n"
 
@@ -103,9 +103,9 @@ def _layers(graph: Graph) -> list[list[_Box]]:
         before: list[str] = []
         for name in node.deps:
             for level in range(depth[name] + 1, depth[node.name]):
-                key = _passing(name, node.name, level)
-                layers[level].append(_Box(key, 16, [_passing(name, node.name, level - 1, depth[name])]))
-            before.append(_passing(name, node.name, depth[node.name] - 1, depth[name]))
+                key = _waypoint_key(name, node.name, level)
+                layers[level].append(_Box(key, 16, [_waypoint_key(name, node.name, level - 1, depth[name])]))
+            before.append(_waypoint_key(name, node.name, depth[node.name] - 1, depth[name]))
         width = LETTER * max(len(_title(node)), 0.8 * len(_subtitle(node))) + 28
         layers[depth[node.name]].append(_Box(node.name, width, before, node))
     place = dict[str, float]()
@@ -116,12 +116,12 @@ def _layers(graph: Graph) -> list[list[_Box]]:
     return layers
 
 
-def _passing(start: str, end: str, level: int, top: int = -1) -> str:
+def _waypoint_key(start: str, end: str, level: int, top: int = -1) -> str:
     """Return the key of an edge's waypoint in a layer; in the start layer, its node's key."""
     return start if level == top else f"{start}>{end}:{level}"
 
 
-def _ways(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
+def _edge_paths(node: GraphNode, boxes: dict[str, _Box]) -> list[list[_Box]]:
     """Return the edges into a node, each as a path from its start through its waypoints."""
     ways: list[list[_Box]] = []
     for key in boxes[node.name].before:

@@ -195,7 +195,7 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
         figures = model_figures(config, bool(actors[0].devices), len(rollouts))
         _add_model(config, deployment, figures, add)
     for place in (*actors, *rollouts):
-        if place.component == "actor" or not _shared(deployment, place):
+        if place.component == "actor" or not _shares_weights(deployment, place):
             add((place.node, HOST), "program", PYTHON_BYTES)
     if deployment.main_component is None:
         add((0, HOST), "program", PYTHON_BYTES)
@@ -212,7 +212,7 @@ def plan_memory(config: Config, deployment: Deployment) -> MemoryPlan:
     for place in deployment.of("eval"):
         add((place.node, HOST), "evaluation", PYTHON_BYTES)
         add(_memories(place)[0], "evaluation", 0 if figures is None else figures.plain + figures.kv_cache)
-    away = _away(config, deployment)
+    away = _offloaded(config, deployment)
     memories = [
         MemoryOf(node, device, parts, _available(config, deployment, node, device), away[device != HOST])
         for (node, device), parts in sorted(needed.items())
@@ -246,7 +246,7 @@ def _add_model(
     config: Config, deployment: Deployment, figures: ModelFigures, add: Callable[[tuple[int, int], str, int], None]
 ) -> None:
     """Add the memory that the model needs in each process, component by component."""
-    _add_actors(config, deployment, _of_actor(config, deployment, figures), add)
+    _add_actors(config, deployment, _actor_bytes(config, deployment, figures), add)
     rollouts = deployment.of("rollout")
     whole = figures.recorded * chunks_of(config)
     if deployment.rolls_out_in_processes:  # the main process joins the parts of all rollouts
@@ -256,12 +256,12 @@ def _add_model(
     ):  # each training process gets all of it
         add((place.node, HOST), "trajectory buffer", whole)
     for place in rollouts:
-        own = ENGINES.entry(config.rollout.backend).own_weights or not _shared(deployment, place)
+        own = ENGINES.entry(config.rollout.backend).own_weights or not _shares_weights(deployment, place)
         weights = figures.plain if own else 0
         for where in _memories(place):
             add(where, "rollout weights", weights // len(_memories(place)))
             add(where, "KV cache", figures.kv_cache // len(_memories(place)))
-        if place.devices and _rollout_leaves(config, deployment):
+        if place.devices and _offloads_rollout(config, deployment):
             add((place.node, HOST), "offloaded", weights)
         add((place.node, HOST), "trajectory buffer", whole // len(rollouts))
 
@@ -288,29 +288,29 @@ def _add_actors(
 
 
 def _training_only(deployment: Deployment) -> frozenset[str]:
-    weights = {"weights"} if _apart(deployment) else set[str]()
+    weights = {"weights"} if _has_separate_weights(deployment) else set[str]()
     return frozenset({"gradients", "optimizer", "reference", "activations", *weights})
 
 
-def _rollout_leaves(config: Config, deployment: Deployment) -> bool:
+def _offloads_rollout(config: Config, deployment: Deployment) -> bool:
     """Whether the rollout has its own weights and ``rollout.enable_offload`` offloads them."""
     own = ENGINES.entry(config.rollout.backend).own_weights
-    return config.rollout.enable_offload and (own or _apart(deployment))
+    return config.rollout.enable_offload and (own or _has_separate_weights(deployment))
 
 
-def _apart(deployment: Deployment) -> bool:
+def _has_separate_weights(deployment: Deployment) -> bool:
     """Whether training and rollout are different processes, each with its own weights."""
     return deployment.has_processes
 
 
-def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:
+def _offloaded(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozenset[str]]]:
     """Return what is offloaded in a phase, for main memory (False) and GPUs (True).
 
     Content offloaded from a CPU stays in main memory.
     """
     nothing = frozenset[str]()
     ends = config.env.enable_offload and config.env.offload_level == "process"
-    acts = frozenset({"rollout weights", "KV cache"}) if _rollout_leaves(config, deployment) else nothing
+    acts = frozenset({"rollout weights", "KV cache"}) if _offloads_rollout(config, deployment) else nothing
     trains = _training_only(deployment) if config.actor.enable_offload else nothing
     simulators = frozenset({"simulator"}) if ends else nothing
     done = frozenset({"gradients", "activations", "KV cache"}) if acts else nothing
@@ -320,7 +320,7 @@ def _away(config: Config, deployment: Deployment) -> dict[bool, dict[str, frozen
     }
 
 
-def _of_actor(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
+def _actor_bytes(config: Config, deployment: Deployment, figures: ModelFigures) -> dict[str, int]:
     training = figures.training
     actor = config.actor
     num_actors = len(deployment.of("actor"))
@@ -354,9 +354,9 @@ def _memories(place: ProcessPlace) -> list[tuple[int, int]]:
     return [(place.node, device) for device in place.devices] or [(place.node, HOST)]
 
 
-def _shared(deployment: Deployment, rollout: ProcessPlace) -> bool:
+def _shares_weights(deployment: Deployment, rollout: ProcessPlace) -> bool:
     """Whether a rollout uses the weights of an actor process: same machine and devices, same rank."""
-    return not _apart(deployment) and any(
+    return not _has_separate_weights(deployment) and any(
         (a.rank, a.node, a.devices) == (rollout.rank, rollout.node, rollout.devices) for a in deployment.of("actor")
     )
 

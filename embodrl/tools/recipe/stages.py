@@ -191,13 +191,13 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         _refuse_untrusted_code(settings)
     directory = _directory(composition.tree, composition.choices.get("experiment"))
     problems: dict[ConfigProblem, list[str]] = {
-        problem: [] for problem in _misplaced(overrides, composition.tree, settings)
+        problem: [] for problem in _unread_settings(overrides, composition.tree, settings)
     }
     stages: list[Stage] = []
     made: list[str] = []
     video_python: str | None = ""
     for name in settings.stages:
-        given = [*getattr(settings, name), *_concerning(overrides, VERBS[name])]
+        given = [*getattr(settings, name), *_arguments_for(overrides, VERBS[name])]
         tree = compose(given, config_file).tree
         links, unchecked = _links(name, tree, directory, settings.stages)
         given += _seed_of_demonstrations(name, composition.tree, tree)
@@ -213,7 +213,7 @@ def plan_recipe(overrides: list[str], config_file: Path | None = None, trust: bo
         made.append(str(stages[-1].outputs))
     if problems:
         count = len(settings.stages)
-        raise ConfigError([_of_stages(problem, names, count) for problem, names in problems.items()])
+        raise ConfigError([_with_stage_names(problem, names, count) for problem, names in problems.items()])
     options = [*(() if config_file is None else ("--config", str(config_file.absolute()))), *["--trust"] * trust]
     expected = _expectation(settings.expected, overrides, config_file)
     recipe = Recipe(directory, tuple(stages), tuple(options), expected, video_python)
@@ -274,12 +274,12 @@ def _directory(tree: Node, experiment: str | None) -> Path:
     return (Path("outputs") / f"{experiment}_seed{0 if seed is None else seed.value}").absolute()
 
 
-def _concerning(overrides: list[str], verb: Verb) -> list[str]:
+def _arguments_for(overrides: list[str], verb: Verb) -> list[str]:
     """Return the arguments that a verb reads, without the directory, which the recipe sets."""
     return [text for text in concerning(overrides, verb) if text.lstrip("+~").partition("=")[0] != OUTPUT_DIR]
 
 
-def _misplaced(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
+def _unread_settings(overrides: list[str], tree: Node, settings: RecipeConfig) -> Iterator[ConfigProblem]:
     for argument in parse_arguments(overrides)[0]:
         by_recipe = argument.key in (OUTPUT_DIR, "runner.seed") or argument.key.startswith("recipe.")
         if (
@@ -352,7 +352,7 @@ def _read_settings(given: list[str], config_file: Path | None, verb: Verb, links
     }
 
 
-def _of_stages(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
+def _with_stage_names(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
     if len(names) in (0, total):
         return problem
     return replace(problem, message=f"{problem.message} (in {', '.join(names)})")
@@ -388,7 +388,7 @@ def run_recipe(recipe: Recipe, tell: Callable[[str], None]) -> int:
             recipe.begun[stage.name] = dict(stage.settings)
             recipe.write()
             tell(f"{title}: {stage.directory}")
-            code = _do(recipe, stage)
+            code = _run_stage(recipe, stage)
             if code:
                 tell(f"{title}: exit code {code}; the same command continues")
                 return code
@@ -409,7 +409,7 @@ def _is_intact(stage: Stage) -> bool:
     return stage.outputs.is_dir() and check_checksums(stage.outputs)
 
 
-def _do(recipe: Recipe, stage: Stage) -> int:
+def _run_stage(recipe: Recipe, stage: Stage) -> int:
     """Run the command of a stage to its end; return its exit code, 128 + N if killed by signal N."""
     verb, *arguments = stage.command()
     options = [option for option in recipe.options if verb != "resume" or option == "--trust"]

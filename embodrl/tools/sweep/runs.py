@@ -177,11 +177,11 @@ def _check(runs: Sequence[SweptRun], config_file: Path | None, trust: bool) -> l
             for problem in error.problems:
                 found.setdefault(problem, []).append(run.name)
     if found:
-        raise ConfigError([_in_runs(problem, names, len(runs)) for problem, names in found.items()])
+        raise ConfigError([_with_run_names(problem, names, len(runs)) for problem, names in found.items()])
     return iterations
 
 
-def _in_runs(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
+def _with_run_names(problem: ConfigProblem, names: list[str], total: int) -> ConfigProblem:
     if len(names) == total:
         return problem
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
