@@ -118,7 +118,7 @@ def parse_ranks(text: str) -> Place | None:
         count = len(processes)
         if count % len(ranks) and len(ranks) % count:
             raise PlacementError(
-                f"in '{piece.strip()}', {count} processes do not divide {len(ranks)} devices, nor they them:"
+                f"in '{piece.strip()}', {count} processes and {len(ranks)} devices do not divide evenly:"
                 f" {count} / {len(ranks)} leaves {count % len(ranks)}"
             )
         if set(ranks) & set(devices):
