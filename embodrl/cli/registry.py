@@ -1,4 +1,4 @@
-"""The verbs that are imported when they are called; ``main`` has the others. GROUP.NAME is one below a group."""
+"""Verbs imported on demand, besides the ones in ``main``. GROUP.NAME is a subcommand of a group."""
 
 from __future__ import annotations
 

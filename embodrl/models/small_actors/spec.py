@@ -28,7 +28,7 @@ RLT = SmallActorSpec(
 VERB = VerbSpec(
     name="model.token",
     target="embodrl.cli.model_token:token",
-    description="Train an RL token of a frozen VLA: one small vector of what it makes of pictures and prompt"
+    description="Train an RL token of a frozen VLA: one small vector that summarises images and prompt"
     " (algorithm=rlt).",
 )
 RLT_LOSS = FunctionSpec(

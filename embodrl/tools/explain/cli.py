@@ -21,10 +21,10 @@ def explain(
     ],
     debug: Debug = False,
 ) -> None:
-    """Say what settings, sections and error codes mean.
+    """Explain settings, sections and error codes.
 
-    Of a setting: type, default, allowed values, when it has an effect, which verbs read it, and the rules about it. Of
-    a section: its keys. Of a code, which ends every error: the messages, with … for what depends on the case, and what
+    For a setting: type, default, allowed values, conditions, the verbs that read it, and the rules about it. For
+    a section: its keys. For a code, which ends every error: the messages, with … for variable parts, and what
     to do about each.
 
     \b
@@ -43,10 +43,10 @@ def explain(
 
 
 def entries(name: str) -> list[str]:
-    """Return what is known about a name, which may be a key and a code: ``store`` is both.
+    """Return the entries of a name, which may be both a key and a code, e.g. ``store``.
 
     Raises:
-        UsageError: it is neither; names the nearest.
+        UsageError: the name is neither; names the nearest one.
     """
     from embodrl.tools.explain import codes, keys, text
 
@@ -58,7 +58,7 @@ def entries(name: str) -> list[str]:
     near = codes.nearest_code(name) if "-" in name else keys.nearest_key(name) or codes.nearest_code(name)
     kinds = "`embodrl config show` prints all keys; a code ends every error"
     raise UsageError(
-        f"there is no setting, section or error code '{name}'",
+        f"unknown setting, section or error code '{name}'",
         f"nearest: {near}; {kinds}" if near else kinds,
         code="explain-unknown-name",
     )

@@ -1,4 +1,4 @@
-"""What is known about each error code: its class, its rule, or the places that raise it, read from the sources."""
+"""Entries of error codes: class, rule, or raise sites, read from the sources."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LITERAL = re.compile(rf'(?:"|code: )(?P<code>{KEBAB.pattern})(?="|\\n|$)', re.MU
 PRINTED = re.compile(
     rf"(?P<error>error: )?(?P<message>[^\n]+)\n +hint: (?P<hint>[^\n]*)\n +code: (?P<code>{KEBAB.pattern})\s*"
 )
-"""The text of an error that is printed and not raised."""
+"""The text of an error that is printed rather than raised."""
 
 CURES = {
     "embodrl": "follow the hint in the message",
-    "config": "fix the problems listed in the report; each has a code of its own",
+    "config": "fix the problems listed in the report; each has its own code",
     "unknown-name": "use one of the names listed, or register yours through `extensions`",
     "usage": "see `--help` of the command",
     "missing-dependency": "install the package that the hint names; `embodrl doctor` lists what is missing",
@@ -42,7 +42,7 @@ CURES = {
     "policy-file": "restore the file from its origin; the message names the file and the key or tensor",
     "env": "read the message and the log of the simulator process in RUN/logs; `embodrl doctor ARGS` tries one frame",
     "env-protocol": "look for code of the simulator that writes to file descriptors or memory that are not its own",
-    "env-order": "call what the hint names first",
+    "env-order": "first make the call that the hint names",
     "env-worker-died": "look at RUN/logs; if memory ran out, use fewer environments (env.train.total_num_envs)",
     "env-timeout": "raise env.step_timeout_s, reset_timeout_s or start_timeout_s, or use fewer processes",
     "env-raised": "fix the environment: the message has its traceback",
@@ -70,8 +70,8 @@ CURES = {
     "episode-timeout": "raise rollout.episode_timeout_s, or make the workflow faster",
     "reward": "fix the function: the message has its error; reward.on_error and reward.retries say what failures do",
     "message": "send plain types, arrays and tensors only",
-    "wire": "follow the hint in the message; docs/serving.md says what messages hold",
-    "store": "follow the hint in the message; docs/store.md says what a store holds",
+    "wire": "follow the hint in the message; docs/serving.md describes the contents of messages",
+    "store": "follow the hint in the message; docs/store.md describes the contents of a store",
     "remote-policy": "follow the hint in the message; the server's output has its side",
     "serving": "follow the hint in the message",
     "channel": "open the channel before use, and close it once",
@@ -83,13 +83,13 @@ CURES = {
     "weight-version": "restart the receiver, which then begins with a whole version",
     "weight-layout": "start both sides with the same model settings",
 }
-"""What to do about errors that carry the code of their class, and about those whose hint has no constant words."""
+"""Cures for errors with the code of their class, and for errors whose hint has no constant words."""
 
 
 VALUES = {
     "config-choice": (
-        "a value is not one of those that are allowed",
-        "choose one of the allowed values, which the report lists",
+        "a value is not allowed",
+        "choose one of the allowed values listed in the report",
     ),
     "config-length": ("a list has too few or too many items", "give as many items as the report says"),
     "config-range": (
@@ -100,21 +100,20 @@ VALUES = {
         "a value is of another type: text for a number, a number for a list, ...",
         "write it as the report says",
     ),
-    "config-value": ("a value is refused for a reason that the message gives", "give what the report allows"),
+    "config-value": ("a value is refused for a reason that the message gives", "give a value that the report allows"),
 }
-"""Cause and cure of codes whose messages are made of variable parts alone."""
+"""Cause and cure of codes whose messages consist of variable parts only."""
 
 
 @dataclass
 class CodeEntry:
-    """What is known about a code.
+    """Facts about a code.
 
     Attributes:
-        code: of it.
         kind: ``class``, ``rule``, ``note``, ``problem`` or ``error``.
-        source: class or rule that it is of.
-        cases: ``(cause, cure)`` of each finding or raise site, with … for what depends on the case; the cure is ""
-            where the sources have no constant words.
+        source: class or rule that defines it.
+        cases: ``(cause, cure)`` of each finding or raise site, with … for variable parts; the cure is "" if there is
+            none.
     """
 
     code: str
@@ -124,33 +123,33 @@ class CodeEntry:
 
     @property
     def causes(self) -> list[str]:
-        """Every cause once; one that says nothing constant only where there is no other."""
-        return [text for text in dict.fromkeys(cause for cause, _ in self.cases) if _says(text)] or [ANY_OTHER]
+        """Every distinct cause; causes without constant words only if there is no other."""
+        return [text for text in dict.fromkeys(cause for cause, _ in self.cases) if _has_words(text)] or [ANY_OTHER]
 
     @property
     def cures(self) -> list[str]:
-        """Every cure once, or that of ``CURES`` where the sources have none."""
-        found = [text for text in dict.fromkeys(cure for _, cure in self.cases) if _says(text)]
+        """Every distinct cure, or the one of ``CURES`` if the sources have none."""
+        found = [text for text in dict.fromkeys(cure for _, cure in self.cases) if _has_words(text)]
         return found or [CURES.get(self.code, ANY_OTHER)]
 
 
 def entries() -> list[CodeEntry]:
-    """Return all codes: classes, then rules, notes, and sites."""
+    """Return all codes: classes, then rules, notes, and raise sites."""
     return [*class_entries(), *rule_entries(), *site_entries()]
 
 
 def entries_of(code: str) -> list[CodeEntry]:
-    """Return what is known about one code, reading only the sources that contain it; empty if there is none."""
+    """Return the entries of one code, reading only the sources that contain it; empty if unknown."""
     return [entry for entry in (*class_entries(), *rule_entries(code), *site_entries(code)) if entry.code == code]
 
 
 def nearest_code(name: str) -> str:
-    """Return the code closest to a name, or "" if none is near."""
+    """Return the code nearest to a name, or "" if none is near."""
     known = {entry.code for entry in class_entries()} | {rule.code for _, rule in _rules()}
     texts = [path.read_text(encoding="utf-8") for path in _sources()]
     literals = {found["code"] for text in texts for found in LITERAL.finditer(text)}
     near = difflib.get_close_matches(name.lower().replace("_", "-"), sorted(known | literals), n=8, cutoff=0.7)
-    # Few strings of the sources are codes, so those that are near are looked up.
+    # Few strings in the sources are codes, so only near ones are looked up.
     return next((code for code in near if code in known or site_entries(code)), "")
 
 
@@ -186,7 +185,7 @@ def rule_entries(code: str | None = None) -> list[CodeEntry]:
 
 
 def site_entries(code: str | None = None) -> list[CodeEntry]:
-    """Return the codes, or one of them, that are given where an error is raised, made or printed."""
+    """Return the codes, or one of them, given where an error is raised, made or printed."""
     found: dict[tuple[str, str], CodeEntry] = {}
     for path in _sources():
         text = path.read_text(encoding="utf-8")
@@ -204,7 +203,7 @@ def _sources() -> list[Path]:
 
 
 def _entries_in(tree: ast.Module) -> Iterator[CodeEntry]:
-    """Yield what a module says about codes, once for every place."""
+    """Yield a module's entries about codes, one per place."""
     for node, scope in _with_functions(tree):
         if isinstance(node, ast.Call):
             yield from site(node, scope, tree)
@@ -215,7 +214,7 @@ def _entries_in(tree: ast.Module) -> Iterator[CodeEntry]:
 
 
 def _with_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
-    """Yield every node with the outermost function that it is in, or the module."""
+    """Yield every node with its outermost enclosing function, or the module."""
     scopes: list[ast.AST] = [tree]
     while scopes:
         for child in ast.iter_child_nodes(scopes.pop()):
@@ -226,8 +225,7 @@ def _with_functions(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.AST]]:
                 scopes.append(child)
 
 
-def _says(text: str) -> bool:
-    """Tell whether a text has constant words."""
+def _has_words(text: str) -> bool:
     return bool(text.strip(" …/"))
 
 
@@ -236,7 +234,7 @@ POSITIONS = {"ConfigProblem": (1, 5, 6), "PipelineProblem": (1, 2, 3), "Finding"
 
 
 def site(call: ast.Call, scope: ast.AST, module: ast.Module) -> list[CodeEntry]:
-    """Return what a call says about codes: one, or those among which it chooses; empty if it gives none."""
+    """Return a call's entry about its codes: one, or the ones it chooses from; empty if it has none."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     message_at, hint_at, code_at = POSITIONS.get(name, (0, 1, 99))
     code = next((word.value for word in call.keywords if word.arg == "code"), None)
@@ -251,7 +249,7 @@ def site(call: ast.Call, scope: ast.AST, module: ast.Module) -> list[CodeEntry]:
 
 
 def _codes(value: ast.AST, module: ast.Module) -> list[str]:
-    """Return the codes that an expression may be, as far as its module has them as constants."""
+    """Return the possible codes of an expression, as far as they are constants of its module."""
     values = [value]
     if isinstance(value, ast.Name):
         assignments = [node for node in ast.walk(module) if isinstance(node, ast.Assign)]
@@ -266,7 +264,7 @@ def _codes(value: ast.AST, module: ast.Module) -> list[str]:
 
 
 def printed(text: str) -> list[CodeEntry]:
-    """Return what a text says about a code that is printed as errors are, without one being raised."""
+    """Return the entry of a code in a text printed like an error, without a raise."""
     found = PRINTED.fullmatch(text)
     if found is None:
         return []
@@ -274,7 +272,7 @@ def printed(text: str) -> list[CodeEntry]:
 
 
 def answered(node: ast.Dict, scope: ast.AST) -> list[CodeEntry]:
-    """Return what an answer of a server, ``{"error": MESSAGE, "code": CODE}``, says about its code."""
+    """Return the entry of the code in a server's response, ``{"error": MESSAGE, "code": CODE}``."""
     parts = {
         key.value: value for key, value in zip(node.keys, node.values, strict=True) if isinstance(key, ast.Constant)
     }
@@ -290,7 +288,7 @@ def calls(tree: ast.AST, name: str) -> list[ast.Call]:
 
 
 def argument(call: ast.Call, position: int, name: str, scope: ast.AST) -> str:
-    """Return the text of an argument, with … for what is not constant; "" if nothing is."""
+    """Return the text of an argument, with … for variable parts; "" if none is constant."""
     value = next((word.value for word in call.keywords if word.arg == name), None)
     if value is None and len(call.args) > position:
         value = call.args[position]
@@ -298,7 +296,7 @@ def argument(call: ast.Call, position: int, name: str, scope: ast.AST) -> str:
 
 
 def words(value: ast.AST | None, scope: ast.AST, depth: int = 0) -> str:
-    """Return an expression as text, with … for what is not constant."""
+    """Return an expression as text, with … for variable parts."""
     if isinstance(value, ast.Constant) and isinstance(value.value, str):
         return value.value
     if isinstance(value, ast.JoinedStr):
@@ -315,7 +313,7 @@ def words(value: ast.AST | None, scope: ast.AST, depth: int = 0) -> str:
 
 
 def _assigned(name: str, scope: ast.AST, depth: int, before: int) -> str:
-    """Return the text that a variable was given last before a line."""
+    """Return the text last assigned to a variable before a line."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(scope):
         if not isinstance(node, ast.Assign) or node.lineno > before:

@@ -1,4 +1,4 @@
-"""What is known about each key of the configuration: type, default, range, conditions, verbs and rules."""
+"""Facts about each configuration key: type, default, range, conditions, verbs and rules."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from embodrl.pipelines.select import PipelineCheck
 from embodrl.specs import ENVS, MODELS
 
 CHOSEN_BY = {"env": "env.env_type", "model": "model.model_type"}
-"""Sections that have further settings, and the key that names the simulator or the family whose settings they are."""
+"""Sections with variants, and the key that selects the simulator or family of the variant."""
 INDEX = re.compile(r"\[\w*\]|\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key or a section, as those that share its definition have it.
+    """A key or section, with the owners that share its definition.
 
     Attributes:
-        key: dotted, without the indices of lists.
-        fields: the sections above it, outermost first, and itself last.
-        owners: simulators or families whose setting it is; () where it belongs to all.
+        key: dotted, without list indices.
+        fields: enclosing sections, outermost first, and the field itself last.
+        owners: simulators or families that have the setting; () if all do.
     """
 
     key: str
@@ -42,12 +42,11 @@ class Setting:
 
     @property
     def info(self) -> FieldInfo:
-        """Of itself."""
         return self.fields[-1]
 
     @property
     def model(self) -> type[BaseModel] | None:
-        """The class of the section, or of the items of the list; None for a value."""
+        """The class of the section or list items; None for a value."""
         return model_of(self.info.annotation)
 
     @property
@@ -57,7 +56,7 @@ class Setting:
 
 
 def find(name: str) -> list[Setting]:
-    """Return what a key or section is: several where simulators or families differ in it, empty if there is none."""
+    """Return the definitions of a key or section: several if simulators or families differ; empty if unknown."""
     key = INDEX.sub("", name)
     top, _, rest = key.partition(".")
     schema = with_every_section(Config)
@@ -79,14 +78,14 @@ def find(name: str) -> list[Setting]:
 
 
 def _classes(section: str) -> tuple[type[BaseModel], dict[str, type[BaseModel]]]:
-    """Return the class of ``env`` or ``model`` that all share, and that of every simulator or family."""
+    """Return the shared class of ``env`` or ``model``, and the class of every simulator or family."""
     if section == "env":
         return EnvConfig, {name: env_settings(name) for name in ENVS}
     return ModelConfig, {name: model_settings(name) for name in MODELS}
 
 
 def _fields(key: str, schema: type[BaseModel]) -> tuple[FieldInfo, ...]:
-    """Return the fields on the way to a key; empty if the schema lacks it."""
+    """Return the fields on the path to a key; empty if the schema lacks it."""
     section, _, name = key.rpartition(".")
     model = section_model(section, schema)
     if model is None or name not in model.model_fields:
@@ -100,7 +99,7 @@ def _facts(info: FieldInfo) -> tuple[object, ...]:
 
 
 def children(setting: Setting) -> list[Setting]:
-    """Return the keys and sections in a section, or in the items of a list; the settings of owners last."""
+    """Return the keys and sections in a section, or in the items of a list; owner-specific ones last."""
     model = setting.model
     if model is None:
         return []
@@ -114,17 +113,17 @@ def children(setting: Setting) -> list[Setting]:
 
 
 def nearest_key(name: str) -> str:
-    """Return the key that a name may stand for, as in the report of an unknown key; "" if none is near."""
+    """Return the nearest key of a name, as in the report of an unknown key; "" if none is near."""
     return unknown_key(INDEX.sub("", name), "", Config).nearest
 
 
 def is_section(annotation: Any) -> bool:
-    """Tell whether a field holds a section, as opposed to a list of sections."""
+    """Whether a field holds a section, as opposed to a list of sections."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def allowed(info: FieldInfo) -> str:
-    """Return what a key may hold, in words: its type with the range, or the names to choose from."""
+    """Return the allowed values of a key, in words: its type with the range, or its choices."""
     if model_of(info.annotation) is not None and not is_section(info.annotation):
         return "a list of mappings"
     return in_words(info.annotation, list(info.metadata))
@@ -136,7 +135,7 @@ def type_of(info: FieldInfo) -> str:
 
 
 def default(info: FieldInfo) -> str:
-    """Return the default of a key as YAML; "required" where there is none."""
+    """Return the default of a key as YAML; "required" if there is none."""
     value: Any = info.default
     if value is PydanticUndefined:
         return "required"
@@ -147,25 +146,25 @@ def default(info: FieldInfo) -> str:
 
 
 def conditions(info: FieldInfo) -> list[str]:
-    """Return the settings with which a key or section has an effect; facts of what is chosen are left out."""
+    """Return the settings under which a key or section has an effect, except facts about choices."""
     found = [each for each in info.metadata if isinstance(each, AppliesIf) and not each.reason]
     return [f"{each.key}{'=' * bool(each.values)}{' or '.join(map(flow, each.values))}" for each in found]
 
 
 def facts_wanted(info: FieldInfo) -> list[str]:
-    """Return why a key or section may have no effect with what is chosen."""
+    """Return why a key or section may have no effect with the chosen parts."""
     return [each.reason for each in info.metadata if isinstance(each, AppliesIf) and each.reason]
 
 
 def read_by(verbs: Collection[str] | None) -> str:
-    """Name the verbs that read something; "" for all of them."""
+    """Return the verbs that read a field; "" for all."""
     return "" if verbs is None else ", ".join(sorted(verbs))
 
 
 def rules_of(key: str) -> Iterator[tuple[str, Rule]]:
-    """Yield ``("rule" or "note", rule)`` of those that read a key, the section that it is in, or keys in it.
+    """Yield ``("rule" or "note", rule)`` of the rules that read a key, its section, or keys in it.
 
-    Rules that read a whole section of the top level stand at that section alone.
+    Rules that read a whole top-level section are listed at that section only.
     """
     shipped = shipped_rules()
     for kind, rules in (("rule", [*shipped.rules, PipelineCheck().rule]), ("note", shipped.notes)):
@@ -179,7 +178,7 @@ def _concerns(read: str, key: str) -> bool:
 
 
 def verbs_of(setting: Setting) -> str:
-    """Name the commands that read a key or section, by the innermost declaration; "" for all of them."""
+    """Return the commands that read a key or section, by the innermost declaration; "" for all."""
     schema = cast(type[Section], with_every_section(Config))
     verbs = readers(setting.key, schema)
     return read_by(None if verbs is None else [COMMANDS.get(verb, verb) for verb in verbs])

@@ -7,5 +7,5 @@ from embodrl.specs import VerbSpec
 VERB = VerbSpec(
     name="explain",
     target="embodrl.tools.explain.cli:explain",
-    description="Say what settings, sections and error codes mean.",
+    description="Explain settings, sections and error codes.",
 )

@@ -30,7 +30,7 @@ KINDS = {
 
 
 def key_text(settings: list[Setting]) -> str:
-    """Return all that is known about a key or section; the definitions that simulators or families have of it."""
+    """Return the entry of a key or section, with all definitions by simulators or families."""
     parts = [settings[0].key]
     for setting in settings:
         parts += _definition(setting)
@@ -44,7 +44,6 @@ def key_text(settings: list[Setting]) -> str:
 
 
 def _definition(setting: Setting) -> list[str]:
-    """Return the facts of one definition of a key."""
     info = setting.info
     facts: dict[str, str] = {"": _sentence(info.description or "")}
     if setting.owners:
@@ -61,7 +60,6 @@ def _definition(setting: Setting) -> list[str]:
 
 
 def _children(setting: Setting) -> list[str]:
-    """Return a line for every key in a section or list, with its default."""
     lines: list[str] = []
     for child in children(setting):
         value = "section" if child.is_section else default(child.info)
@@ -71,7 +69,7 @@ def _children(setting: Setting) -> list[str]:
 
 
 def code_text(entry: CodeEntry) -> str:
-    """Return all that is known about a code: each message with what to do about it."""
+    """Return the entry of a code: each message with its cure."""
     parts = [f"{entry.code}: {KINDS[entry.kind]}"]
     hints: dict[str, list[str]] = {}
     for cause, cure in entry.cases:
