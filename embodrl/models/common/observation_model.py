@@ -1,4 +1,4 @@
-"""A small network that judges observations: a value function, which tells progress, or a success classifier; its files.
+"""A small network that judges observations, as value function (progress) or success classifier, and its files.
 
 Shapes: B batch, K outputs.
 """
@@ -26,19 +26,19 @@ from embodrl.storage.tensor_files import load_tensors
 
 WEIGHTS = "model.safetensors"
 KINDS = {"value": 201, "success": 1}
-"""What a model says, and its outputs K: logits of 201 bins, or one logit."""
+"""Kind of model -> number of outputs K: logits of 201 bins, or one logit."""
 HIDDEN = 128
 ROWS_AT_ONCE = 256
 
 
 class ObservationModel(nn.Module):
-    """A kind of judgement, the instructions that it knows, statistics of the state, and the network.
+    """A network with its kind, its known instructions and the statistics of the state.
 
     Args:
         kind: one of ``KINDS``.
-        spec: what it looks at.
-        instructions: that it tells apart.
-        facts: what is recorded with it, as JSON.
+        spec: dimensions of the observations.
+        instructions: known instructions.
+        facts: JSON facts to record with the model.
     """
 
     state_mean: Tensor
@@ -64,7 +64,7 @@ class ObservationModel(nn.Module):
         return self.out(F.relu(self.hidden(self.net({**inputs, STATE: state}))))
 
     def standardize(self, state: Tensor) -> None:
-        """Take the statistics of states ``float32[B,S]`` from here on; numbers that never change are left out."""
+        """Set the normalisation to the statistics of states ``float32[B,S]``; constant dimensions are dropped."""
         if self.spec.state_dim:
             self.state_mean = state.mean(0)
             std = state.std(0, correction=0)
@@ -72,18 +72,18 @@ class ObservationModel(nn.Module):
 
     @property
     def threshold(self) -> float:
-        """From this probability on a success classifier says yes."""
+        """Probability above which a success classifier says yes."""
         found = self.facts.get("threshold")
         return float(found) if isinstance(found, int | float) else 0.5
 
     @property
     def centers(self) -> Tensor:
-        """Of the bins of values, ``float32[201]``: -1 to 0."""
+        """Centres of the value bins, ``float32[201]``: -1 to 0."""
         return torch.linspace(-1.0, 0.0, KINDS["value"])
 
     @torch.no_grad()
     def judge(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return ``float32[B]``: the expected value from -1 to 0, or the probability of success."""
+        """Return ``float32[B]``: the expected value, -1 to 0, or the success probability."""
         rows = len(inputs[STATE])
         parts = [
             self({name: column[start : start + ROWS_AT_ONCE] for name, column in inputs.items()})
@@ -95,10 +95,10 @@ class ObservationModel(nn.Module):
     def inputs(
         self, images: NDArray[np.uint8], state: NDArray[np.float32], instructions: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return inputs of observations ``uint8[B,V,H,W,3]`` and ``float32[B,S]``.
+        """Return network inputs of images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
 
         Raises:
-            EmbodrlError: they are not of the environment that the model was trained for.
+            EmbodrlError: the observations do not match the environment that the model was trained on.
         """
         spec = self.spec
         unknown = [text for text in instructions if text not in self.instructions]
@@ -115,10 +115,10 @@ class ObservationModel(nn.Module):
         return network_inputs(spec, images, state, numbers)
 
     def save(self, directory: Path) -> None:
-        """Write config.json, weights and checksums; the directory appears, or is replaced, as a whole.
+        """Write config.json, weights and checksums atomically.
 
         Raises:
-            OutputError: it can't be written.
+            OutputError: the directory can't be written.
         """
         content = {
             "model_type": REWARD_MODEL,
@@ -132,16 +132,16 @@ class ObservationModel(nn.Module):
 
     @classmethod
     def load(cls, directory: Path) -> ObservationModel:
-        """Return the model in a directory.
+        """Load the model in a directory.
 
         Raises:
-            CheckpointError: it is none, or damaged.
+            CheckpointError: the directory has no such model, or a damaged one.
         """
         fields = read_file(directory / CONFIG_FILE)
         kind = fields.text("kind", "")
         if fields.text("model_type", "") != REWARD_MODEL or kind not in KINDS:
             raise CheckpointError(
-                f"{directory} is no reward model or value function of embodrl",
+                f"{directory} is not a reward model or value function of embodrl",
                 "give a directory of `embodrl reward train`",
                 code="observation-model-kind",
             )
@@ -164,10 +164,10 @@ def network_inputs(
     """Return the inputs of an ``ObservationNet``.
 
     Args:
-        spec: what the network looks at.
+        spec: dimensions of the observations.
         images: ``uint8[B,V,H,W,3]``.
         state: ``float32[B,S]``.
-        tasks: numbers of the instructions, ``int64[B]``.
+        tasks: instruction indices ``int64[B]``.
     """
     inputs = {STATE: torch.from_numpy(np.ascontiguousarray(state[:, : spec.state_dim])), TASK: tasks}
     if spec.num_cameras:

@@ -10,7 +10,7 @@ from embodrl.hub import HubName, fetch
 
 
 def fetch_tokenizer(repository: str, files: Sequence[str], directory: Path, hint: str) -> Path:
-    """Return a directory with the tokenizer's ``files`` of a repository, for the checkpoint in ``directory``.
+    """Return a directory with a repository's tokenizer ``files``, for the checkpoint in ``directory``.
 
     Raises:
         CheckpointError: see ``embodrl.hub.fetch``; or the repository has none of the files.

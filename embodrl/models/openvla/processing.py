@@ -19,14 +19,14 @@ PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
 
 class OpenVLAProcessor:
-    """Prompts and images as OpenVLA was trained with them.
+    """Prepares prompts and images as in OpenVLA's training.
 
     Args:
-        tokenizer: of the language model.
+        tokenizer: tokenizer of the language model.
         image_size: side of the model's square input in pixels.
         max_prompt_tokens: L.
-        pad_token_id: fills prompts up.
-        center_crop: cut the middle 90 % of the area.
+        pad_token_id: padding id of prompts.
+        center_crop: crop the central 90 % of the area.
         resize_filter: ``bicubic``, or ``lanczos_jpeg``: Lanczos after a JPEG round trip.
     """
 
@@ -50,9 +50,8 @@ class OpenVLAProcessor:
     def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
         """Return L ids and an L-long mask: BOS, padding, the prompt.
 
-        Padding sits between BOS and the text, so that in every row of a batch the last prompt token, from which the
-        first action and the value are read, is in the last place. Masks and positions make the place of padding
-        irrelevant.
+        Padding comes between BOS and the text, so that every row's last prompt token, from which the first action and
+        the value are read, is in the last place. Masks and positions make the place of padding irrelevant.
 
         Raises:
             EmbodrlError: the prompt is longer than L.
@@ -67,7 +66,7 @@ class OpenVLAProcessor:
         return self._rows[instruction]
 
     def resize(self, images: NDArray[np.uint8], device: torch.device) -> Tensor:
-        """Return ``uint8[N,H,W,3]`` at the model's size, cropped if the policy does that."""
+        """Return ``uint8[N,H,W,3]`` at the model's size, cropped if ``center_crop``."""
         compressed = self.resize_filter == "lanczos_jpeg"
         resize = resize_lanczos if compressed else resize_bicubic
         # a copy: the source may be a reused buffer
@@ -76,7 +75,7 @@ class OpenVLAProcessor:
         return center_crop_area(pixels) if self.center_crop else pixels
 
     def prompts(self, instructions: list[str], device: torch.device) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` ``int64[B,L]``; raises as ``prompt_row``."""
+        """Return ``input_ids`` and ``attention_mask`` ``int64[B,L]``; errors as in ``prompt_row``."""
         rows = [self.prompt_row(text) for text in instructions]
         return {
             "input_ids": torch.tensor([ids for ids, _ in rows], device=device),

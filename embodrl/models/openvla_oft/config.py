@@ -1,4 +1,4 @@
-"""What an OpenVLA-OFT checkpoint has in addition to OpenVLA's files; their config.json files may be the same."""
+"""OpenVLA-OFT checkpoints beyond OpenVLA's files; their config.json files may be identical."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ALOHA_DIM = 14
 
 @dataclass(frozen=True)
 class ProprioStats:
-    """Range of each dimension of the robot's state: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
+    """Range of each robot state dimension: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
 
     Attributes:
-        q01, q99: the ends, ``float64[S]``, in environment units.
-        mask: ``bool[S]``; False passes a dimension through.
+        q01, q99: ends of the range, ``float64[S]``, in environment units.
+        mask: ``bool[S]``; False leaves a dimension unchanged.
     """
 
     q01: NDArray[np.float64]
@@ -45,16 +45,16 @@ class ProprioStats:
 
 
 def normalization_of(config: OpenVlaOftConfig) -> tuple[str, str]:
-    """Return the names of the statistics between which actions and states are scaled to [-1, 1].
+    """Return the names of the statistics that are scaled to -1 and 1, for actions and states.
 
-    By default the reference's: minimum and maximum for ALOHA's 14 dimensions, else quantiles.
+    By default as in the reference: minimum and maximum for ALOHA's 14 dimensions, else quantiles.
     """
     chosen = config.normalization or ("min_max" if config.action_dim == ALOHA_DIM else "quantiles")
     return ("min", "max") if chosen == "min_max" else ("q01", "q99")
 
 
 def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, str]) -> ActionStats:
-    """Return the statistics ``stats`` of a dataset with other ends of the range; raises as ``choose_stats``."""
+    """Return a dataset's statistics ``stats`` with other ends of the range; errors as in ``choose_stats``."""
     if ends == ("q01", "q99"):
         return stats
     low, high = read_range(sets[stats.key].fields("action"), *ends)
@@ -70,10 +70,10 @@ def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, st
 def choose_proprio_stats(
     sets: StatsSets, key: str, source: str, ends: tuple[str, str] = ("q01", "q99")
 ) -> ProprioStats:
-    """Return the statistics of the robot's state that belong to the action statistics ``key``.
+    """Return the state statistics that belong to the action statistics ``key``.
 
     Raises:
-        CheckpointError: there are none, or a value is invalid.
+        CheckpointError: they are missing, or a value is invalid.
     """
     state = sets[key].fields("proprio", {})
     if ends[0] not in state:
@@ -86,10 +86,10 @@ def choose_proprio_stats(
 
 
 def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
-    """Refuse a checkpoint with components that the settings leave out, or that are not supported.
+    """Refuse a checkpoint with components that the settings omit or that are unsupported.
 
     Raises:
-        CheckpointError: without them it would act wrongly.
+        CheckpointError: the policy would act wrongly without them.
     """
     if any(directory.glob("noisy_action_projector--*")):
         raise CheckpointError(
@@ -106,7 +106,7 @@ def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
         path = component_file(directory, name)
         if path is not None and not is_used:
             raise CheckpointError(
-                f"{path} belongs to the policy, and without it actions would be wrong",
+                f"{path} belongs to the policy; without it actions would be wrong",
                 f"set {setting}; to fine-tune without it, remove the file",
                 code="oft-component-unused",
             )
@@ -115,15 +115,15 @@ def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
 def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
     """Refuse a policy that embodrl trained with other choices than the settings.
 
-    Public files leave them open: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
+    Public files omit them: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
 
     Args:
-        own: what embodrl added to config.json.
+        own: embodrl's section of config.json.
         config: section ``model``.
-        source: named in errors.
+        source: file to name in errors.
 
     Raises:
-        CheckpointError: another choice.
+        CheckpointError: a choice differs.
     """
     for name, setting in (("keep_stop_token", config.keep_stop_token), ("use_film", config.use_film)):
         trained = own.flag(name, setting)

@@ -28,13 +28,13 @@ RLT = SmallActorSpec(
 VERB = VerbSpec(
     name="model.token",
     target="embodrl.cli.model_token:token",
-    description="Train an RL token of a frozen VLA: one small vector of what it makes of pictures and prompt"
+    description="Train an RL token of a frozen VLA: one small vector that summarises images and prompt"
     " (algorithm=rlt).",
 )
 RLT_LOSS = FunctionSpec(
     name="rlt",
     target="embodrl.algorithms.rlt:rlt",
-    description="a small actor on an RL token of a frozen policy, held near the policy's actions",
+    description="a small actor on an RL token of a frozen policy, kept near the policy's actions",
     off_policy=True,
     settings=RltConfig,
     rules=(RLT_RULES,),

@@ -1,4 +1,4 @@
-"""From a ModelConfig to a SmolVLA policy: a checkpoint in lerobot's layout, or the tiny size."""
+"""Builds a SmolVLA policy from a ModelConfig: a checkpoint in lerobot's layout, or the tiny size."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ _SIZES = ("siglip", "vlm", "expert", "scale_factor", "max_action_dim", "action_h
 def build_smolvla(
     config: SmolVlaModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[SmolVlaPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
+    """Build the configured policy.
 
-    With ``model_path`` it is a checkpoint in lerobot's layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``smolvla`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
-    ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
+    With ``model_path``, a checkpoint in lerobot's layout from a directory or the Hugging Face hub. Without, the
+    dimensions of ``smolvla`` and the weights of ``warm_start``; random weights depend only on ``seed`` and ``device``.
+    Arguments and errors are those of ``models.registry.build_policy``.
     """
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
