@@ -81,11 +81,7 @@ class LoadReport:
 
 
 def check_decoding(decoding: Decoding, offered: Sequence[Decoding], who: str) -> None:
-    """Check that a policy or engine supports a decoding; ``who`` names it in the message.
-
-    Raises:
-        EmbodrlError: it does not.
-    """
+    """Raise ``EmbodrlError`` unless a policy or engine, named ``who``, offers a decoding."""
     if decoding not in offered:
         raise EmbodrlError(
             f"{who} has no decoding '{decoding}': it has {', '.join(offered)}",
@@ -137,10 +133,9 @@ class VLAPolicy(nn.Module, ABC):
         return next(self.parameters()).device
 
     def check_instructions(self, instructions: Sequence[str], num_cameras: int) -> None:
-        """Refuse an instruction whose prompt is too long, on the meta device; no check where prompts include the state.
+        """Raise ``EmbodrlError`` for an instruction whose prompt is too long, on the meta device.
 
-        Raises:
-            EmbodrlError: an instruction is too long.
+        Prompts that include the state are not checked.
         """
 
     @abstractmethod
@@ -158,19 +153,12 @@ class VLAPolicy(nn.Module, ABC):
     ) -> PolicyOutput:
         """Choose a chunk of actions per row: sampled in ``train`` mode, the most probable in ``eval`` mode.
 
-        ``mean`` mode returns the actions nearest to the mean of the distribution; few families support it
-        (``decodings``).
-
-        Raises:
-            EmbodrlError: the family does not support the mode.
+        In ``mean`` mode the actions nearest to the mean of the distribution; raises ``EmbodrlError`` if ``decodings``
+        does not offer the mode.
         """
 
     def check_mode(self, mode: ActMode) -> None:
-        """Check that ``decodings`` supports a mode.
-
-        Raises:
-            EmbodrlError: it does not.
-        """
+        """Raise ``EmbodrlError`` unless ``decodings`` offers a mode."""
         check_decoding(next(name for name, one in MODES.items() if one == mode), self.decodings, type(self).__name__)
 
     def predict(
@@ -210,15 +198,12 @@ class VLAPolicy(nn.Module, ABC):
         return output.actions if is_batch else output.actions[0]
 
     def continue_chunk(self, observation: Observation, prefix: ChunkPrefix, guidance: float) -> NDArray[np.float32]:
-        """Return the most probable chunks ``float32[B,C,A]`` that continue chunks in execution.
+        """Return the most probable chunks ``float32[B,C,A]`` that continue chunks in execution; only flow policies can.
 
         Args:
             observation: observation of B robots.
             prefix: remaining actions of the chunks in execution.
             guidance: maximum weight of the pull towards the prefix.
-
-        Raises:
-            EmbodrlError: the policy is not a flow policy.
         """
         del observation, prefix, guidance
         raise EmbodrlError(
@@ -229,12 +214,9 @@ class VLAPolicy(nn.Module, ABC):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """Return values ``float32[B,1]`` or ``float32[B,C]`` of observations, without gradients.
+        """Return values ``float32[B,1]`` or ``float32[B,C]``, without gradients; ``EmbodrlError`` without a critic.
 
         By default computed along with the most probable actions; families that need no actions for it override this.
-
-        Raises:
-            EmbodrlError: the policy has no values.
         """
         values = self.predict_action_batch(observation, "eval", SamplingParams()).values
         if values is None:
@@ -261,13 +243,9 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, IMITATION)
 
     def out_of_range(self, actions: NDArray[np.floating], state: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return which action values ``bool[N,A]`` of demonstrations this policy can't learn to output.
+        """Return which ``actions [N,A]`` (environment units), at ``state [N,S]``, the policy can't learn to output.
 
         By default none; families with action statistics override this.
-
-        Args:
-            actions: ``[N,A]`` in environment units.
-            state: ``[N,S]`` of the same frames.
         """
         return np.zeros(actions.shape, np.bool_)
 
@@ -276,10 +254,7 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, IMITATION)
 
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the non-empty groups of trainable parameters (see ``parts``).
-
-        A parameter shared by several parts belongs to the first group, since optimizers reject duplicates.
-        """
+        """Return the non-empty groups of trainable parameters; parameters shared by ``parts`` are in the first group."""
         groups: dict[str, list[nn.Parameter]] = {}
         known: set[int] = set()
         for name, part in self.parts().items():
@@ -314,10 +289,7 @@ class VLAPolicy(nn.Module, ABC):
         return []
 
     def positions(self, num_cameras: int) -> list[tuple[nn.Module, int]]:
-        """Return modules and their positions per row, for `embodrl plan`; unlisted modules count 1.
-
-        Prompts count at their maximum length; later entries override earlier ones.
-        """
+        """Return modules and their positions per row at maximum prompt length, for `embodrl plan`; others count 1."""
         return []
 
     def cache_shape(self, num_cameras: int) -> tuple[int, int, int]:
@@ -351,14 +323,11 @@ class VLAPolicy(nn.Module, ABC):
             checkpoint.write_json(staging / checkpoint.CONFIG_FILE, {"architectures": [type(self).__name__]})
 
     def save_lerobot(self, directory: Path, cameras: Sequence[str]) -> list[str]:
-        """Write the policy in lerobot's layout, with its processor files.
+        """Write the policy in lerobot's layout, with its processor files; return notes on how it behaves in lerobot.
 
         Args:
             directory: new directory.
             cameras: image names in the order of ``env.cameras``.
-
-        Returns:
-            Notes for the user on how the policy behaves in lerobot.
 
         Raises:
             EmbodrlError: lerobot lacks the family, or can't express how the policy acts.
@@ -377,15 +346,9 @@ def lacking(policy: VLAPolicy, feature: str) -> list[str]:
 
 
 def require(policy: VLAPolicy, feature: str, asked_by: str = "") -> None:
-    """Refuse a policy that lacks a feature, before any work starts.
+    """Raise ``EmbodrlError`` if a policy lacks a feature of ``OPTIONAL``, before any work starts.
 
-    Args:
-        policy: policy of any family.
-        feature: key of ``OPTIONAL``.
-        asked_by: setting or command that needs the feature; "" for the feature itself.
-
-    Raises:
-        EmbodrlError: the policy lacks the feature.
+    ``asked_by`` is the setting or command that needs the feature; "" for the feature itself.
     """
     if lacking(policy, feature):
         raise not_offered(policy, feature, asked_by)
@@ -402,10 +365,7 @@ def not_offered(policy: VLAPolicy, feature: str, asked_by: str = "") -> EmbodrlE
 
 
 class OffPolicyActor(ABC):
-    """Re-parameterised actions for off-policy algorithms, in addition to ``VLAPolicy``.
-
-    Families whose spec sets ``off_policy`` derive from this class.
-    """
+    """Re-parameterised actions for off-policy algorithms; base class of families whose spec sets ``off_policy``."""
 
     @property
     @abstractmethod
@@ -429,7 +389,5 @@ class OffPolicyActor(ABC):
     def sample_chunk(self, features: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return actions ``float32[B,C,A]`` in environment units and chunk log-probs ``float32[B]``, with gradients.
 
-        Args:
-            features: ``float32[B,F]``.
-            noise: standard normal ``float32[B,C,A]``; equal noise gives equal actions.
+        ``noise`` is standard normal ``float32[B,C,A]``; equal noise gives equal actions.
         """

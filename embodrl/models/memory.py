@@ -16,10 +16,8 @@ def state_memory(
 ) -> tuple[int, int, int]:
     """Return the bytes of weights, gradients and optimizer state; nothing is allocated.
 
-    Args:
-        policy: policy with ``requires_grad`` set as for training.
-        compute_dtype: dtype of the forward pass.
-        master_weights: trainable half-precision weights have a float32 copy.
+    ``policy`` has ``requires_grad`` set as for training; with ``master_weights`` trainable half-precision weights have
+    a float32 copy.
     """
     trained = [p for group in policy.trainable_groups().values() for p in group]
     weights = sum(_bytes(tensor) for tensor in (*policy.parameters(), *policy.buffers()))

@@ -35,8 +35,7 @@ ACTORS = {name: f"embodrl.models.small_actors.spec:{name.upper()}" for name in (
 class SupportedModel(RegisteredName):
     """Name of a registered model family: ``SupportedModel("openvla")``, ``SupportedModel.OPENVLA``, ``members()``.
 
-    Raises:
-        UnknownNameError: the name is not registered; lists the known ones and the nearest.
+    Raises ``UnknownNameError``, with the known names and the nearest, for others.
     """
 
     __slots__ = ()
@@ -79,16 +78,11 @@ for _name in SupportedModel.registry.builtin:
 def build_policy(
     config: ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[VLAPolicy, LoadReport]:
-    """Build the policy of ``config.model_type``.
+    """Build the policy of ``config.model_type`` and return it with its load report.
 
-    Args:
-        config: section ``model``.
-        device: device of the policy.
-        dtype: dtype of its weights; value and noise heads are always float32.
-        seed: seed of weights that come from no checkpoint.
-
-    Returns:
-        The policy and its load report.
+    With ``model_path``, a checkpoint in a public layout of the family, from a directory or the Hugging Face hub.
+    Without, the dimensions of the family's section and the weights of ``warm_start``; random weights depend only on
+    ``seed`` and ``device``. Value and noise heads are always float32.
 
     Raises:
         UnknownNameError: no such model family.

@@ -51,8 +51,7 @@ class ActingPolicy(VLAPolicy):
     def output_of(self, answer: NDArray[Any], num_rows: int) -> PolicyOutput:
         """Return the first C actions of an answer ``[B,C or more,A]``, in environment units, with log-probs of 0.
 
-        Raises:
-            EmbodrlError: ``misfit``, if the shape is wrong or a value is not finite.
+        Raises ``misfit`` if the shape is wrong or a value is not finite.
         """
         wanted = (num_rows, self.num_action_chunks, self.action_dim)
         if answer.ndim != 3 or answer.shape[::2] != wanted[::2] or answer.shape[1] < wanted[1]:

@@ -9,15 +9,11 @@ from torch import Tensor
 
 
 class ActionBins:
-    """Maps normalised actions to token ids and back.
+    """Maps normalised actions to token ids and back, with ``num_bins`` = n.
 
-    With n bins there are n edges, ``linspace(-1, 1, n)``, and n - 1 centres between them. A value in ``[edge[k-1],
-    edge[k])`` has the id ``action_vocab_size - k`` (k from 1); +1 has ``k = n``. Both k = n - 1 and k = n decode to the
-    last centre: for OpenVLA, ids 31745 and 31744 mean the same action.
-
-    Args:
-        action_vocab_size: 32000 for OpenVLA.
-        num_bins: n.
+    There are n edges, ``linspace(-1, 1, n)``, and n - 1 centres between them. A value in ``[edge[k-1], edge[k])`` has
+    the id ``action_vocab_size - k`` (k from 1); +1 has ``k = n``. Both k = n - 1 and k = n decode to the last centre:
+    for OpenVLA (32000 ids) 31745 and 31744 mean the same action.
     """
 
     def __init__(self, action_vocab_size: int, num_bins: int = 256) -> None:

@@ -76,7 +76,7 @@ class Adapter:
 
 
 class Adapters:
-    """The adapters of ``model.lora_path``.
+    """The adapters of ``model.lora_path``; raises ``CheckpointError`` for bad files or unsupported variants.
 
     Args:
         directory: adapter directory.
@@ -84,15 +84,11 @@ class Adapters:
         keep_targets: last name parts of the modules whose adapters may be kept; empty for all.
 
     Attributes:
-        directory: adapter directory.
         base: base model named in adapter_config.json; not checked.
         layers: base-model weight name -> adapter.
         whole: base-model tensor name -> (name in the file, shape) of its replacement.
         kept: module -> adapter that was not merged.
         num_merged: number of merged adapters.
-
-    Raises:
-        CheckpointError: files are missing, pickled or damaged, or the variant is unsupported.
     """
 
     def __init__(self, directory: Path, keep_rank: int | None = None, keep_targets: Collection[str] = ()) -> None:
@@ -133,16 +129,7 @@ class Adapters:
         self.whole = {aliases.get(name, name): found for name, found in self.whole.items() if name not in ignored}
 
     def take(self, name: str, shape: tuple[int, ...], network: nn.Module) -> bool:
-        """Return whether ``merged`` changes a weight, after checking its shape.
-
-        Args:
-            name: weight name in the network.
-            shape: shape of the weight.
-            network: network that owns the weight.
-
-        Raises:
-            CheckpointError: the base model's weight has another shape.
-        """
+        """Return whether ``merged`` changes a weight of ``network``; raise ``CheckpointError`` if its shape differs."""
         adapter = self.layers.get(name)
         found = [(adapter.module, adapter.shape)] if adapter is not None else []
         for stored, stored_shape in (*found, *([self.whole[name]] if name in self.whole else [])):
@@ -182,11 +169,7 @@ class Adapters:
         return down, up
 
     def check_used(self) -> None:
-        """Refuse adapters of tensors that the network or its base weights lack.
-
-        Raises:
-            CheckpointError: an adapter has no such tensor.
-        """
+        """Raise ``CheckpointError`` for adapters of tensors that the network or its base weights lack."""
         missing = [name for name in self.names if name not in self._used]
         left = [self.layers[name].module if name in self.layers else self.whole[name][0] for name in missing]
         if left:

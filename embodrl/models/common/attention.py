@@ -118,13 +118,7 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 
 def _blocks(batch: int, groups: int, scores: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of samples and of their rows, where a sample's groups are consecutive rows.
-
-    Args:
-        batch: number of samples.
-        groups: groups per sample.
-        scores: scores per group.
-    """
+    """Yield slices of samples and of their rows; a sample's ``groups``, of ``scores`` each, are consecutive rows."""
     total = batch * groups * scores
     size = batch if total <= WHOLE_SCORES else max(1, BLOCK_SCORES // (groups * scores))
     for start in range(0, batch, size):

@@ -167,8 +167,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, in order.
 
     Raises:
-        CheckpointError: there are no weights or only pickled ones, or the index names a shard that is missing or
-            outside of the directory.
+        CheckpointError: weights are missing or only pickled, or the index names a missing or outside shard.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -203,11 +202,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def stored_shapes(files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of all tensors, from the safetensors headers.
-
-    Raises:
-        CheckpointError: a file is corrupt.
-    """
+    """Return names and shapes of all tensors from safetensors headers; raise ``CheckpointError`` for a corrupt file."""
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         with readable(path), open_tensors(path) as reader:
@@ -226,15 +221,9 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def check_layers(names: Collection[str], wanted: Mapping[str, int], directory: Path) -> None:
-    """Refuse a config.json whose layer counts differ from the weights', before any layer is built.
+    """Raise ``PolicyFileError`` if config.json's layer counts differ from the weights', before any layer is built.
 
-    Args:
-        names: names of the stored tensors.
-        wanted: name prefix of a layer stack -> number of layers.
-        directory: checkpoint directory.
-
-    Raises:
-        PolicyFileError: the counts differ.
+    ``wanted`` maps the name prefix of a layer stack to its number of layers.
     """
     for prefix, count in wanted.items():
         found = len({name.removeprefix(prefix).partition(".")[0] for name in names if name.startswith(prefix)})
@@ -260,17 +249,7 @@ def fill(
 ) -> None:
     """Load or draw the weights of a network built on the meta device, so that a large one is never held twice.
 
-    Args:
-        model: network.
-        files: safetensors files; none for random weights.
-        report: report to fill in.
-        init_weights: function that draws random weights.
-        device: device of the weights.
-        dtype: dtype of the weights.
-        aliases: see ``load_strict``.
-        ignore: see ``load_strict``.
-        in_float32: see ``load_strict``.
-        tensors: see ``load_strict``.
+    Without ``files`` weights are drawn by ``init_weights``; the other arguments are those of ``load_strict``.
     """
     if files:
         adapters = report.adapters
@@ -439,10 +418,7 @@ def _add(
 
 @contextlib.contextmanager
 def _hashed_meanwhile(files: Sequence[Path]) -> Iterator[None]:
-    """Check files against their directory's checksums while the block reads them.
-
-    Hashing releases the GIL and shares the page cache with the block's reads, so it hardly adds to load time.
-    """
+    """Check files against checksums while the block reads them; hashing releases the GIL and adds little load time."""
     with ThreadPoolExecutor(MAX_HASHING_THREADS) as pool:
         checks = [pool.submit(check_checksums, path.parent, [path.name]) for path in files]
         try:
@@ -498,11 +474,7 @@ def _checked(tensor: Tensor, stored: str, floating: bool, dtype: torch.dtype, pa
 
 @contextlib.contextmanager
 def policy_directory(target: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes ``target`` when the block ends, with checksums of its files.
-
-    Raises:
-        OutputError: see ``atomic_directory``.
-    """
+    """Yield a temporary directory that becomes ``target`` at the end, with checksums; see ``atomic_directory``."""
     with atomic_directory(target) as staging:
         yield staging
         write_checksums(staging)
@@ -518,12 +490,8 @@ def save_weights(
 ) -> None:
     """Write tensors as one safetensors file, or as indexed shards above ``max_shard_bytes``.
 
-    Args:
-        state: tensors by name.
-        directory: output directory.
-        max_shard_bytes: maximum size of a file.
-        one_file: never shard: openpi and lerobot only read ``model.safetensors``.
-        write: function that writes one file from path, tensors and metadata.
+    With ``one_file`` never shard: openpi and lerobot only read ``model.safetensors``. ``write`` writes one file from
+    path, tensors and metadata.
     """
     shards: list[dict[str, Tensor]] = [{}]
     size = total = 0
@@ -555,7 +523,7 @@ def write_json(path: Path, content: Mapping[str, object]) -> None:
 def check_size(
     found: DataclassInstance, wanted: DataclassInstance, parts: Sequence[str], directory: Path, section: str
 ) -> None:
-    """Refuse a warm start whose size differs from the configuration.
+    """Raise ``CheckpointError``, with every difference, if a warm start's size differs from the configuration.
 
     Args:
         found: configuration in the directory.
@@ -563,9 +531,6 @@ def check_size(
         parts: fields to compare; dataclass fields are compared field by field.
         directory: directory to name in the error.
         section: configuration section, e.g. ``model.pi``.
-
-    Raises:
-        CheckpointError: sizes differ; lists every difference.
     """
     have = _flat(found, parts)
     want = _flat(wanted, parts)

@@ -63,12 +63,9 @@ def size(fields: Fields, name: str, default: int | None = None, key: str | None 
 
 
 def read_sizes(known: Spec, fields: Fields, complete: bool = False) -> Spec:
-    """Return a dataclass of dimensions (numbers, flags, nested dataclasses) read from a file.
+    """Return dimensions (numbers, flags, nested dataclasses) from a file; ``known`` provides types and defaults.
 
-    Args:
-        known: dataclass whose values are the defaults.
-        fields: fields of the file, with the dataclass's names.
-        complete: refuse a file that lacks a field without default.
+    With ``complete`` a file that lacks a field without default is refused.
     """
     changes: dict[str, object] = {}
     for field in dataclasses.fields(known):

@@ -18,15 +18,10 @@ BLOCK = 1 << 17
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-    """Return ``weight * x / rms(x)``, computed in float32.
+    """Return ``weight * x / rms(x)``, computed in float32, for ``x [...,D]`` and ``weight [D]``.
 
-    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
-
-    Args:
-        x: ``[...,D]``.
-        weight: ``[D]``.
-        eps: added to the mean square.
-        dtype: dtype of the result; None for the wider dtype of ``x`` and the weight.
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4; ``eps`` is added to the mean square.
+    The default ``dtype`` is the wider one of ``x`` and ``weight``.
     """
     dtype = dtype or torch.promote_types(x.dtype, weight.dtype)
     if x.device.type == "cpu":

@@ -32,18 +32,9 @@ def build_value_head(
     device: torch.device | str,
     generator: torch.Generator,
 ) -> ValueHead | None:
-    """Return the configured critic, loaded from the checkpoint if it has one of the same shape.
+    """Return the configured critic, in float32, loaded from the checkpoint if it has one of the same shape.
 
-    Args:
-        config: section ``model``.
-        input_dim: size of the hidden state it reads.
-        directory: checkpoint directory, or None.
-        report: report to fill in.
-        device: device of the head, which is always float32.
-        generator: random generator for new weights.
-
-    Raises:
-        CheckpointError: the critic's file is corrupt.
+    ``input_dim`` is the size of the hidden state it reads. Raises ``CheckpointError`` if the critic's file is corrupt.
     """
     if not config.add_value_head:
         ignore_head(directory, VALUE_HEAD_FILE, "model.add_value_head is false", report)
@@ -78,17 +69,8 @@ def fill_head(
 ) -> Head:
     """Load a head from ``{role}.safetensors`` if the checkpoint has it in the same shape; else draw new weights.
 
-    Args:
-        head: head to fill.
-        role: name of the head in files and reports.
-        mismatch: reason to report for a valid head of another shape.
-        directory: checkpoint directory, or None.
-        report: report to fill in.
-        device: device of the head, which is always float32.
-        generator: random generator for new weights.
-
-    Raises:
-        CheckpointError: the head's file is corrupt.
+    The head is always float32. ``mismatch`` is the reason reported for a valid head of another shape. Raises
+    ``CheckpointError`` if the file is corrupt.
     """
     if torch.device(device).type != "meta":  # drawing on the meta device would import torch's compiler
         head.init_weights(generator)  # even if overwritten, so later draws do not depend on the checkpoint

@@ -31,11 +31,7 @@ def init_matrix(weight: Tensor, generator: torch.Generator, gain: float = 1.0) -
 def init_linears(root: nn.Module, generator: torch.Generator, residual: tuple[str, ...] = (), blocks: int = 1) -> None:
     """Draw every linear layer below ``root``, with zero biases.
 
-    Args:
-        root: module to initialise.
-        generator: random generator.
-        residual: name suffixes of layers that write to a residual stream.
-        blocks: transformer blocks along that stream, with two such layers each.
+    ``residual`` are name suffixes of layers that write to a residual stream, two in each of ``blocks``.
     """
     for name, module in root.named_modules():
         if isinstance(module, nn.Linear):

@@ -17,11 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_cameras(found: int, most: int | None = None) -> None:
-    """Refuse an observation with no cameras, or more than ``most`` (None: no limit).
-
-    Raises:
-        EmbodrlError: see above.
-    """
+    """Raise ``EmbodrlError`` for an observation with no cameras, or more than ``most`` (None: no limit)."""
     if found < 1 or (most is not None and found > most):
         allowed = "1 or more" if most is None else "1" if most == 1 else f"1 to {most}"
         message = f"the policy takes {allowed} cameras, the observation has {found}"
@@ -29,11 +25,7 @@ def check_cameras(found: int, most: int | None = None) -> None:
 
 
 def check_prompt(instruction: str, num_tokens: int, most: int, hint: str) -> None:
-    """Refuse an instruction whose prompt has more than ``most`` tokens.
-
-    Raises:
-        EmbodrlError: see above.
-    """
+    """Raise ``EmbodrlError`` for an instruction whose prompt has more than ``most`` tokens."""
     if num_tokens > most:
         shown = instruction if len(instruction) <= SHOWN else f"{instruction[:SHOWN]}..."
         message = f"the prompt for '{shown}' has {num_tokens} tokens; at most {most} fit"
@@ -41,11 +33,7 @@ def check_prompt(instruction: str, num_tokens: int, most: int, hint: str) -> Non
 
 
 def check_vocabulary(source: object, num_ids: int, most: int, hint: str = "use the model's own tokenizer") -> None:
-    """Refuse a tokenizer with more ids than the model has embeddings; warn of one with far fewer.
-
-    Raises:
-        CheckpointError: too many ids; names ``source``.
-    """
+    """Raise ``CheckpointError`` for a tokenizer with more ids than embeddings; warn of one with far fewer."""
     if num_ids > most:
         message = f"the tokenizer of {source} has {num_ids} ids, the model {most}"
         raise CheckpointError(message, hint, code="tokenizer-mismatch")

@@ -225,13 +225,9 @@ class Llama(nn.Module):
 
 
 def last_rows(mask: Tensor | None, length: int, first: int, device: torch.device) -> Tensor:
-    """Return the mask rows ``bool[B,1,S-first or 1,S]`` of tokens ``first`` onwards; B may be 1.
+    """Return the rows ``bool[B,1,S-first or 1,S]`` of ``mask`` from token ``first``; B may be 1.
 
-    Args:
-        mask: ``bool[B,1,S or 1,S]``; None is causal.
-        length: S.
-        first: first token.
-        device: device of the result.
+    ``mask`` is ``bool[B,1,S or 1,S]``, or None for causal; ``length`` is S.
     """
     if mask is None:
         return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None, first:]

@@ -34,16 +34,10 @@ OWN_HEADS = ("value_head", "noise_head")
 
 
 def add_adapters(policy: VLAPolicy, config: LoraConfig, *, seed: int, freeze_vision: bool = False) -> list[str]:
-    """Add float32 adapters to linear layers; only they train afterwards, and outputs are unchanged at first.
+    """Add float32 adapters to linear layers and return their names; only adapters train afterwards.
 
-    Args:
-        policy: changed in place; parameters of adapted layers are renamed ``NAME.base_layer.weight``.
-        config: rank, alpha, targets.
-        seed: seed of the adapters' first factor, normal with standard deviation 1/rank; the second is 0.
-        freeze_vision: add no adapters to the vision backbone.
-
-    Returns:
-        Names of the adapted layers.
+    The first factor is normal with standard deviation 1/rank, the second 0, so outputs do not change yet. Parameters of
+    adapted layers are renamed ``NAME.base_layer.weight``.
 
     Raises:
         MissingDependencyError: peft is not installed.
@@ -73,10 +67,6 @@ def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
     """Continue training a checkpoint's kept adapters in the policy's own; merge those of other layers.
 
     A different scale is folded into the second factor, so outputs match the checkpoint.
-
-    Args:
-        policy: policy with adapters of its own.
-        adapters: loaded adapters with ``kept`` ones.
     """
     own: dict[nn.Module, Any] = {
         cast(nn.Module, layer.base_layer): layer for layer in policy.modules() if adapter_factors(layer) is not None
@@ -96,12 +86,11 @@ def continue_adapters(policy: VLAPolicy, adapters: Adapters) -> None:
 
 
 def target_names(policy: VLAPolicy, targets: tuple[str, ...] = (), freeze_vision: bool = False) -> list[str]:
-    """Return the full names of linear layers that can have adapters.
+    """Return the full names of linear layers that can have adapters, in a policy without adapters.
 
     Args:
         policy: policy without adapters.
-        targets: last name parts to select; empty for all but the value and noise heads. Layers with tied weights are
-            excluded.
+        targets: last name parts to select; empty for all but the value and noise heads and layers with tied weights.
         freeze_vision: exclude the vision backbone.
 
     Raises:
@@ -143,10 +132,7 @@ def adapter_factors(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 def linear_weight(layer: nn.Module, rows: slice = slice(None)) -> Tensor:
-    """Return rows ``[rows,in]`` of a linear layer's effective weight, adapter included, with gradients.
-
-    The dtype is the more precise of weight and adapter.
-    """
+    """Return rows of a linear layer's effective weight, adapter included, with gradients and the more precise dtype."""
     weight = cast(Tensor, layer.weight)[rows]
     factors = adapter_factors(layer)
     # W + scale * up @ down; the scale is already in the second factor.
@@ -157,11 +143,8 @@ def merged_state_dict(module: nn.Module, deferred: bool = False) -> dict[str, Te
     """Return ``state_dict()`` under plain layer names with adapters merged; the module is unchanged.
 
     Merged weights are new CPU tensors in the more precise dtype of weight and adapter: in bfloat16, weights of 0.02
-    would lose two thirds of the elements of a product of std 3e-5.
-
-    Args:
-        module: module with or without adapters.
-        deferred: merge each weight when it is written; all at once in float32 take twice the memory of a bf16 network.
+    would lose two thirds of the elements of a product of std 3e-5. ``deferred`` merges each weight when it is written;
+    all at once in float32 take twice the memory of a bf16 network.
     """
     merge = _merged_later if deferred else _merged
     adapted = {name: part for name, part in module.named_modules() if adapter_factors(part) is not None}
@@ -201,10 +184,7 @@ def rounds_when_merged(policy: VLAPolicy) -> bool:
 def save_adapters(policy: VLAPolicy, directory: Path, base: str) -> None:
     """Write adapters in peft's layout, and the value and noise heads, for ``model.lora_path``.
 
-    Args:
-        policy: policy with adapters.
-        directory: new directory.
-        base: base model to record as ``base_model_name_or_path``.
+    ``base`` becomes ``base_model_name_or_path``.
 
     Raises:
         EmbodrlError: the policy has no adapters, or some outside of its public network.

@@ -149,11 +149,9 @@ def identity_stats(action_dim: int) -> dict[str, dict[str, object]]:
 
 @dataclass(frozen=True)
 class MeanStd:
-    """Normalisation to mean 0 and standard deviation 1.
+    """Normalisation to mean 0 and standard deviation 1; ``float64[A]`` in environment units.
 
-    Attributes:
-        mean, std: ``float64[A]``, in environment units.
-        eps: added to ``std``.
+    ``eps`` is added to ``std``.
     """
 
     mean: NDArray[np.float64]
@@ -184,11 +182,9 @@ class MeanStd:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Normalisation of the range between two quantiles to [-1, 1], without clipping.
+    """Normalisation of a quantile range to [-1, 1], without clipping; ``float64[A]`` in environment units.
 
-    Attributes:
-        q01, q99: ``float64[A]``, in environment units.
-        eps: added to the range.
+    ``eps`` is added to the range.
     """
 
     q01: NDArray[np.float64]
@@ -255,8 +251,7 @@ def choose_stats(sets: StatsSets, key: str | None, action_dim: int, source: str)
     """Return the action statistics of a key; see ``choose_key``.
 
     Raises:
-        CheckpointError: no such key, several keys and none chosen, a number of dimensions other than ``action_dim``, or
-            an invalid value.
+        CheckpointError: see ``choose_key``; or another number of dimensions, or an invalid value.
     """
     key = choose_key(sets, key, source)
     action = sets[key].fields("action")
@@ -296,16 +291,13 @@ _KEPT = {"openvla": ("mean", "std", "min", "max", "q01", "q99"), "openpi": ("mea
 
 
 def given_sets(config: ModelConfig, layout: Literal["openvla", "openpi", "gr00t"], name: str = "") -> dict[str, Fields]:
-    """Return the statistics of ``model.stats_path`` as a checkpoint's only set; empty if unset.
+    """Return the statistics of ``model.stats_path`` as a checkpoint's only set; empty if unset. See ``given_stats``.
 
     Args:
         config: section ``model``; ``unnorm_key`` names the set, by default the file's robot name.
         layout: ``openvla`` (dataset_statistics.json; with a gripper convention the mask excludes the last action
             dimension, as in the public files), ``openpi`` (norm_stats.json), or ``gr00t`` (metadata.json).
         name: overrides the file's robot name.
-
-    Raises:
-        CheckpointError, FileDamagedError: see ``given_stats``.
     """
     given = given_stats(config)
     if given is None:

@@ -32,14 +32,7 @@ ROWS_AT_ONCE = 256
 
 
 class ObservationModel(nn.Module):
-    """A network with its kind, its known instructions and the statistics of the state.
-
-    Args:
-        kind: one of ``KINDS``.
-        spec: dimensions of the observations.
-        instructions: known instructions.
-        facts: JSON facts to record with the model.
-    """
+    """A network with its kind (one of ``KINDS``), known instructions, state statistics, and JSON facts to record."""
 
     state_mean: Tensor
     state_std: Tensor
@@ -95,10 +88,9 @@ class ObservationModel(nn.Module):
     def inputs(
         self, images: NDArray[np.uint8], state: NDArray[np.float32], instructions: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return network inputs of images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
+        """Return network inputs from images ``uint8[B,V,H,W,3]`` and states ``float32[B,S]``.
 
-        Raises:
-            EmbodrlError: the observations do not match the environment that the model was trained on.
+        Raises ``EmbodrlError`` if they do not match the environment that the model was trained on.
         """
         spec = self.spec
         unknown = [text for text in instructions if text not in self.instructions]
@@ -115,11 +107,7 @@ class ObservationModel(nn.Module):
         return network_inputs(spec, images, state, numbers)
 
     def save(self, directory: Path) -> None:
-        """Write config.json, weights and checksums atomically.
-
-        Raises:
-            OutputError: the directory can't be written.
-        """
+        """Write config.json, weights and checksums atomically."""
         content = {
             "model_type": REWARD_MODEL,
             "kind": self.kind,
@@ -132,11 +120,7 @@ class ObservationModel(nn.Module):
 
     @classmethod
     def load(cls, directory: Path) -> ObservationModel:
-        """Load the model in a directory.
-
-        Raises:
-            CheckpointError: the directory has no such model, or a damaged one.
-        """
+        """Load the model in a directory; raise ``CheckpointError`` if it is missing or damaged."""
         fields = read_file(directory / CONFIG_FILE)
         kind = fields.text("kind", "")
         if fields.text("model_type", "") != REWARD_MODEL or kind not in KINDS:
@@ -161,14 +145,7 @@ class ObservationModel(nn.Module):
 def network_inputs(
     spec: ObservationSpec, images: NDArray[np.uint8], state: NDArray[np.float32], tasks: Tensor
 ) -> dict[str, Tensor]:
-    """Return the inputs of an ``ObservationNet``.
-
-    Args:
-        spec: dimensions of the observations.
-        images: ``uint8[B,V,H,W,3]``.
-        state: ``float32[B,S]``.
-        tasks: instruction indices ``int64[B]``.
-    """
+    """Return ``ObservationNet`` inputs from ``uint8[B,V,H,W,3]``, ``float32[B,S]`` and task indices ``int64[B]``."""
     inputs = {STATE: torch.from_numpy(np.ascontiguousarray(state[:, : spec.state_dim])), TASK: tasks}
     if spec.num_cameras:
         side = spec.image_size

@@ -64,12 +64,9 @@ class ObservationSpec:
 
 
 class ObservationNet(nn.Module):
-    """CNN image features, the raw state and a task embedding, concatenated: ``float32[B,F]``.
+    """CNN image features, the raw state and a task embedding, concatenated: ``float32[B,F]``, F = ``num_features``.
 
     Inputs are ``images uint8[B,V,H,H,3]`` (with cameras), ``state float32[B,S]`` and ``task int64[B]``.
-
-    Attributes:
-        num_features: F.
     """
 
     channels = (16, 32, 64, 64)

@@ -42,7 +42,7 @@ SO400M_224 = SiglipSpec(224, 14, 1152, 27, 16, 4304)
 def embed_patches(pixels: Tensor, convolution: nn.Conv2d) -> Tensor:
     """Apply ``convolution``, whose stride equals its kernel, to ``[B,3,H,W]``; return ``[B,N,D]``.
 
-    Such a convolution is a matrix product; written as one it is several times faster on CPU.
+    As a matrix product it is several times faster on CPU.
     """
     size = convolution.kernel_size[0]
     batch, channels, height, width = pixels.shape

@@ -13,10 +13,9 @@ from embodrl.models.common import checkpoint
 
 
 class PublicLayout(VLAPolicy):
-    """A policy with its publisher's checkpoint layout. Families whose spec sets ``public_layout`` derive from it.
+    """A policy with its publisher's checkpoint layout; base class of families whose spec sets ``public_layout``.
 
-    Attributes:
-        one_file: the layout has a single weight file, never shards.
+    ``one_file``: the layout has a single weight file, never shards.
     """
 
     one_file: ClassVar[bool] = False
@@ -40,11 +39,7 @@ class PublicLayout(VLAPolicy):
 
     @abstractmethod
     def enlarge(self, own_tokenizer: bool) -> nn.Module:
-        """Replace the network by one of published size, on torch's current device, and return it.
-
-        Args:
-            own_tokenizer: the model's own tokenizer will be used instead of the small one that embodrl ships.
-        """
+        """Replace the network by one of published size, on torch's current device, and return it."""
 
     @abstractmethod
     def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:

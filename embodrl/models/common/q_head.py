@@ -15,13 +15,9 @@ from torch.nn import functional as F
 
 
 class QEnsemble(nn.Module):
-    """E parallel ReLU MLPs in float32; optional LayerNorm before each ReLU as in RLPD (arXiv 2302.02948, 4.2).
+    """``num_q`` (E) parallel ReLU MLPs in float32, with input size F + C A.
 
-    Args:
-        num_q: E.
-        input_dim: F + C A.
-        hidden_sizes: hidden units.
-        layer_norm: whether to normalise each ReLU's input.
+    ``layer_norm`` normalises each ReLU's input, as in RLPD (arXiv 2302.02948, 4.2).
     """
 
     def __init__(self, num_q: int, input_dim: int, hidden_sizes: Sequence[int], layer_norm: bool) -> None:

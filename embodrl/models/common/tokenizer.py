@@ -17,11 +17,7 @@ MAX_BYTES = 256 * 2**20
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, without its padding and truncation.
-
-    Raises:
-        PolicyFileError: no such file, or not a tokenizer.
-    """
+    """Return the tokenizer of a tokenizer.json without padding and truncation; raise ``PolicyFileError`` if invalid."""
     if not path.is_file():
         raise PolicyFileError(f"{path} does not exist", "a checkpoint needs the tokenizer.json of its language model")
     if path.stat().st_size > MAX_BYTES:
@@ -52,15 +48,9 @@ class FileTokenizer:
 
 
 class PromptTokenizer(FileTokenizer):
-    """A tokenizer whose sequences begin with BOS and end with a fixed id.
+    """A tokenizer (tokenizer.json) whose sequences begin with ``bos_id`` and end with ``prompt_end_id``.
 
-    Args:
-        path: tokenizer.json.
-        bos_id: first id of a sequence.
-        prompt_end_id: last id of a sequence; appended if the text does not end with it.
-
-    Raises:
-        CheckpointError: no such file, or not a tokenizer.
+    The last id is appended if the text does not end with it. Raises ``CheckpointError`` if the file is invalid.
     """
 
     def __init__(self, path: Path, bos_id: int, prompt_end_id: int) -> None:

@@ -13,12 +13,7 @@ from embodrl.models.common.lora import OWN_HEADS, add_adapters
 def apply_trainable(policy: VLAPolicy, config: ModelConfig, *, seed: int) -> None:
     """Set ``requires_grad`` of every parameter, after adding adapters if ``trainable`` is ``lora``.
 
-    Value and noise heads always train; parameters that affect no output never do.
-
-    Args:
-        policy: changed in place.
-        config: section ``model``.
-        seed: seed of new adapters.
+    Value and noise heads always train; parameters that affect no output never do. ``seed`` is for new adapters.
 
     Raises:
         MissingDependencyError: ``lora`` without peft.

@@ -25,13 +25,7 @@ class DrawnHead(nn.Module, ABC):
 
 
 class ValueHead(DrawnHead):
-    """GELU MLP without bias in its last layer, always in float32.
-
-    Args:
-        input_dim: D.
-        hidden_sizes: hidden units.
-        output_dim: values per row.
-    """
+    """GELU MLP without bias in its last layer, always in float32; ``input_dim`` is D, ``output_dim`` values per row."""
 
     def __init__(self, input_dim: int, hidden_sizes: Sequence[int], output_dim: int) -> None:
         super().__init__()

@@ -82,10 +82,8 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block.
 
-    Args:
-        spec: dimensions.
-        film_dim: size of the instruction embedding that modulates features between attention and MLP by FiLM
-            (Perez et al., 2018, eq. 1 with 1 + gamma, as in OpenVLA-OFT); None for no FiLM.
+    With ``film_dim`` an instruction embedding of that size modulates features between attention and MLP by FiLM (Perez
+    et al., 2018, eq. 1 with 1 + gamma, as in OpenVLA-OFT).
     """
 
     def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:
@@ -124,11 +122,7 @@ class VisionTransformer(nn.Module):
     """Patch features from the second-to-last block, without the final norm and prefix tokens.
 
     The last block, the norm and the pooling head exist only so that public checkpoints load strictly and save
-    unchanged.
-
-    Args:
-        spec: dimensions.
-        film_dim: see ``Block``.
+    unchanged. For ``film_dim`` see ``Block``.
     """
 
     def __init__(self, spec: VitSpec, film_dim: int | None = None) -> None:

@@ -36,9 +36,7 @@ class Towers(NamedTuple):
 class ExpertNetwork(nn.Module, ABC):
     """A VLM with an action expert, and the linear layers around the expert as direct children.
 
-    Attributes:
-        trunk: name of the child that holds VLM and expert.
-        action_out_proj: layer from the expert's output to the velocity.
+    ``trunk`` names the child with VLM and expert; ``action_out_proj`` maps the expert's output to the velocity.
     """
 
     trunk: ClassVar[str]
@@ -51,12 +49,9 @@ class ExpertNetwork(nn.Module, ABC):
 
     @abstractmethod
     def velocity(self, context: Any, x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the velocity ``[B,H,D]`` and the expert's hidden states ``[B,H,E]`` of the actions.
+        """Return the velocity ``[B,H,D]`` and the expert's hidden states ``[B,H,E]`` of noisy actions ``x [B,H,D]``.
 
-        Args:
-            context: result of the family's ``encode``.
-            x: noisy actions ``[B,H,D]``.
-            tau: noise levels ``float32[B]``, or ``float32[B,H]`` per action; 1 is pure noise.
+        ``context`` comes from ``encode``; ``tau`` is ``float32[B]``, or ``float32[B,H]`` per action; 1 is pure noise.
         """
 
     @property
@@ -97,17 +92,9 @@ ProcessorT = TypeVar("ProcessorT", bound=InputProcessor)
 
 
 class ExpertPolicy(FlowPolicy, Generic[NetworkT, ProcessorT]):
-    """Denoises an action chunk with an action expert. A family defines ``encode``, ``prefix_features`` and its files.
+    """Denoises an action chunk with an action expert; see ``FlowPolicy``.
 
-    Args:
-        model: network.
-        processor: prepares the network's inputs.
-        stats: action statistics.
-        config: section ``model``.
-        horizon: H.
-        value_input: meaning of ``value_head.input: auto``.
-        value_head: critic, or None.
-        noise_head: noise head for Flow-Noise.
+    A family defines ``encode``, ``prefix_features`` and its files.
     """
 
     def __init__(

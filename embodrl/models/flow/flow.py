@@ -59,12 +59,9 @@ def accumulated_times(num_steps: int) -> list[float]:
 
 
 def sde_sigma(step: int, num_steps: int, noise_level: float) -> float:
-    """Return the noise scale of a Flow-SDE step, ``eta * sqrt(tau / (1 - tau))``; step 0 uses step 1's ``1 - tau``.
+    """Return the noise scale of a Flow-SDE step (0 to K - 1), ``eta * sqrt(tau / (1 - tau))``; eta is ``noise_level``.
 
-    Args:
-        step: 0 to K - 1.
-        num_steps: K.
-        noise_level: eta.
+    Step 0 uses step 1's ``1 - tau``.
     """
     times = denoising_times(num_steps)
     left = times[1] if step == 0 else times[step]
@@ -75,14 +72,8 @@ def step_mean(x: Tensor, v: Tensor, tau: Tensor, delta: float, sigma: Tensor) ->
     """Return the mean ``[B,H,D]`` of the next point of the chain.
 
     With the estimates ``data = x - v tau`` and ``noise = x + v (1 - tau)`` it is ``data (1 - (tau - delta)) +
-    noise ((tau - delta) - sigma^2 delta / (2 tau))``; sigma 0 gives Euler's step ``x - v delta``.
-
-    Args:
-        x: ``float32[B,H,D]``.
-        v: velocity at ``x``, of the same shape.
-        tau: ``float32[B,1,1]``, above 0.
-        delta: step size, 1 / K.
-        sigma: ``float32[B,1,1]``.
+    noise ((tau - delta) - sigma^2 delta / (2 tau))``; sigma 0 gives Euler's step ``x - v delta``. ``x`` and ``v`` are
+    ``float32[B,H,D]``, ``tau`` (above 0) and ``sigma`` ``float32[B,1,1]``, ``delta = 1 / K``.
     """
     later = tau - delta
     data = x - v * tau
@@ -101,14 +92,7 @@ def normal_entropy(std: Tensor) -> Tensor:
 
 
 def integrate(velocity: Velocity, noise: Tensor, num_steps: int, times: Times = denoising_times) -> Tensor:
-    """Return the actions ``float32[B,H,D]`` that K Euler steps reach from ``noise``.
-
-    Args:
-        velocity: network.
-        noise: ``float32[B,H,D]``.
-        num_steps: K.
-        times: the K + 1 values of tau passed to the network.
-    """
+    """Return the actions ``float32[B,H,D]`` that K Euler steps reach from ``noise``; ``times`` gives the taus."""
     return integrate_with_features(velocity, noise, num_steps, times)[0]
 
 
@@ -165,15 +149,10 @@ def _start_log_prob(x: Tensor) -> Tensor:
 
 
 class NoiseHead(DrawnHead):
-    """Predicts per-dimension standard deviations from the features of an action, for Flow-Noise.
+    """Predicts standard deviations ``[D]`` from the features ``[F]`` of an action, for Flow-Noise.
 
-    ``std = exp(lv / 2)``, where a small MLP with tanh output places ``lv`` between the log squares of the bounds.
-
-    Args:
-        feature_dim: F.
-        action_dim: D.
-        std_min, std_max: bounds of a step's standard deviation.
-        hidden_sizes: hidden units.
+    ``std = exp(lv / 2)``, where a small MLP with tanh output places ``lv`` between the log squares of ``std_min`` and
+    ``std_max``.
     """
 
     def __init__(
@@ -264,14 +243,7 @@ class Sampler:
         generator: RandomSource | None,
         device: torch.device,
     ) -> Chain:
-        """Draw a chunk per row.
-
-        Args:
-            velocity: network.
-            shape: ``(B, H, D)``.
-            generator: random source; the number of draws does not depend on the network.
-            device: device of the network.
-        """
+        """Draw a chunk per row; ``shape`` is ``(B, H, D)``. The number of draws does not depend on the network."""
         if self.noise_head is None:
             return self._sample_sde(velocity, shape, generator, device)
         return self._sample_noise(velocity, shape, generator, device, self.noise_head)

@@ -179,10 +179,8 @@ class FlowPolicy(VLAPolicy):
         """Draw a chunk per row in ``train`` mode; in ``eval`` mode follow the ODE from ``_evaluation_start``.
 
         ``forward_inputs`` has the output of ``preprocess`` and, in ``train`` mode, the stored part of the chain.
-        Log-probs in ``eval`` mode, which is deterministic, are 0. ``sampling`` is for token policies.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are requested without a value head.
+        Log-probs in ``eval`` mode, which is deterministic, are 0. Raises ``EmbodrlError`` if values are requested
+        without a value head.
         """
         self.check_mode(mode)
         inputs = self.preprocess(observation)
@@ -356,10 +354,7 @@ class FlowPolicy(VLAPolicy):
         return {name: head for name, head in heads.items() if head is not None}
 
     def _evaluation_start(self, observation: Observation) -> Tensor:
-        """Return the starting noise ``float32[B,H,D]`` of evaluations; see ``model.flow.evaluation_noise``.
-
-        Random noise is derived from a row's images and state alone, independent of generator and batch.
-        """
+        """Return the starting noise ``float32[B,H,D]`` of evaluations: fixed, or drawn from a row's images and state."""
         if self.flow.evaluation_noise == "fixed":
             noise = self.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
         else:

@@ -188,13 +188,7 @@ class GemmaLayer(nn.Module):
 
 
 class LayerStack(nn.Module, ABC):
-    """Embedding (None for experts, which read no text), layers and the final norm, which a subclass sets.
-
-    Args:
-        spec: dimensions.
-        vocab_size: None for an expert without text.
-        layers: layers to call with the arguments of ``run``.
-    """
+    """Optional embedding, layers, and a final norm set by a subclass; experts read no text (``vocab_size`` None)."""
 
     norm: nn.Module
 
@@ -239,16 +233,10 @@ class GemmaModel(LayerStack):
     def encode(
         self, x: Tensor, rope: Rotary, mask: Tensor | None = None, past: Sequence[KeysValues] | None = None
     ) -> tuple[list[KeysValues], Tensor]:
-        """Compute the keys and values that later tokens attend to; the last layer runs no further than that.
+        """Return keys and values for later tokens, and the last layer's input ``[B,S,W]`` for ``finish``.
 
-        Args:
-            x: ``[B,S,W]``.
-            rope: rotary embedding of the tokens.
-            mask: see ``GemmaLayer``.
-            past: keys and values of earlier tokens, one pair per layer.
-
-        Returns:
-            Keys and values including ``past``, and the last layer's input ``[B,S,W]``, for ``finish``.
+        The last layer computes no more than that. Arguments as in ``GemmaLayer.forward``; ``past``, one pair per layer,
+        is included in the result.
         """
         cache: list[KeysValues] = []
         for index, layer in enumerate(self.layers[:-1]):
@@ -274,12 +262,7 @@ class GemmaModel(LayerStack):
     ) -> Tensor:
         """Return the hidden states ``[B,S,W]`` of tokens that see ``cache`` and each other.
 
-        Args:
-            x: ``[B,S,W]``.
-            rope: rotary embedding of the tokens.
-            cache: keys and values of earlier tokens, one pair per layer; None without earlier tokens.
-            mask: see ``GemmaLayer``.
-            condition: condition ``[B,T]`` or ``[B,S,T]`` of adaptive norms.
+        Arguments as in ``GemmaLayer.forward``; ``cache`` has one pair of keys and values per layer, or None.
         """
         for layer, past in zip(self.layers, cache, strict=True):
             x, _ = self.run(layer, x, rope, mask, past, condition)

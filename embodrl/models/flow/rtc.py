@@ -54,13 +54,9 @@ def guidance_weight(tau: Tensor, limit: float) -> Tensor:
 def guided(network: Velocity, target: Tensor, weights: Tensor, limit: float) -> Velocity:
     """Return the network's velocity, guided towards the actions to continue (equations 2 and 3).
 
-    ``v - w (Y - data)^T diag(W) d data / d x`` with ``data = x - tau v``; where W is 0 everywhere it is v.
-
-    Args:
-        network: velocity without guidance.
-        target: Y, ``float32[B,H,D]`` in model units; ignored where ``weights`` is 0.
-        weights: W, ``float32[B,H,D]``.
-        limit: see ``guidance_weight``.
+    ``v - w (Y - data)^T diag(W) d data / d x`` with ``data = x - tau v``; where W is 0 everywhere it is v. ``target``
+    is Y, ``float32[B,H,D]`` in model units; ``weights`` is W, ``float32[B,H,D]``; for ``limit`` see
+    ``guidance_weight``.
     """
 
     def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,10 +77,7 @@ def drawn_delays(batch: int, largest: int) -> Tensor:
 
 
 def conditioned(network: Velocity, given: Tensor) -> Velocity:
-    """Return a velocity that leaves ``given bool[B,H]`` actions unchanged and passes them as noise-free to the network.
-
-    The network must take a noise level per action.
-    """
+    """Return a velocity that keeps ``given bool[B,H]`` actions unchanged, at noise level 0 for the network."""
 
     def velocity(x: Tensor, tau: Tensor) -> tuple[Tensor, Tensor]:
         v, features = network(x, tau[:, None].masked_fill(given, 0.0))

@@ -35,12 +35,7 @@ class PatchEmbeddings(SiglipVisionEmbeddings):
 
 
 class SiglipTower(nn.Module):
-    """SigLIP below the nesting of checkpoint names.
-
-    Args:
-        spec: dimensions.
-        pooling_head: keep SigLIP's attention pooling, for checkpoints that have it; stored but never run.
-    """
+    """SigLIP below the nesting of checkpoint names; ``pooling_head`` is kept for checkpoints and never run."""
 
     def __init__(self, spec: SiglipSpec, pooling_head: bool = False) -> None:
         super().__init__()

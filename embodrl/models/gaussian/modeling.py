@@ -34,10 +34,7 @@ STATE_LIMIT = 10.0
 
 @dataclass(frozen=True)
 class GaussianSpec:
-    """Dimensions of a policy; see ``GaussianArchitectureConfig``.
-
-    ``normalise_state``: the weights include a mean and a standard deviation of the state.
-    """
+    """Dimensions of a policy (``GaussianArchitectureConfig``), and whether the weights normalise the state."""
 
     num_action_chunks: int
     action_dim: int
@@ -99,11 +96,7 @@ def log_slope(u: Tensor) -> Tensor:
 
 
 class GaussianModel(nn.Module):
-    """Features of an observation, and the distribution of a chunk given the features.
-
-    Attributes:
-        state_mean, state_std: normalisation ``float32[S]`` of the state, if enabled.
-    """
+    """Features of an observation, and the distribution of a chunk; state statistics are ``float32[S]``."""
 
     state_mean: Tensor
     state_std: Tensor

@@ -36,13 +36,7 @@ FAMILY = "gaussian"
 
 
 class GaussianPolicy(VLAPolicy, OffPolicyActor):
-    """Draws action chunks from a tanh-Gaussian, in environment units.
-
-    Args:
-        model: network.
-        config: section ``model`` of any family.
-        value_head: critic of PPO, on the features.
-    """
+    """Draws action chunks from a tanh-Gaussian, in environment units; ``value_head`` is PPO's critic."""
 
     draws_by_row = True
 
@@ -57,10 +51,8 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``state float32[B,S]``, padded, and with a CNN ``images uint8[B,V,H,H,3]``.
 
-        The last state number encodes the advantage condition of the instruction: 1 positive, -1 negative.
-
-        Raises:
-            EmbodrlError: the state is too large, or the cameras differ.
+        The last state number encodes the advantage condition of the instruction: 1 positive, -1 negative. Raises
+        ``EmbodrlError`` if the state is too large or the cameras differ.
         """
         spec = self.model.spec
         rows = observation.batch_size
@@ -97,11 +89,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Draw a chunk per row; in ``eval`` mode it is the tanh of the mean. ``sampling`` is for token policies.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are requested without a value head.
-        """
+        """Draw a chunk per row; in ``eval`` mode it is the tanh of the mean. ``sampling`` is for token policies."""
         self.check_mode(mode)
         inputs = self.preprocess(observation)
         features = self.features(inputs)
@@ -146,9 +134,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean squared error of the greedy action, and ``l1``; the standard deviation is not trained.
 
-        Args:
-            batch: output of ``sft_inputs``; an optional ``action_mask bool[B,C]`` excludes actions.
-            label_smoothing_bins: for token policies.
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
         """
         features = self.features(batch)
         chunk: TanhGaussian = self.model.distribution(features)
@@ -206,11 +192,7 @@ class GaussianPolicy(VLAPolicy, OffPolicyActor):
 
 
 def padded_state(observation: Observation, size: int, section: str) -> Tensor:
-    """Return the state as ``float32[B,size]``.
-
-    Raises:
-        EmbodrlError: the state is larger; names ``section``, which has the setting.
-    """
+    """Return the state as ``float32[B,size]``; raise ``EmbodrlError``, naming ``section``, if it is larger."""
     dims = observation.state.shape[1]
     if dims > size:
         raise EmbodrlError(
@@ -226,10 +208,7 @@ def padded_state(observation: Observation, size: int, section: str) -> Tensor:
 def build_gaussian(
     config: GaussianModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[GaussianPolicy, LoadReport]:
-    """Build the configured policy; with ``model_path`` it has the checkpoint's dimensions.
-
-    Arguments and errors are those of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     spec = wanted = GaussianSpec.of(config.gaussian, config.num_action_chunks, config.action_dim)
@@ -260,11 +239,7 @@ def build_gaussian(
 
 
 def _normalise(model: GaussianModel, config: GaussianModelConfig, report: LoadReport) -> None:
-    """Take the state's normalisation from ``model.stats_path``, else from the checkpoint if it has one.
-
-    Raises:
-        CheckpointError: the statistics have too many dimensions.
-    """
+    """Take the state's normalisation from ``model.stats_path``, else from the checkpoint if it has one."""
     given = given_stats(config)
     if given is None or given.state is None:
         own = model.spec.normalise_state

@@ -110,23 +110,15 @@ class FlowActionHead(nn.Module):
         self.vl_self_attention = SelfAttentionTransformer(spec.vl)
 
     def process_features(self, features: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the features ``[B,S,E]`` that actions attend to.
-
-        Args:
-            features: vision-language features ``[B,S,E]``.
-            mask: ``bool[B,1,1,S]``, False at padding; None without padding.
-        """
+        """Return the features ``[B,S,E]`` that actions attend to; ``mask bool[B,1,1,S]`` is False at padding."""
         return self.vl_self_attention(self.vlln(features), mask)
 
     def seen(self, mask: Tensor | None, at_images: Tensor) -> ContextMask:
         """Return the features that each block of the diffusion transformer attends to.
 
         In N1.5 all features; in later versions cross-attending blocks attend to images, except that every
-        ``text_every``-th, starting with the first, attends to the rest.
-
-        Args:
-            mask: ``bool[B,S]``, False at padding; None without padding.
-            at_images: ``bool[B,S]``, True at image patches.
+        ``text_every``-th, starting with the first, attends to the rest. ``mask bool[B,S]`` is False at padding,
+        ``at_images bool[B,S]`` True at image patches.
         """
         every = self.spec.text_every
         if every is None:

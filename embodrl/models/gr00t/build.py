@@ -47,12 +47,7 @@ POOLING_HEAD = f"{EAGLE}.vision_model.vision_model.head."
 def build_gr00t(
     config: Gr00tModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[Gr00tPolicy, LoadReport]:
-    """Build the configured policy.
-
-    With ``model_path``, a checkpoint in NVIDIA's layout from a directory or the Hugging Face hub. Without, the
-    dimensions of ``gr00t`` and the weights of ``warm_start``; random weights depend only on ``seed`` and ``device``.
-    Arguments and errors are those of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_chat_tokenizer()

@@ -54,14 +54,7 @@ class QwenTokenizer(ChatTokenizer):
 
 
 class Gr00tN17Processor(Gr00tProcessor):
-    """Prepares prompts, images and states as in N1.7's processor_config.json.
-
-    Args:
-        tokenizer: tokenizer of the language model.
-        config: configuration of the model.
-        robot: robot whose statistics normalise the state.
-        max_prompt_tokens: L.
-    """
+    """Prepares prompts, images and states as in N1.7's processor_config.json; ``max_prompt_tokens`` is L."""
 
     section: ClassVar[str] = "model.gr00t_n1_7"
 
@@ -99,12 +92,7 @@ class Gr00tN17Processor(Gr00tProcessor):
 def build_gr00t_n1_7(
     config: Gr00tN17ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[Gr00tPolicy, LoadReport]:
-    """Build the configured policy.
-
-    With ``model_path``, a checkpoint in NVIDIA's layout from a directory or the Hugging Face hub. Without, the
-    dimensions of ``gr00t_n1_7`` and the weights of ``warm_start``; random weights depend only on ``seed`` and
-    ``device``. Arguments and errors are those of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     sizes = config.gr00t_n1_7
     directory, report = checkpoint.locate(config)

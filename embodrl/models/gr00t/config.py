@@ -186,12 +186,7 @@ class Gr00tConfig:
 
     @staticmethod
     def from_dict(raw: Mapping[str, object], metadata: Mapping[str, Fields], source: str = CONFIG_FILE) -> Gr00tConfig:
-        """Read config.json.
-
-        Args:
-            raw: parsed file.
-            metadata: experiment_cfg/metadata.json by robot.
-            source: file to name in errors.
+        """Read config.json and the statistics by robot (``metadata``); ``source`` is named in errors.
 
         Raises:
             CheckpointError: another model or GR00T version, an unsupported variant, or an invalid value.
@@ -227,11 +222,7 @@ class Gr00tConfig:
 
     @staticmethod
     def from_directory(directory: Path, fine_tuned: Path | None = None) -> Gr00tConfig:
-        """Read config.json and experiment_cfg/metadata.json.
-
-        Args:
-            directory: checkpoint directory.
-            fine_tuned: directory of metadata.json, if different.
+        """Read config.json and, from ``fine_tuned`` if given, experiment_cfg/metadata.json.
 
         Raises:
             CheckpointError: a file is missing, invalid, or another model's.
@@ -313,11 +304,7 @@ def transformer_dict(spec: TransformerSpec) -> dict[str, int]:
 
 
 def transformer_spec(fields: Fields) -> TransformerSpec:
-    """Return the dimensions of a transformer without its own positions.
-
-    Raises:
-        CheckpointError: it has positions, or a dimension is missing or invalid.
-    """
+    """Return a transformer's dimensions; raise ``CheckpointError`` if it has positions or a dimension is invalid."""
     if fields.content.get("positional_embeddings") is not None:
         refuse(fields.source, "positional_embeddings", fields.content["positional_embeddings"], "GR00T has null")
     return TransformerSpec(*(size(fields, name) for name in transformer_dict(NO_TRANSFORMER)))
@@ -326,10 +313,7 @@ def transformer_spec(fields: Fields) -> TransformerSpec:
 def head_dict(head: ActionHeadSpec, raw: Fields, **of_dit: int) -> dict[str, object]:
     """Return an action head's config.json section, with the names of all versions; inverse of ``head_spec``.
 
-    Args:
-        head: dimensions.
-        raw: section as read, whose dropout and number of denoising steps are preserved.
-        of_dit: additional entries of ``diffusion_model_cfg``.
+    Dropout and the number of denoising steps are preserved from ``raw``; ``of_dit`` extends ``diffusion_model_cfg``.
     """
 
     def transformer(name: str, spec: TransformerSpec) -> dict[str, object]:
@@ -366,14 +350,9 @@ def head_dict(head: ActionHeadSpec, raw: Fields, **of_dit: int) -> dict[str, obj
 
 
 def head_spec(head: Fields, action_dim: str = "action_dim") -> ActionHeadSpec:
-    """Return the dimensions of an action head, with the names of all versions.
+    """Return the dimensions of an action head's config.json section, with the names of all versions.
 
-    Args:
-        head: section of config.json.
-        action_dim: key of the padded action dimensions.
-
-    Raises:
-        CheckpointError: a dimension is missing, invalid or unsupported.
+    ``action_dim`` is the key of the padded action dimensions. Raises ``CheckpointError`` for invalid values.
     """
     model = head.fields("diffusion_model_cfg")
     for holder, name, wanted in (
@@ -423,13 +402,7 @@ def _reject_other_models(fields: Fields) -> None:
 
 
 def check_model_type(fields: Fields, family: str, model_type: str) -> None:
-    """Raise ``CheckpointError`` if config.json is not of the configured ``model.model_type``.
-
-    Args:
-        fields: fields of config.json.
-        family: configured ``model.model_type``.
-        model_type: the family's name in config.json.
-    """
+    """Raise ``CheckpointError`` if config.json is not of the configured ``model.model_type`` (``family``)."""
     check_family(fields, (family,))
     found = fields.content.get("model_type", fields.content.get("type"))
     if found != model_type:

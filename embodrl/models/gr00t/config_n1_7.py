@@ -140,12 +140,7 @@ class Gr00tN17Config:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object], sidecars: Sidecars, source: str = CONFIG_FILE) -> Self:
-        """Read config.json.
-
-        Args:
-            raw: parsed file.
-            sidecars: contents of the other files.
-            source: file to name in errors.
+        """Read config.json; ``source`` is named in errors.
 
         Raises:
             CheckpointError: another model, an unsupported variant, or an invalid value.
@@ -174,11 +169,7 @@ class Gr00tN17Config:
 
     @classmethod
     def from_directory(cls, directory: Path, files: Path) -> Self:
-        """Read config.json and its sidecar files.
-
-        Args:
-            directory: checkpoint directory.
-            files: directory of the robot's files; for adapters, their own.
+        """Read config.json, and its sidecars from ``files`` (the adapters' own directory for adapters).
 
         Raises:
             CheckpointError: a file is missing, invalid, or another model's.

@@ -159,13 +159,7 @@ class DitBlock(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """Blocks that alternately attend to a context and to the sequence, and an output modulated by the time.
-
-    Args:
-        spec: dimensions of the blocks.
-        context_width: C.
-        output_width: O.
-    """
+    """Blocks that alternately attend to a context and to the sequence, and an output modulated by the time."""
 
     def __init__(self, spec: TransformerSpec, context_width: int, output_width: int) -> None:
         super().__init__()
@@ -184,14 +178,7 @@ class DiffusionTransformer(nn.Module):
         return [None if i % 2 else block.keys_values(context) for i, block in enumerate(blocks)]
 
     def forward(self, x: Tensor, bucket: Tensor, known: list[KeyValue | None], mask: ContextMask) -> Tensor:
-        """Return ``[B,L,O]``.
-
-        Args:
-            x: ``[B,L,D]``.
-            bucket: time, ``int64[B]``, or ``int64[B,L]`` per token.
-            known: output of ``key_values``.
-            mask: mask of the context.
-        """
+        """Return ``[B,L,O]`` for ``x [B,L,D]``; ``bucket`` is the time ``int64[B]``, or ``int64[B,L]`` per token."""
         masks = [mask] * len(known) if mask is None or isinstance(mask, Tensor) else mask
         time = F.silu(self.timestep_encoder(bucket))
         for block, pair, of_block in zip(self.transformer_blocks, known, masks, strict=True):

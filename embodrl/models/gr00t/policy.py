@@ -56,18 +56,9 @@ class Gr00tContext:
 
 
 class Gr00tPolicy(FlowPolicy, PublicLayout):
-    """Denoises an action chunk with a diffusion transformer that attends to images and prompt.
+    """Denoises an action chunk with a diffusion transformer that attends to images and prompt; see ``FlowPolicy``.
 
-    Args:
-        model: network.
-        processor: prepares the network's inputs.
-        robot: statistics of the robot, which also selects encoders and decoders.
-        config: section ``model``.
-        value_head: critic, or None.
-        noise_head: noise head for Flow-Noise.
-
-    Raises:
-        CheckpointError: the model has no encoders for the robot.
+    ``robot`` selects statistics, encoders and decoders. Raises ``CheckpointError`` if the model lacks its encoders.
     """
 
     def __init__(
@@ -223,14 +214,9 @@ class Gr00tPolicy(FlowPolicy, PublicLayout):
 
 
 def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Drop the leading columns that are padding in every row.
+    """Drop the leading columns of ``int64[B,S]`` that are padding in every row; the mask becomes ``bool``.
 
-    Args:
-        input_ids: ``int64[B,S]``, padded on the left.
-        mask: ``int64[B,S]``.
-
-    Returns:
-        The ids, and the mask as ``bool``, or None without padding, which enables attention's fast path.
+    Without padding the mask is None, which enables attention's fast path.
     """
     longest = int(mask.sum(dim=1).max())
     input_ids = input_ids[:, -longest:]
@@ -239,11 +225,7 @@ def trimmed(input_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def embodiment_id(name: str, known: Mapping[str, int], count: int) -> int:
-    """Return the index of a robot's encoders.
-
-    Raises:
-        CheckpointError: the robot has no index, or the index is out of range.
-    """
+    """Return the index of a robot's encoders; raise ``CheckpointError`` if unknown or out of range."""
     if name not in known:
         raise CheckpointError(
             f"no encoder index is known for the robot '{name}'; known: {', '.join(known)}",

@@ -36,11 +36,7 @@ PAD_ID = 0
 def chat(instruction: str, num_images: int, num_patches: int, system_prompt: str) -> str:
     """Return the prompt: a user message of numbered images and the instruction, then the start of an answer.
 
-    Args:
-        instruction: used unchanged, neither lower-cased nor stripped.
-        num_images: V.
-        num_patches: N.
-        system_prompt: preceding system message; empty for none.
+    The instruction is neither lower-cased nor stripped; ``system_prompt`` may be empty.
     """
     system = f"{CHAT_START}system\n{system_prompt}{CHAT_END}\n" if system_prompt else ""
     patches = f"{IMAGE_START}{IMAGE_TOKEN * num_patches}{IMAGE_END}"
@@ -49,15 +45,7 @@ def chat(instruction: str, num_images: int, num_patches: int, system_prompt: str
 
 
 class ChatTokenizer(FileTokenizer):
-    """A tokenizer with the chat's special tokens.
-
-    Args:
-        tokenizer: tokenizer of the language model.
-        source: file or directory to name in errors.
-
-    Raises:
-        CheckpointError: a special token is missing.
-    """
+    """A tokenizer with the chat's special tokens; raises ``CheckpointError``, naming ``source``, if one is missing."""
 
     special_tokens: ClassVar[tuple[str, ...]] = SPECIAL_TOKENS
     image_token: ClassVar[str] = IMAGE_TOKEN
@@ -204,8 +192,7 @@ class Gr00tProcessor:
     def padded_state(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return normalised states ``float32[B,max_state_dim]`` of ``float32[B,S]``; S = 0 gives zeros.
 
-        Raises:
-            EmbodrlError: dimensions differ from the statistics, or exceed ``max_state_dim``.
+        Raises ``EmbodrlError`` if dimensions differ from the statistics or exceed ``max_state_dim``.
         """
         dims = state.shape[1]
         padded = np.zeros((len(state), self.max_state_dim), dtype=np.float32)

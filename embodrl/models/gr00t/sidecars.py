@@ -60,11 +60,7 @@ class ImageTransform:
     letter_box: bool
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return ``uint8[B,side,side,3]`` of ``uint8[B,H,W,3]``.
-
-        Raises:
-            EmbodrlError: images are not square, but the model keeps their shape.
-        """
+        """Return ``uint8[B,side,side,3]`` of ``uint8[B,H,W,3]``; raise ``EmbodrlError`` if squares are needed."""
         if self.letter_box:
             images = pad_to_square(images)
         height, width = images.shape[1:3]
@@ -81,13 +77,7 @@ class ImageTransform:
 
 @dataclass(frozen=True)
 class Sidecars:
-    """Contents of the three files.
-
-    Attributes:
-        processor: processor_config.json.
-        statistics: statistics.json, by robot.
-        embodiment_ids: robot name -> encoder index.
-    """
+    """Contents of the three files; ``embodiment_ids`` maps robot names to encoder indices."""
 
     processor: Fields
     statistics: StatsSets
@@ -95,7 +85,7 @@ class Sidecars:
 
     @staticmethod
     def read(directory: Path) -> Sidecars:
-        """Read a checkpoint's files from ``directory``; embodiment_id.json may be missing.
+        """Read a checkpoint's files; embodiment_id.json may be missing.
 
         Raises:
             CheckpointError: a file is missing or invalid, or needs an unsupported feature.
@@ -119,11 +109,7 @@ class Sidecars:
         return self.processor.fields("processor_kwargs")
 
     def images(self) -> ImageTransform:
-        """Return the image preparation.
-
-        Raises:
-            CheckpointError: sizes are missing or not square.
-        """
+        """Return the image preparation; raise ``CheckpointError`` if sizes are missing or not square."""
         kwargs = self.settings
         area = kwargs.flag("use_albumentations", False)
         edge = kwargs.integer("shortest_image_edge", None, low=1, high=MAX_STEPS) if area else None
@@ -137,12 +123,7 @@ class Sidecars:
         return ImageTransform(side, crop, area, area, kwargs.flag("letter_box_transform", False))
 
     def robot(self, key: str | None, action_dim: int, source: str) -> RobotStats:
-        """Return the statistics of a robot.
-
-        Args:
-            key: name of the robot; None takes the only one.
-            action_dim: expected A.
-            source: file to name in errors.
+        """Return the statistics of robot ``key`` (None takes the only one) with ``action_dim`` dimensions.
 
         Raises:
             CheckpointError: no such robot, several and none chosen, invalid statistics, other dimensions, or
@@ -230,13 +211,7 @@ def identity_sidecars(
 ) -> Sidecars:
     """Return the files of a model without a checkpoint: actions in [-1, 1], unchanged state.
 
-    Args:
-        processor_class: class name in NVIDIA's code.
-        side: image side in pixels.
-        crop_fraction: visible fraction of each side.
-        action_dim: A.
-        horizon: H.
-        embodiment: index of the robot's encoders.
+    ``crop_fraction`` is the visible fraction of each image ``side`` (pixels); ``embodiment`` is the encoder index.
     """
     values = dict.fromkeys(("min", "q01"), [-1.0] * action_dim) | dict.fromkeys(("max", "q99"), [1.0] * action_dim)
     values |= {"mean": [0.0] * action_dim, "std": [1.0] * action_dim}
@@ -260,13 +235,7 @@ def identity_sidecars(
 
 
 def with_statistics(sidecars: Sidecars, given: StatsSets, horizon: int) -> Sidecars:
-    """Return the files with the statistics of ``model.stats_path``, one robot's whole state and action.
-
-    Args:
-        sidecars: files that provide everything else.
-        given: result of ``norm_stats.given_sets`` for ``gr00t``.
-        horizon: H.
-    """
+    """Return the files with the statistics of ``model.stats_path`` (``given_sets`` for ``gr00t``), as one key each."""
     (name, entry), *_ = given.items()
     statistics = entry.fields("statistics")
     config = modality_config(tuple(statistics.fields("action")), tuple(statistics.fields("state")), horizon)

@@ -93,15 +93,7 @@ class LeRobotProcess:
 
 
 class LeRobotPolicy(ActingPolicy):
-    """Evaluates action chunks of a lerobot policy.
-
-    Args:
-        process: process that runs the policy.
-        config: section ``model``.
-
-    Raises:
-        EmbodrlError: the policy has other action dimensions.
-    """
+    """Evaluates action chunks of a lerobot policy; raises ``EmbodrlError`` if its action dimensions differ."""
 
     def __init__(self, process: LeRobotProcess, config: LeRobotConfig) -> None:
         super().__init__(config)
@@ -127,8 +119,7 @@ class LeRobotPolicy(ActingPolicy):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,H,W,3]`` and ``state float32[B,S]``.
 
-        Raises:
-            EmbodrlError: the number of cameras or state dimensions differs from the policy's training.
+        Raises ``EmbodrlError`` if the number of cameras or state dimensions differs from the policy's training.
         """
         cameras = observation.images.shape[1]
         dims = observation.state.shape[1]

@@ -53,10 +53,7 @@ def serve(connection: Connection, start: Fields) -> None:
 
 
 class LeRobotServer:
-    """A PreTrainedPolicy with its processors.
-
-    Args:
-        start: ``path``, ``device`` and ``seed``.
+    """A PreTrainedPolicy with its processors; ``start`` has ``path``, ``device`` and ``seed``.
 
     Raises:
         EmbodrlError: lerobot is not installed, or the policy reads more than the latest observation.
@@ -109,10 +106,8 @@ class LeRobotServer:
     def act(self, request: Fields) -> NDArray[np.float32]:
         """Return ``float32[B,C,A]`` in the units of the policy's training data.
 
-        Every answer starts from the same random numbers, independent of earlier answers.
-
-        Args:
-            request: ``cameras``, V names; ``images uint8[B,V,H,W,3]``; ``state float32[B,S]``; ``instructions``.
+        Every answer starts from the same random numbers. ``request`` has ``cameras``, V names; ``images
+        uint8[B,V,H,W,3]``; ``state float32[B,S]``; ``instructions``.
         """
         torch = self._torch
         content = request.content
@@ -134,13 +129,6 @@ def _check_weights(loaded: Mapping[str, Any], file: Path) -> None:
     """Refuse a policy without its weights: lerobot's pi0, pi0.5 and pi0-FAST only print a warning and act randomly.
 
     Compares the first row of every tensor present in both.
-
-    Args:
-        loaded: tensors of the policy by name.
-        file: weights file.
-
-    Raises:
-        EmbodrlError: the file is missing, or the policy has other values.
     """
     from safetensors import safe_open
 

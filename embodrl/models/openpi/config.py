@@ -60,12 +60,7 @@ JOINTS_OF_TWO_ARMS = frozenset({"trossen", "trossen_mobile", "physical-intellige
 
 @dataclass(frozen=True)
 class Normalization:
-    """Use of statistics.
-
-    Attributes:
-        state, actions: by mean and standard deviation, by quantiles, or not at all.
-        eps: added to deviations and ranges.
-    """
+    """Use of statistics for state and actions; ``eps`` is added to deviations and ranges."""
 
     state: Method
     actions: Method
@@ -123,10 +118,7 @@ class PiConfig:
         return self.variant == "pi05"
 
     def to_dict(self, precision: str) -> dict[str, object]:
-        """Return config.json: openpi's keys, and ``embodrl`` with everything.
-
-        ``precision`` is ``float32`` or ``bfloat16``.
-        """
+        """Return config.json: openpi's keys, and ``embodrl`` with everything; precision is float32 or bfloat16."""
         return {
             "action_dim": self.max_action_dim,
             "action_horizon": self.action_horizon,
@@ -144,12 +136,7 @@ class PiConfig:
 
     @staticmethod
     def from_dict(raw: Mapping[str, object], variant: Variant, source: str = CONFIG_FILE) -> PiConfig:
-        """Read config.json in openpi's or lerobot's layout.
-
-        Args:
-            raw: parsed file.
-            variant: expected model.
-            source: file to name in errors.
+        """Read config.json of the expected ``variant`` in openpi's or lerobot's layout; ``source`` is named in errors.
 
         Raises:
             CheckpointError: another or an unsupported model, or an invalid value.

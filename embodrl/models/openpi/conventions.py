@@ -123,15 +123,8 @@ def with_lerobots_age(
     """Return the configuration with the behaviour that lerobot changed in 0.5, and the source of each value.
 
     Up to 0.4.4 lerobot padded the state in the prompts of pi0.5 and pi0-FAST, and padded non-square images with -3;
-    since 0.5.0 it does neither, and openpi never did.
-
-    Args:
-        config: configuration from embodrl's section of config.json.
-        settings: settings that override the files.
-        fields: fields of config.json.
-        directory: see ``with_conventions``.
-        weights: see ``with_conventions``.
-        section: section of the settings.
+    since 0.5.0 it does neither, and openpi never did. Settings (of ``section``) override the files; see
+    ``with_conventions``.
     """
     foreign = "type" in fields and OWN_SECTION not in fields
     padded = settings.padded_state_in_prompt

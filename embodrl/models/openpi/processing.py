@@ -27,13 +27,7 @@ DARK_BARS = -3.0
 
 
 class PiProcessor:
-    """Prepares images, prompts and states as in openpi.
-
-    Args:
-        tokenizer: PaliGemma's tokenizer.
-        config: sizes and prompt format.
-        state: statistics of the state; None leaves it unchanged.
-    """
+    """Prepares images, prompts and states as in openpi; ``state`` has its statistics, None leaves it unchanged."""
 
     section: ClassVar[str] = "model.pi"
     """Settings section, for hints."""
@@ -51,10 +45,8 @@ class PiProcessor:
 
         Returns:
             ``images uint8[B,V,h,w,3]`` at the model's size, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``
-                (padded on
-            the right), for pi0 ``state float32[B,D]`` and, where bars are not black, ``picture_box int64[B,4]`` (top,
-                left,
-            bottom, right, in pixels).
+            (padded on the right), for pi0 ``state float32[B,D]`` and, where bars are not black, ``picture_box
+            int64[B,4]`` (top, left, bottom, right, in pixels).
 
         Raises:
             EmbodrlError: too many cameras, a state that is too large, or a prompt that does not fit.
@@ -98,8 +90,7 @@ class PiProcessor:
     def normalized_state(self, state: NDArray[np.float32]) -> NDArray[np.float64]:
         """Return ``[B,S]`` in model units.
 
-        Raises:
-            EmbodrlError: S exceeds D, differs from the statistics, or is 0 although the prompt needs a state.
+        Raises ``EmbodrlError`` if S exceeds D, differs from the statistics, or is 0 although the prompt needs a state.
         """
         dims = state.shape[1]
         if dims > self.config.max_action_dim:

@@ -64,14 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PiStats:
-    """Statistics of one dataset.
-
-    Attributes:
-        key: dataset name.
-        actions: statistics of the A action dimensions.
-        state: statistics of the robot's state; None leaves states unchanged.
-        raw: the set as in norm_stats.json.
-    """
+    """Statistics of one dataset; without ``state`` states stay unchanged, ``raw`` is its set in norm_stats.json."""
 
     key: str
     actions: Scaling
@@ -191,14 +184,7 @@ def _normalizer(directory: Path, steps: Sequence[Fields], name: str) -> tuple[di
 
 
 def choose(sets: StatsSets, key: str | None, methods: Normalization, action_dim: int, source: str) -> PiStats:
-    """Return the statistics of a key.
-
-    Args:
-        sets: statistics by name.
-        key: name of the set; None takes the only one.
-        methods: normalisation methods.
-        action_dim: expected A.
-        source: file or checkpoint to name in errors.
+    """Return the statistics of a key with the normalisation ``methods``; see ``norm_stats.choose_key``.
 
     Raises:
         CheckpointError: no such key, several and none chosen, missing entries, or an invalid value.
@@ -231,11 +217,7 @@ def identity_set(action_dim: int) -> dict[str, object]:
 
 
 def cut(scaling: Scaling, dims: int, where: str, setting: str) -> Scaling:
-    """Return the statistics of the first ``dims`` dimensions; the rest must be padding without range.
-
-    Raises:
-        CheckpointError: there are fewer dimensions, or the padding varies.
-    """
+    """Return the statistics of the first ``dims`` dimensions; raise ``CheckpointError`` if others have a range."""
     low, high = _ends(scaling)
     if len(low) < dims or bool(np.any(high[dims:] != low[dims:])):
         raise CheckpointError(
@@ -272,14 +254,7 @@ def _scaling(entry: Fields, part: str, method: Method, eps: float) -> Scaling | 
 
 
 def write_pipeline(directory: Path, name: str, steps: Sequence[tuple[str, dict[str, object]]], stats: PiStats) -> None:
-    """Write a file of lerobot's processor steps, and the statistics of steps with a ``norm_map``.
-
-    Args:
-        directory: policy directory.
-        name: file name.
-        steps: registered name and settings of each step.
-        stats: statistics of the robot.
-    """
+    """Write a file of lerobot's processor ``steps`` (registered name and settings), and the statistics they use."""
     stem = name.removesuffix(".json")
     written: list[dict[str, object]] = []
     for index, (registry_name, settings) in enumerate(steps):

@@ -22,12 +22,7 @@ _PICTURE = "<image>"
 
 
 class TextTokenizer(ABC):
-    """Encodes text without start and end tokens.
-
-    Attributes:
-        bos_id: first id of a prompt.
-        vocab_size: number of ids.
-    """
+    """Encodes text without start and end tokens; ``bos_id`` begins a prompt."""
 
     bos_id: int
     vocab_size: int
@@ -119,11 +114,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> TextTokenizer:
 
 
 def hub_name(directory: Path) -> str:
-    """Return a checkpoint's tokenizer repository: named by lerobot's file, or PaliGemma.
-
-    Raises:
-        CheckpointError: the file is corrupt.
-    """
+    """Return a checkpoint's tokenizer repository: the one named by lerobot's file, or PaliGemma."""
     names = [step.fields("config", {}).text("tokenizer_name", "") for step in lerobot_steps(directory)]
     return next((name for name in names if name), PALIGEMMA)
 

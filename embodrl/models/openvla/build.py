@@ -58,12 +58,7 @@ class ModelParts:
 def build_openvla(
     config: OpenVlaConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAPolicy, LoadReport]:
-    """Build the configured policy.
-
-    With ``model_path``, a checkpoint in the public layout from a directory or the Hugging Face hub. Without, the
-    dimensions of ``architecture`` and the weights of ``warm_start``; random weights depend only on ``seed`` and
-    ``device``. Arguments and errors are those of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     parts = build_parts(config, BUILTIN_WARM_START, True, torch.device(device), dtype, seed)
     model = parts.model.config
     if "keep_stop_token" in model.own:

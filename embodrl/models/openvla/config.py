@@ -131,12 +131,7 @@ class OpenVLAConfig:
     def from_dict(
         raw: Mapping[str, object], vision: tuple[VitSpec, VitSpec] | None = None, source: str = CONFIG_FILE
     ) -> OpenVLAConfig:
-        """Read config.json.
-
-        Args:
-            raw: parsed file.
-            vision: dimensions of DINOv2 and SigLIP, unless the file names known ones.
-            source: file to name in errors.
+        """Read config.json; ``vision`` replaces unknown DINOv2 and SigLIP dimensions, ``source`` is named in errors.
 
         Raises:
             CheckpointError: another family, an older OpenVLA (one vision tower, or letterboxed images), unknown towers,
@@ -170,11 +165,7 @@ class OpenVLAConfig:
 
     @staticmethod
     def from_directory(directory: Path, fine_tuned: Path | None = None) -> OpenVLAConfig:
-        """Read config.json and, if present, dataset_statistics.json of a fine-tuned checkpoint.
-
-        Args:
-            directory: checkpoint directory.
-            fine_tuned: directory of dataset_statistics.json, if different.
+        """Read config.json and, from ``fine_tuned`` if given, a fine-tuned checkpoint's dataset_statistics.json.
 
         Raises:
             CheckpointError: config.json is missing, invalid, or another model's.

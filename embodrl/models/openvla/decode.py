@@ -39,13 +39,7 @@ class _Layer:
 
 
 class ActionDecoder:
-    """Holds weights in the compute dtype and key-value buffers for one batch.
-
-    Args:
-        model: network, which is not modified.
-        batch: B.
-        max_length: P + N.
-    """
+    """Holds weights in the compute dtype and key-value buffers for ``max_length`` = P + N tokens of one batch."""
 
     def __init__(self, model: OpenVLAModel, batch: int, max_length: int) -> None:
         self.model = model

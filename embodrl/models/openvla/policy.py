@@ -42,9 +42,6 @@ class OpenVLAPolicy(TokenPolicy):
         In ``mean`` mode each token is the bin nearest to the mean, given the earlier tokens. ``forward_inputs`` has the
         output of ``preprocess`` and ``action_tokens int64[B,C,A]``. Each call takes one block from ``generator``,
         whatever the tokens.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are requested without a value head.
         """
         inputs = self.with_patches(self.preprocess(observation))
         prefix, mask = self.prompt_embeddings(inputs)
@@ -67,11 +64,7 @@ class OpenVLAPolicy(TokenPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """Return values from one forward pass over images and prompt.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or there is no value head.
-        """
+        """Return values from one forward pass over images and prompt."""
         prefix, mask = self.prompt_embeddings(self.preprocess(observation))
         hidden = self.model.hidden_states(prefix, mask, self.first_read(prefix.shape[1]))
         return self.values_from(self._features(hidden, mask))

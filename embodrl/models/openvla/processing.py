@@ -19,15 +19,10 @@ PROMPT = "In: What action should the robot take to {instruction}?\nOut:"
 
 
 class OpenVLAProcessor:
-    """Prepares prompts and images as in OpenVLA's training.
+    """Prepares prompts (L = ``max_prompt_tokens``) and images as in OpenVLA's training.
 
-    Args:
-        tokenizer: tokenizer of the language model.
-        image_size: side of the model's square input in pixels.
-        max_prompt_tokens: L.
-        pad_token_id: padding id of prompts.
-        center_crop: crop the central 90 % of the area.
-        resize_filter: ``bicubic``, or ``lanczos_jpeg``: Lanczos after a JPEG round trip.
+    ``center_crop`` crops the central 90 % of the area. ``resize_filter`` is ``bicubic``, or ``lanczos_jpeg`` for
+    Lanczos after a JPEG round trip.
     """
 
     def __init__(
@@ -48,13 +43,10 @@ class OpenVLAProcessor:
         self._rows: dict[str, tuple[list[int], list[int]]] = {}
 
     def prompt_row(self, instruction: str) -> tuple[list[int], list[int]]:
-        """Return L ids and an L-long mask: BOS, padding, the prompt.
+        """Return L ids and an L-long mask: BOS, padding, the prompt; raise ``EmbodrlError`` if the prompt is longer.
 
         Padding comes between BOS and the text, so that every row's last prompt token, from which the first action and
         the value are read, is in the last place. Masks and positions make the place of padding irrelevant.
-
-        Raises:
-            EmbodrlError: the prompt is longer than L.
         """
         if instruction not in self._rows:
             ids = self.tokenizer.encode(PROMPT.format(instruction=instruction.lower()))
@@ -85,8 +77,7 @@ class OpenVLAProcessor:
     def __call__(self, observation: Observation, device: torch.device) -> dict[str, Tensor]:
         """Return ``images uint8[B,H,W,3]`` at the model's size, ``input_ids`` and ``attention_mask`` ``int64[B,L]``.
 
-        Raises:
-            EmbodrlError: several cameras, or a prompt that does not fit.
+        Raises ``EmbodrlError`` for several cameras, or a prompt that does not fit.
         """
         check_cameras(observation.images.shape[1], 1)
         images = self.resize(observation.images[:, 0], device)

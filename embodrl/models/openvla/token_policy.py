@@ -99,11 +99,7 @@ class TokenPolicy(PublicLayout):
             self.processor.prompt_row(text)
 
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
-        """Return the processor's inputs on the policy's device.
-
-        Raises:
-            EmbodrlError: too many cameras, or a prompt that does not fit.
-        """
+        """Return the processor's inputs on the policy's device."""
         return self.processor(observation, self.device)
 
     def evaluate_actions(
@@ -113,11 +109,7 @@ class TokenPolicy(PublicLayout):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Return log-probs, entropy and values of stored actions, with gradients, in one pass.
-
-        Raises:
-            EmbodrlError: values are requested without a value head.
-        """
+        """Return log-probs, entropy and values of stored actions, with gradients, in one pass."""
         logits, features = self.action_logits(forward_inputs)
         tokens = forward_inputs["action_tokens"]
         index = self.bins.index(tokens.flatten(1))
@@ -138,10 +130,8 @@ class TokenPolicy(PublicLayout):
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean cross-entropy over action tokens (nats), ``token_accuracy`` and ``l1`` (normalised units).
 
-        Args:
-            batch: output of ``sft_inputs``; an optional ``action_mask bool[B,C]`` excludes actions.
-            label_smoothing_bins: standard deviation, in bins, of the Gaussian target around the correct bin; 0 is
-                one-hot.
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions. ``label_smoothing_bins`` is the standard
+        deviation, in bins, of the Gaussian target around the correct bin; 0 is one-hot.
         """
         logits, _ = self.action_logits(batch)
         tokens = batch["action_tokens"]
@@ -285,11 +275,7 @@ class TokenPolicy(PublicLayout):
         return masked_mean(hidden, mask)
 
     def values_from(self, features: Tensor) -> Tensor:
-        """Return the values ``float32[B,K]`` of features ``[B,D]``.
-
-        Raises:
-            EmbodrlError: there is no value head.
-        """
+        """Return the values ``float32[B,K]`` of features ``[B,D]``; raise ``EmbodrlError`` without a value head."""
         if self.value_head is None:
             raise EmbodrlError(
                 "the policy has no value head", "set model.add_value_head=true", code="value-head-missing"

@@ -41,19 +41,11 @@ Component = TypeVar("Component", ActionHead, ProprioProjector)
 def build_openvla_oft(
     config: OpenVlaOftConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[OpenVLAOFTPolicy, LoadReport]:
-    """Build the configured policy; see ``build_openvla``.
+    """Build the configured policy; see ``models.registry.build_policy``.
 
     The number of images and the chunk length are not part of a checkpoint: they follow the observation and
-    ``num_action_chunks``. OpenVLA weights also fit; fine-tuning turns them into an OpenVLA-OFT.
-
-    Args:
-        config: section ``model``.
-        device: device of the policy.
-        dtype: dtype of its weights; the value head is always float32.
-        seed: seed of weights that come from no checkpoint.
-
-    Raises:
-        CheckpointError: no such checkpoint, it does not fit, or has parts that the settings omit.
+    ``num_action_chunks``. OpenVLA weights also fit; fine-tuning turns them into an OpenVLA-OFT. Raises
+    ``CheckpointError`` for parts of a checkpoint that the settings omit.
     """
     device = torch.device(device)
     parts = build_parts(config, None, False, device, dtype, seed, config.use_film, partial(_components, config))
@@ -119,11 +111,7 @@ def _proprio(
 def _component(
     make: Callable[[], Component], name: str, setting: str, parts: ModelParts, device: torch.device, dtype: torch.dtype
 ) -> Component:
-    """Return a component with random or checkpoint weights.
-
-    Raises:
-        CheckpointError: the checkpoint lacks the component, or its file does not fit.
-    """
+    """Return a component with random or checkpoint weights; raise ``CheckpointError`` if missing or unfit."""
     if parts.directory is None:
         module = make().to(device, dtype)
         module.init_weights(parts.generator)

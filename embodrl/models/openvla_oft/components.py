@@ -27,8 +27,7 @@ MAX_DEFAULT_ALPHA = 16
 def component_file(directory: Path, name: str) -> Path | None:
     """Return embodrl's file of a component, else the single public file; None if there is none.
 
-    Raises:
-        PolicyFileError: there are public files of several training steps.
+    Raises ``PolicyFileError`` for public files of several training steps.
     """
     own = directory / f"{name}.safetensors"
     if own.is_file():
@@ -43,11 +42,7 @@ def component_file(directory: Path, name: str) -> Path | None:
 def load_component(
     module: nn.Module, path: Path, report: LoadReport, *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Fill a module on the meta device from a component's file.
-
-    Raises:
-        PolicyFileError: the file is corrupt or does not fit.
-    """
+    """Fill a module on the meta device from a component's file; raise ``PolicyFileError`` if corrupt or unfit."""
     own = path.suffix == ".safetensors"
     files, tensors = ([path], {}) if own else ([], read_pickled(path, device))
     checkpoint.load_strict(module, files, report, device=device, dtype=dtype, tensors=tensors)
@@ -56,8 +51,7 @@ def load_component(
 def read_pickled(path: Path, device: torch.device) -> dict[str, Tensor]:
     """Return the memory-mapped tensors of a public file; on the meta device if ``device`` is.
 
-    Raises:
-        PolicyFileError: the file is corrupt, not a mapping of tensors, or smaller than its tensors.
+    Raises ``PolicyFileError`` if the file is corrupt, not a mapping of tensors, or smaller than its tensors.
     """
     again = "fetch the checkpoint again"
     try:

@@ -21,11 +21,9 @@ ALOHA_DIM = 14
 
 @dataclass(frozen=True)
 class ProprioStats:
-    """Range of each robot state dimension: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
+    """Range ``float64[S]`` of each state dimension: quantiles for LIBERO and Bridge, minimum and maximum for ALOHA.
 
-    Attributes:
-        q01, q99: ends of the range, ``float64[S]``, in environment units.
-        mask: ``bool[S]``; False leaves a dimension unchanged.
+    ``mask bool[S]`` is False where a dimension stays unchanged.
     """
 
     q01: NDArray[np.float64]
@@ -70,11 +68,7 @@ def choose_action_stats(sets: StatsSets, stats: ActionStats, ends: tuple[str, st
 def choose_proprio_stats(
     sets: StatsSets, key: str, source: str, ends: tuple[str, str] = ("q01", "q99")
 ) -> ProprioStats:
-    """Return the state statistics that belong to the action statistics ``key``.
-
-    Raises:
-        CheckpointError: they are missing, or a value is invalid.
-    """
+    """Return the state statistics of action statistics ``key``; raise ``CheckpointError`` if missing or invalid."""
     state = sets[key].fields("proprio", {})
     if ends[0] not in state:
         raise StatisticsMissingError(
@@ -86,11 +80,7 @@ def choose_proprio_stats(
 
 
 def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
-    """Refuse a checkpoint with components that the settings omit or that are unsupported.
-
-    Raises:
-        CheckpointError: the policy would act wrongly without them.
-    """
+    """Raise ``CheckpointError`` for components that the settings omit or that are unsupported."""
     if any(directory.glob("noisy_action_projector--*")):
         raise CheckpointError(
             f"{directory} has a diffusion action head, which is not supported",
@@ -113,17 +103,9 @@ def check_components(directory: Path, config: OpenVlaOftConfig) -> None:
 
 
 def check_choices(own: Fields, config: OpenVlaOftConfig, source: str) -> None:
-    """Refuse a policy that embodrl trained with other choices than the settings.
+    """Raise ``CheckpointError`` if embodrl trained a policy with other choices than the settings.
 
     Public files omit them: moojink/openvla-oft and SimpleVLA-RL keep the stop token, RLinf's own loader drops it.
-
-    Args:
-        own: embodrl's section of config.json.
-        config: section ``model``.
-        source: file to name in errors.
-
-    Raises:
-        CheckpointError: a choice differs.
     """
     for name, setting in (("keep_stop_token", config.keep_stop_token), ("use_film", config.use_film)):
         trained = own.flag(name, setting)

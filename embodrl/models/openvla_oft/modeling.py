@@ -74,14 +74,7 @@ class ActionHead(nn.Module):
 
 
 def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_stop_token: bool) -> Tensor:
-    """Return FiLM's input: the mean embedding ``[B,D]`` of the prompt, including BOS and stop token.
-
-    Args:
-        model: network.
-        input_ids: ``int64[B,L]``.
-        mask: ``int64[B,L]``, 0 at padding.
-        with_stop_token: whether the sequence ends with the stop token.
-    """
+    """Return FiLM's input: the mean embedding ``[B,D]`` of a prompt ``int64[B,L]``, optionally with stop token."""
     if with_stop_token:
         input_ids = F.pad(input_ids, (0, 1), value=model.config.eos_id)
         mask = F.pad(mask, (0, 1), value=1)
@@ -90,15 +83,9 @@ def instruction_mean(model: OpenVLAModel, input_ids: Tensor, mask: Tensor, with_
 
 
 def append_action_places(model: OpenVLAModel, prefix: Tensor, num_tokens: int, keep_stop_token: bool) -> Tensor:
-    """Return the sequence ``[B,P+N(+1),D]``: the prefix, zeros where actions are predicted, and the stop token.
+    """Return the sequence ``[B,P+N(+1),D]``: the prefix, zeros where actions are predicted, and the stop token if kept.
 
     A prediction is read one position earlier, so the first action comes from the last prompt token.
-
-    Args:
-        model: network.
-        prefix: ``[B,P,D]``.
-        num_tokens: N.
-        keep_stop_token: whether to end with the stop token.
     """
     parts = [prefix, prefix.new_zeros(len(prefix), num_tokens, prefix.shape[2])]
     if keep_stop_token:

@@ -83,9 +83,6 @@ class OpenVLAOFTPolicy(TokenPolicy):
 
         In ``mean`` mode they are the bins nearest to the mean. ``forward_inputs`` has the output of ``preprocess`` and
         ``action_tokens int64[B,C,A]``.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are requested without a value head.
         """
         inputs = self.with_patches(self.preprocess(observation))
         logits, features = self.action_logits(inputs)
@@ -96,11 +93,7 @@ class OpenVLAOFTPolicy(TokenPolicy):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """Return values from a whole pass, since the prompt's hidden states depend on the empty positions after it.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or there is no value head.
-        """
+        """Return values from a whole pass, since the prompt's hidden states depend on the empty positions after it."""
         return self.values_from(self.action_features(self.preprocess(observation))[1])
 
     def action_logits(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -146,14 +139,10 @@ class OpenVLAOFTPolicy(TokenPolicy):
 
 
 class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
-    """Regresses the chunk with an L1 head on the same pass, for evaluation, deployment and imitation.
+    """Regresses the chunk with the L1 ``action_head`` on the same pass, for evaluation, deployment and imitation.
 
     Without a density there are no log-probs: sampling and ``evaluate_actions`` are refused. Log-probs of ``eval`` mode,
     which is deterministic, are 0.
-
-    Args:
-        args, kwargs: see ``OpenVLAOFTPolicy``.
-        action_head: maps hidden states to actions.
     """
 
     draws_by_row = False
@@ -172,11 +161,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
         generator: RandomSource | None = None,
         compute_values: bool = True,
     ) -> PolicyOutput:
-        """Regress a chunk per row; ``mode`` must be ``eval``.
-
-        Raises:
-            EmbodrlError: another mode; see ``preprocess``; or values are requested without a value head.
-        """
+        """Regress a chunk per row; raise ``EmbodrlError`` in modes other than ``eval``."""
         if mode == "train":
             raise _no_density()
         self.check_mode(mode)
@@ -206,9 +191,7 @@ class OpenVLAOFTRegressionPolicy(OpenVLAOFTPolicy):
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean absolute error in normalised units, also as ``l1``.
 
-        Args:
-            batch: output of ``sft_inputs``; an optional ``action_mask bool[B,C]`` excludes actions.
-            label_smoothing_bins: for action tokens.
+        ``action_mask bool[B,C]`` in ``batch``, if present, excludes actions.
         """
         target = batch["target"]
         weight = torch.ones_like(target[..., :1])

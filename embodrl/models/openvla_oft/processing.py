@@ -22,22 +22,16 @@ from embodrl.types import Observation
 
 @dataclass(frozen=True)
 class ProprioInput:
-    """Prepares the robot's state for the network.
+    """Prepares the robot's state for a projector with ``dim`` inputs.
 
-    Attributes:
-        dim: input dimensions of the projector.
-        stats: statistics to normalise with; None zero-pads the unchanged state, as for the tiny size.
+    ``stats`` normalise; None zero-pads the unchanged state, as for the tiny size.
     """
 
     dim: int
     stats: ProprioStats | None
 
     def __call__(self, state: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Map ``float32[B,S]`` in environment units to ``float32[B,dim]``.
-
-        Raises:
-            EmbodrlError: the state is missing, or has another size.
-        """
+        """Map ``float32[B,S]`` in environment units to ``float32[B,dim]``; raise ``EmbodrlError`` for a wrong S."""
         size = state.shape[1]
         if size == 0:
             raise EmbodrlError(
@@ -57,12 +51,7 @@ class ProprioInput:
 
 
 class OpenVLAOFTProcessor(OpenVLAProcessor):
-    """Prepares OpenVLA's prompts and images for several cameras, and the robot's state.
-
-    Args:
-        tokenizer, image_size, max_prompt_tokens, pad_token_id, center_crop, resize_filter: see ``OpenVLAProcessor``.
-        proprio: prepares the input of the state token; None without one.
-    """
+    """``OpenVLAProcessor`` for several cameras and, with ``proprio``, the state token's input."""
 
     def __init__(
         self,

@@ -56,12 +56,9 @@ def build_pi05(
 def build_pi(
     config: PiModelConfig, variant: Variant, device: torch.device, dtype: torch.dtype, seed: int
 ) -> tuple[PiPolicy, LoadReport]:
-    """Build the configured policy.
+    """Build the configured policy; see ``models.registry.build_policy``.
 
-    With ``model_path``, a checkpoint in openpi's or lerobot's layout from a directory or the Hugging Face hub. Without,
-    the dimensions of ``pi`` and the weights of ``warm_start``; random weights depend only on ``seed`` and ``device``.
-    Arguments and errors are those of ``models.registry.build_policy``; MissingDependencyError if the tokenizer needs a
-    package that is not installed.
+    Raises ``MissingDependencyError`` if the tokenizer needs a package that is not installed.
     """
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()

@@ -27,20 +27,7 @@ Step = tuple[str, dict[str, object]]
 
 
 def save_lerobot(policy: PiPolicy, directory: Path, cameras: Sequence[str]) -> list[str]:
-    """Write lerobot's layout (0.5 and later): config.json, model.safetensors, processor files with statistics.
-
-    Args:
-        policy: policy, whose adapters are merged; value and noise heads are omitted.
-        directory: new directory.
-        cameras: image names in the order of ``env.cameras``.
-
-    Returns:
-        Notes for the user on how the policy behaves in lerobot.
-
-    Raises:
-        EmbodrlError: lerobot can't express how the policy acts.
-        OutputError: the directory can't be written.
-    """
+    """Write lerobot's layout (0.5 and later); see ``VLAPolicy.save_lerobot``. Value and noise heads are omitted."""
     _check(policy)
     config = policy.model.config
     with checkpoint.policy_directory(directory) as staging:

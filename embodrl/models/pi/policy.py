@@ -36,13 +36,7 @@ from embodrl.types import Observation
 class PiPolicy(ExpertPolicy[PiModel, PiProcessor], PublicLayout):
     """Denoises an action chunk with the action expert.
 
-    Args:
-        model: network.
-        processor: prepares the network's inputs.
-        stats: statistics of the robot.
-        config: section ``model``.
-        value_head: critic, by default on the expert's output (pi0), or on images and prompt (pi0.5).
-        noise_head: noise head for Flow-Noise.
+    The critic reads by default the expert's output (pi0), or images and prompt (pi0.5).
     """
 
     euler_times = staticmethod(accumulated_times)

@@ -33,12 +33,7 @@ _SIZES = ("siglip", "vlm", "max_action_dim", "action_horizon", "num_images")
 def build_pi0_fast(
     config: Pi0FastModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[FastPolicy, LoadReport]:
-    """Build the configured policy.
-
-    With ``model_path``, a checkpoint in lerobot's layout from a directory or the Hugging Face hub. Without, the
-    dimensions of ``pi0_fast`` and the weights of ``warm_start``; random weights depend only on ``seed`` and ``device``.
-    Arguments and errors are those of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     directory, report = checkpoint.locate(config)
     tokenizer = tiny_tokenizer()

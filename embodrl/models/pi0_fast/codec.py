@@ -78,11 +78,7 @@ class ActionCodec:
 
 
 def read_codec(directory: Path) -> ActionCodec:
-    """Return the codec in a directory.
-
-    Raises:
-        PolicyFileError: a file is missing, is not a tokenizer, or lacks a setting.
-    """
+    """Return the codec in a directory; raise ``PolicyFileError`` if a file is missing or invalid."""
     settings = read_file(directory / SETTINGS_FILE)
     scale = settings.number("scale", low=1e-3, high=1e6)
     lowest = settings.integer("min_token", low=-_LAST_CHARACTER, high=_LAST_CHARACTER)

@@ -87,8 +87,7 @@ class FastConfig:
     def read(path: Path) -> FastConfig:
         """Read config.json in lerobot's or embodrl's layout.
 
-        Raises:
-            CheckpointError: the file is missing, another model's, invalid, or uses an unsupported feature.
+        Raises ``CheckpointError`` if it is missing, another model's, invalid, or uses an unsupported feature.
         """
         if not path.is_file() and (path.parent / "params").is_dir():
             raise CheckpointError(

@@ -53,8 +53,7 @@ def public_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def find_codec(directory: Path, config: FastConfig) -> ActionCodec:
     """Return a checkpoint's action tokenizer, or the one on the hub that its files name.
 
-    Raises:
-        CheckpointError: it is missing and can't be fetched, or is corrupt.
+    Raises ``CheckpointError`` if it is corrupt, or missing and can't be fetched.
     """
     if (directory / CODEC_DIRECTORY).is_dir():
         return read_codec(directory / CODEC_DIRECTORY)

@@ -110,8 +110,7 @@ class FastModel(nn.Module):
 
         Returns:
             Choices ``int64[B,M]``, 0 after the end, the mask of written ones ``bool[B,M]``, their logits
-                ``float32[B,T,K]`` (T of
-            the longest row), and the hidden states ``[B,P,W]`` of images and prompt.
+            ``float32[B,T,K]`` (T of the longest row), and the hidden states ``[B,P,W]`` of images and prompt.
         """
         batch, prefix = x.shape[:2]
         x = torch.cat([x, self.language.embed(begin).to(x.dtype).expand(batch, -1, -1)], dim=1)

@@ -125,8 +125,7 @@ class FastPolicy(PublicLayout):
     def preprocess(self, observation: Observation) -> dict[str, Tensor]:
         """Return ``images uint8[B,V,h,w,3]``, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``.
 
-        Raises:
-            EmbodrlError: too many cameras, a missing or too large state, or a prompt that does not fit.
+        Raises ``EmbodrlError`` for too many cameras, a missing or too large state, or a prompt that does not fit.
         """
         return self.processor(observation, self.device)
 
@@ -144,9 +143,6 @@ class FastPolicy(PublicLayout):
         ``logprobs`` are ``float32[B,M,1]``; ``forward_inputs`` has the output of ``preprocess``, the choices
         ``action_tokens int64[B,M]`` and the mask of written ones ``token_mask bool[B,M]``. Each call takes one block
         from ``generator``, whatever the tokens.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or values are requested without a value head.
         """
         self.check_mode(mode)
         inputs = self.preprocess(observation)
@@ -173,11 +169,7 @@ class FastPolicy(PublicLayout):
 
     @torch.no_grad()
     def predict_values(self, observation: Observation) -> Tensor:
-        """Return values from one forward pass over images and prompt.
-
-        Raises:
-            EmbodrlError: see ``preprocess``; or there is no value head.
-        """
+        """Return values from one forward pass over images and prompt."""
         x, valid = self.prefix(self.preprocess(observation))
         bos = self.get_buffer("_begin")[None, :1].expand(len(x), -1)
         return self._values(self.model.hidden_states(x, valid, bos)[:, : x.shape[1]], valid)
@@ -189,11 +181,7 @@ class FastPolicy(PublicLayout):
         compute_entropy: bool = True,
         compute_values: bool = True,
     ) -> EvalOutput:
-        """Return log-probs and entropy ``float32[B,M,1]``, 0 where nothing was written, and values, in one pass.
-
-        Raises:
-            EmbodrlError: values are requested without a value head.
-        """
+        """Return log-probs and entropy ``float32[B,M,1]``, 0 where nothing was written, and values, in one pass."""
         mask = forward_inputs[TOKEN_MASK]
         tokens = forward_inputs[TOKENS][:, : int(mask.sum(dim=1).max())]
         begin = self.get_buffer("_begin")
@@ -210,8 +198,7 @@ class FastPolicy(PublicLayout):
     def sft_inputs(self, observation: Observation, actions: Tensor) -> dict[str, Tensor]:
         """Return the output of ``preprocess``, the ids to write ``sentence int64[B,S]``, and ``written bool[B,S]``.
 
-        Raises:
-            EmbodrlError: see ``preprocess``; or a chunk has more than M tokens.
+        Raises ``EmbodrlError`` if a chunk has more than M tokens.
         """
         raw = to_model(actions.detach().cpu().numpy().astype(np.float64), self.gripper)
         begin = self.get_buffer("_begin").cpu()
@@ -242,11 +229,8 @@ class FastPolicy(PublicLayout):
     def sft_loss(self, batch: dict[str, Tensor], label_smoothing_bins: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the cross-entropy over the whole vocabulary, as in openpi, and ``token_accuracy``.
 
-        The mean is over a chunk's tokens, then over chunks, weighted by their actions within the episode.
-
-        Args:
-            batch: output of ``sft_inputs``; an optional ``action_mask bool[B,H]`` marks actions within the episode.
-            label_smoothing_bins: for families with bins.
+        The mean is over a chunk's tokens, then over chunks, weighted by their actions within the episode, which
+        ``action_mask bool[B,H]`` in ``batch`` marks, if present.
         """
         longest = int(batch[WRITTEN].sum(dim=1).max())
         sentence = batch[SENTENCE][:, :longest]

@@ -25,14 +25,7 @@ _T = TypeVar("_T")
 
 
 class ClientThread:
-    """Runs a client in its own event loop, for callers in any thread; both end with this object.
-
-    Args:
-        config: section ``model``.
-
-    Raises:
-        RemotePolicyError: see ``Client.connect``.
-    """
+    """Runs a client in its own event loop, for callers in any thread; both end with this object."""
 
     def __init__(self, config: RemoteConfig) -> None:
         loop = asyncio.new_event_loop()
@@ -68,12 +61,7 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: Clie
 
 
 class RemotePolicy(ActingPolicy):
-    """Evaluates action chunks of a policy server.
-
-    Args:
-        config: section ``model``.
-        connection: connection to the server; None if only the policy's shape is needed.
-    """
+    """Evaluates action chunks of a policy server; without ``connection`` only the policy's shape is available."""
 
     def __init__(self, config: RemoteConfig, connection: ClientThread | None) -> None:
         super().__init__(config)

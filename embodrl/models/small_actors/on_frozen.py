@@ -43,15 +43,7 @@ PREFIX_INPUTS = ("prefix", "prompt_mean")
 
 
 class OnFrozenPolicy(GaussianPolicy):
-    """A Gaussian actor with inputs from a frozen policy.
-
-    Args:
-        base: frozen policy.
-        model: the actor's network, of dimensions ``spec_of``.
-        config: section ``model``.
-        settings: section ``model.small_actor``.
-        token: frozen RL token read by a ``ReferencePolicy``.
-    """
+    """A Gaussian actor with inputs from the frozen policy ``base``; a ``ReferencePolicy`` also reads ``token``."""
 
     network = GaussianModel
 
@@ -89,18 +81,9 @@ class OnFrozenPolicy(GaussianPolicy):
         report: LoadReport,
         seed: int,
     ) -> OnFrozenPolicy:
-        """Return the small actor on a policy, replacing its value head.
+        """Return the small actor on a policy of ``base_config``, replacing its value head; fills in ``report``.
 
-        Args:
-            base: policy built from ``base_config``.
-            config: section ``model``.
-            settings: section ``model.small_actor``.
-            directory: directory of the actor's weights; None draws new ones.
-            report: load report of the base, to fill in.
-            seed: seed of new weights.
-
-        Raises:
-            CheckpointError: the weights do not fit.
+        ``directory`` has the actor's weights (``CheckpointError`` if they do not fit); None draws new ones.
         """
         head = getattr(base, "value_head", None)
         assert isinstance(head, ValueHead), "the configuration was checked"
@@ -349,11 +332,7 @@ def prefix_input(config: ModelConfig) -> str:
 
 
 def _token_of(config: ModelConfig, device: torch.device, width: int) -> RLToken:
-    """Load the RL token of the frozen policy.
-
-    Raises:
-        CheckpointError: the token is missing or does not fit.
-    """
+    """Load the RL token of the frozen policy; raise ``CheckpointError`` if missing or unfit."""
     if config.model_path is not None:
         return RLToken.load(checkpoint.resolve(config.model_path))
     directory = config.warm_start

@@ -49,12 +49,7 @@ class RLTokenSpec:
 
 
 class RLToken(nn.Module):
-    """Encoder of prefix states, and its training decoder.
-
-    Args:
-        spec: dimensions.
-        facts: JSON facts to record with the token.
-    """
+    """Encoder of prefix states, and its training decoder; ``facts`` are recorded with the token as JSON."""
 
     mean: Tensor
     std: Tensor
@@ -96,12 +91,8 @@ class RLToken(nn.Module):
     def reconstruction_loss(self, hidden: Tensor, mask: Tensor | None, kept: Tensor) -> Tensor:
         """Return the mean squared error of the reconstructed states, relative to their variance at each position.
 
-        The decoder sees ``z_rl`` and the states before the predicted one (equation 2 of the paper).
-
-        Args:
-            hidden: see ``encode``.
-            mask: see ``encode``.
-            kept: ``bool[B,P]``, states that the decoder may see; all in the paper.
+        The decoder sees ``z_rl`` and, of the states before the predicted one, those in ``kept bool[B,P]`` (all in the
+        paper; equation 2). For ``hidden`` and ``mask`` see ``encode``.
         """
         return self.decoding_loss(self.encode(hidden, mask), hidden, mask, kept)
 
@@ -125,12 +116,7 @@ class RLToken(nn.Module):
 
     @classmethod
     def load(cls, directory: Path) -> RLToken:
-        """Load the token in a policy directory.
-
-        Raises:
-            CheckpointError: there is no token, or its weights do not fit.
-            PolicyFileError: its dimensions are damaged.
-        """
+        """Load the token in a policy directory; raise ``CheckpointError`` if missing or damaged."""
         hint = "train one: embodrl model token POLICY DATA --output DIR"
         if not (directory / TOKEN_CONFIG).is_file() or not (directory / TOKEN_WEIGHTS).is_file():
             raise CheckpointError(f"{directory} has no RL token", hint, code="rl-token-missing")

@@ -119,8 +119,7 @@ class SmolVlaConfig:
     def read(path: Path) -> SmolVlaConfig:
         """Read config.json in lerobot's or embodrl's layout.
 
-        Raises:
-            CheckpointError: the file is another model's, invalid, or uses an unsupported feature.
+        Raises ``CheckpointError`` if it is another model's, invalid, or uses an unsupported feature.
         """
         raw = read_file(path)
         check_family(raw, ("smolvla",))

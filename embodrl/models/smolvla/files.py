@@ -81,8 +81,7 @@ def public_name(name: str) -> str:
 def read_stats(directory: Path, files: Sequence[Path]) -> tuple[dict[str, Fields], Normalization]:
     """Return the sets of statistics by name (openpi's layout of a set), and their normalisation methods.
 
-    Raises:
-        CheckpointError: a file is corrupt, or names an unsupported method.
+    Raises ``CheckpointError`` if a file is corrupt or names an unsupported method.
     """
     sets, methods = read_lerobot(directory)
     if methods is not None:
@@ -105,8 +104,7 @@ def _buffers(files: Sequence[Path]) -> dict[str, Fields]:
 def load_tokenizer(directory: Path, config: SmolVlaConfig) -> TextTokenizer:
     """Return a checkpoint's tokenizer, or its VLM's from the hub: lerobot omits it.
 
-    Raises:
-        CheckpointError: it is missing and can't be fetched, is corrupt, or another model's.
+    Raises ``CheckpointError`` if it is corrupt, another model's, or missing and can't be fetched.
     """
     path = directory / JSON_FILE
     if not path.is_file():

@@ -33,9 +33,7 @@ RMS_NORM_EPS = 1e-5
 class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions; keys and values of other tokens may precede its own.
 
-    Args:
-        spec: dimensions.
-        source: width of the tokens behind keys and values; None for the tokens themselves.
+    ``source`` is the width of the tokens behind keys and values; None for the tokens themselves.
     """
 
     def __init__(self, spec: GemmaSpec, source: int | None = None) -> None:

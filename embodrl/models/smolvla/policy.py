@@ -30,16 +30,7 @@ from embodrl.models.smolvla.processing import SmolProcessor
 
 
 class SmolVlaPolicy(ExpertPolicy[SmolVlaModel, SmolProcessor], PublicLayout):
-    """Denoises an action chunk with the action expert.
-
-    Args:
-        model: network.
-        processor: prepares the network's inputs.
-        stats: statistics of the robot.
-        config: section ``model``.
-        value_head: critic, by default on images, prompt and state.
-        noise_head: noise head for Flow-Noise.
-    """
+    """Denoises an action chunk with the action expert; the critic reads by default images, prompt and state."""
 
     one_file = True
 

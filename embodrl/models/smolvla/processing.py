@@ -21,13 +21,7 @@ MAX_CAMERAS = 8
 
 
 class SmolProcessor:
-    """Prepares prompts and states; images are resized when encoded.
-
-    Args:
-        tokenizer: the VLM's tokenizer.
-        config: sizes.
-        state: statistics of the state; None leaves it unchanged.
-    """
+    """Prepares prompts and states; images are resized when encoded. Without ``state`` states stay unchanged."""
 
     def __init__(self, tokenizer: TextTokenizer, config: SmolVlaConfig, state: Scaling | None) -> None:
         self.tokenizer = tokenizer
@@ -40,8 +34,7 @@ class SmolProcessor:
 
         Returns:
             ``images uint8[B,V,H,W,3]`` at camera resolution, ``input_ids int64[B,L]`` and ``attention_mask bool[B,L]``
-                (padded on
-            the right), ``state float32[B,max_state_dim]``.
+            (padded on the right), ``state float32[B,max_state_dim]``.
 
         Raises:
             EmbodrlError: too many cameras, a state that is too large, or a prompt that does not fit.
