@@ -254,7 +254,7 @@ class VLAPolicy(nn.Module, ABC):
         raise not_offered(self, IMITATION)
 
     def trainable_groups(self) -> dict[str, list[nn.Parameter]]:
-        """Return the non-empty groups of trainable parameters; parameters shared by ``parts`` are in the first group."""
+        """Return the non-empty groups of trainable parameters; one shared by ``parts`` is in the first group only."""
         groups: dict[str, list[nn.Parameter]] = {}
         known: set[int] = set()
         for name, part in self.parts().items():

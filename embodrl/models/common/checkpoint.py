@@ -320,7 +320,7 @@ def load_strict(
     on_meta = torch.device(device).type == "meta"
     expected = module.state_dict()
     state: dict[str, Tensor] = {}
-    with contextlib.nullcontext() if on_meta else _hashed_meanwhile(files):
+    with contextlib.nullcontext() if on_meta else _verify_while_reading(files):
         for path in files:
             with readable(path), open_tensors(path, device="cpu" if on_meta else str(device)) as reader:
                 for stored in reader.keys():  # noqa: SIM118 - a reader is not a mapping
@@ -417,7 +417,7 @@ def _add(
 
 
 @contextlib.contextmanager
-def _hashed_meanwhile(files: Sequence[Path]) -> Iterator[None]:
+def _verify_while_reading(files: Sequence[Path]) -> Iterator[None]:
     """Check files against checksums while the block reads them; hashing releases the GIL and adds little load time."""
     with ThreadPoolExecutor(MAX_HASHING_THREADS) as pool:
         checks = [pool.submit(check_checksums, path.parent, [path.name]) for path in files]

@@ -105,7 +105,7 @@ class _SplitHeads(torch.autograd.Function):
         heads = x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
         outputs = tuple(x.new_empty(len(x), count, x.shape[1], head_dim) for count in counts)
         parts = heads.split(counts, dim=1)
-        _turn(parts[:turned], outputs[:turned], cos, sin)
+        _rotate(parts[:turned], outputs[:turned], cos, sin)
         for part, output in zip(parts[turned:], outputs[turned:], strict=True):
             output.copy_(part)
         return outputs
@@ -117,13 +117,13 @@ class _SplitHeads(torch.autograd.Function):
         heads = d_x.unflatten(-1, (-1, gradients[0].shape[-1])).transpose(1, 2)
         parts = heads.split([part.shape[1] for part in gradients], dim=1)
         turned = ctx.turned
-        _turn(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # inverse rotation
+        _rotate(gradients[:turned], parts[:turned], cos, None if sin is None else -sin)  # inverse rotation
         for part, gradient in zip(parts[turned:], gradients[turned:], strict=True):
             part.copy_(gradient)
         return d_x, None, None, None, None, None
 
 
-def _turn(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None) -> None:
+def _rotate(sources: Sequence[Tensor], targets: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None) -> None:
     """Write heads ``[B,H,S,E]``, rotated, into tensors of the same shapes."""
     for source, target in zip(sources, targets, strict=True):
         assert cos is not None and sin is not None

@@ -80,7 +80,7 @@ def fill_head(
         found = checkpoint.stored_shapes([path])
         wanted = {name: tuple(value.shape) for name, value in head.state_dict().items()}
         # A valid head of another shape was made with other settings; anything else is damage.
-        if found == wanted or not _is_whole(found):
+        if found == wanted or not _is_mlp(found):
             checkpoint.load_strict(head, [path], report, device=device, dtype=torch.float32)
             return head
         report.ignored[path.name] = mismatch
@@ -90,7 +90,7 @@ def fill_head(
     return head
 
 
-def _is_whole(shapes: dict[str, tuple[int, ...]]) -> bool:
+def _is_mlp(shapes: dict[str, tuple[int, ...]]) -> bool:
     """Return whether names and shapes form an MLP with consistent layer sizes."""
     width: int | None = None
     left = dict(shapes)

@@ -354,7 +354,7 @@ class FlowPolicy(VLAPolicy):
         return {name: head for name, head in heads.items() if head is not None}
 
     def _evaluation_start(self, observation: Observation) -> Tensor:
-        """Return the starting noise ``float32[B,H,D]`` of evaluations: fixed, or drawn from a row's images and state."""
+        """Return the starting noise ``float32[B,H,D]`` of evaluations, fixed or drawn from a row's images and state."""
         if self.flow.evaluation_noise == "fixed":
             noise = self.get_buffer("_evaluation_noise").expand(observation.batch_size, -1, -1)
         else:

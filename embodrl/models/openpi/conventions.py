@@ -146,7 +146,7 @@ def with_lerobots_age(
     found = config.dark_bars if bars is None else bars
     if foreign or found:
         said = origin if bars is None else f"setting {section}.dark_bars"
-        origins["bars beside non-square images"] = f"{'-3' if found else 'black'} ({said})"
+        origins["bars beside pictures that are not square"] = f"{'-3' if found else 'black'} ({said})"
     return replace(config, dark_bars=found), origins
 
 
