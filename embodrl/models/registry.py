@@ -82,7 +82,13 @@ def build_policy(
 
     With ``model_path``, a checkpoint in a public layout of the family, from a directory or the Hugging Face hub.
     Without, the dimensions of the family's section and the weights of ``warm_start``; random weights depend only on
-    ``seed`` and ``device``. Value and noise heads are always float32.
+    ``seed`` and ``device``.
+
+    Args:
+        config: section ``model``.
+        device: device of the policy.
+        dtype: dtype of its weights; value and noise heads are always float32.
+        seed: seed of weights that come from no checkpoint.
 
     Raises:
         UnknownNameError: no such model family.

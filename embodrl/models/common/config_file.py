@@ -20,8 +20,8 @@ CONFIG_FILE = "config.json"
 OWN_SECTION = "embodrl"
 MAX_BYTES = 8 * 2**20
 MAX_SIZE = 2**17
-# Bounds for values that differ from 1 to MAX_SIZE; layer counts and other sizes that allocate memory are bounded
-# more tightly, since no stored weight need exist for them.
+# Bounds other than 1 to MAX_SIZE. Layer counts and other sizes that allocate memory have tighter ones, since no
+# stored weight need exist for them.
 _RANGES = {
     **dict.fromkeys(("depth", "num_layers", "num_hidden_layers"), (1, 512)),
     **dict.fromkeys(("action_dim", "max_action_dim", "max_state_dim", "action_horizon"), (1, 4096)),

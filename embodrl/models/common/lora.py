@@ -29,7 +29,7 @@ from embodrl.storage.integrity import write_checksums
 ADAPTER = "default"
 MAX_DEFAULT_ALPHA = 16
 NETWORK = "model."
-"""Policy attribute that holds the network of public checkpoints."""
+"""Name prefix, within a policy, of the network of public checkpoints."""
 OWN_HEADS = ("value_head", "noise_head")
 
 

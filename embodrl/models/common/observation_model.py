@@ -57,7 +57,7 @@ class ObservationModel(nn.Module):
         return self.out(F.relu(self.hidden(self.net({**inputs, STATE: state}))))
 
     def standardize(self, state: Tensor) -> None:
-        """Set the normalisation to the statistics of states ``float32[B,S]``; constant dimensions are dropped."""
+        """Set the normalisation to the statistics of states ``float32[B,S]``; constant dimensions become 0."""
         if self.spec.state_dim:
             self.state_mean = state.mean(0)
             std = state.std(0, correction=0)

@@ -39,7 +39,10 @@ class PublicLayout(VLAPolicy):
 
     @abstractmethod
     def enlarge(self, own_tokenizer: bool) -> nn.Module:
-        """Replace the network by one of published size, on torch's current device, and return it."""
+        """Replace the network by one of published size, on torch's current device, and return it.
+
+        ``own_tokenizer``: the model's own tokenizer will be used instead of the small one that embodrl ships.
+        """
 
     @abstractmethod
     def take_tokenizer(self, directory: Path | None) -> tuple[int, int]:

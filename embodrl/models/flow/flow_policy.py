@@ -135,7 +135,7 @@ class FlowPolicy(VLAPolicy):
 
     @abstractmethod
     def velocity(self, context: Any) -> Velocity:
-        """Return the network for an encoded observation, in the convention of ``common/flow.py``."""
+        """Return the network for an encoded observation, in the convention of ``flow.py``."""
 
     @abstractmethod
     def prefix_features(self, context: Any) -> Tensor:

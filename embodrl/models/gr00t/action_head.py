@@ -1,9 +1,9 @@
 """GR00T's action head with the parameter names of its public checkpoints (NVIDIA, "GR00T N1.5", 2025, and later).
 
 It maps image and prompt features, the state and a noisy action chunk to the chunk's velocity. Its time runs from noise
-(0) to data (1), opposite to ``common/flow.py``. Encoder and decoder weights are per embodiment (robot). Shapes: B
-batch, H actions, D padded action dimensions, S tokens of images and prompt, E their width, W width of the diffusion
-transformer, F its output width.
+(0) to data (1), opposite to ``flow/flow.py``. Encoder and decoder weights are per embodiment (robot).
+Shapes: B batch, H actions, D padded action dimensions, S tokens of images and prompt, E their width, W width of the
+diffusion transformer, F its output width.
 """
 
 from __future__ import annotations

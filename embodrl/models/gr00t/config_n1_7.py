@@ -220,9 +220,9 @@ class Gr00tN17Config:
         tile = self.vision.patch_size * self.vision.merge_size
         source = self.sidecars.processor.source
         if side % tile:
-            refuse(source, "a picture's side of", side, f"it is a multiple of {tile} in {self.model_type}")
+            refuse(source, "an image side of", side, f"it is a multiple of {tile} in {self.model_type}")
         if is_public and side**2 < MIN_PIXELS:
-            refuse(source, "a picture's side of", side, "Qwen3-VL enlarges images below 256 pixels")
+            refuse(source, "an image side of", side, "Qwen3-VL enlarges images below 256 pixels")
 
     @classmethod
     def reject_other_models(cls, fields: Fields) -> None:

@@ -66,7 +66,7 @@ class ImageTransform:
         height, width = images.shape[1:3]
         if self.keeps_shape and height != width:
             raise EmbodrlError(
-                f"pictures have {height} x {width} pixels; this GR00T keeps their shape, so they must be square",
+                f"images have {height} x {width} pixels; this GR00T keeps their shape, so they must be square",
                 "give all of env.cameras the same height and width",
                 code="gr00t-picture-shape",
             )
@@ -119,7 +119,7 @@ class Sidecars:
         if area and fraction is None:  # the reference uses the ratio of the two sizes
             crop = max(1, int(side * (crop / _square(kwargs, "image_target_size"))))
         if crop > side:
-            kwargs.refuse(f"the crop of {crop} pixels is larger than the picture of {side}")
+            kwargs.refuse(f"the crop of {crop} pixels is larger than the image of {side}")
         return ImageTransform(side, crop, area, area, kwargs.flag("letter_box_transform", False))
 
     def robot(self, key: str | None, action_dim: int, source: str) -> RobotStats:
@@ -235,7 +235,7 @@ def identity_sidecars(
 
 
 def with_statistics(sidecars: Sidecars, given: StatsSets, horizon: int) -> Sidecars:
-    """Return the files with the statistics of ``model.stats_path`` (``given_sets`` for ``gr00t``), as one key each."""
+    """Return the files with the statistics of ``model.stats_path``: one robot's whole state and action."""
     (name, entry), *_ = given.items()
     statistics = entry.fields("statistics")
     config = modality_config(tuple(statistics.fields("action")), tuple(statistics.fields("state")), horizon)

@@ -217,7 +217,10 @@ def identity_set(action_dim: int) -> dict[str, object]:
 
 
 def cut(scaling: Scaling, dims: int, where: str, setting: str) -> Scaling:
-    """Return the statistics of the first ``dims`` dimensions; raise ``CheckpointError`` if others have a range."""
+    """Return the statistics of the first ``dims`` dimensions; the rest must be padding without range.
+
+    Raises ``CheckpointError`` if there are fewer dimensions, or the padding varies.
+    """
     low, high = _ends(scaling)
     if len(low) < dims or bool(np.any(high[dims:] != low[dims:])):
         raise CheckpointError(

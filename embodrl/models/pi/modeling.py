@@ -2,10 +2,11 @@
 
 PaliGemma (SigLIP and Gemma) encodes images and prompt; a smaller Gemma, the action expert, denoises an action chunk and
 attends, layer by layer, to PaliGemma's keys and values. pi0 has a state token, which sees images and prompt but no
-action, and mixes the noise level into each action's embedding. pi0.5 conditions the expert's norms on it. Nothing
-before the actions depends on them or on the noise level, so keys and values of images, prompt and state are computed
-once per chunk (``PiContext``). Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens
-before the actions, W PaliGemma's width, E the expert's, H actions, D padded action dimensions.
+action, and mixes the noise level into each action's embedding. pi0.5 conditions the expert's norms on the noise level.
+Nothing before the actions depends on them or on the noise level, so keys and values of images, prompt and state are
+computed once per chunk (``PiContext``).
+Shapes: B batch, V cameras, N image patches of a camera, L prompt tokens, P all tokens before the actions, W PaliGemma's
+width, E the expert's, H actions, D padded action dimensions.
 """
 
 from __future__ import annotations

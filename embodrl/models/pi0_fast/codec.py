@@ -1,9 +1,10 @@
-"""FAST: action chunks as tokens (Pertsch et al., "FAST: Efficient Action Tokenization for VLA Models", 2025).
+"""FAST: action chunks as tokens.
 
-Each dimension goes through a discrete cosine transform over the chunk; coefficients are scaled, rounded, written as one
-character each, low frequencies of all dimensions first, and byte-pair encoded. Files are those of the public
-processors, whose code is not run: tokenizer.json, and processor_config.json with scale and offset. Shapes: B batch, H
-actions in a chunk, A action dimensions.
+Pertsch et al., "FAST: Efficient Action Tokenization for Vision-Language-Action Models", 2025. Each dimension goes
+through a discrete cosine transform over the chunk; coefficients are scaled, rounded, written as one character each, low
+frequencies of all dimensions first, and byte-pair encoded. Files are those of the public processors, whose code is not
+run: tokenizer.json, and processor_config.json with scale and offset.
+Shapes: B batch, H actions in a chunk, A action dimensions.
 """
 
 from __future__ import annotations
