@@ -1,4 +1,4 @@
-"""From a ModelConfig to a GR00T N1.7 policy: a public checkpoint, or the tiny size."""
+"""Builds a GR00T N1.7 policy from a ModelConfig: a public checkpoint, or the tiny size."""
 
 from __future__ import annotations
 
@@ -54,14 +54,7 @@ class QwenTokenizer(ChatTokenizer):
 
 
 class Gr00tN17Processor(Gr00tProcessor):
-    """Prompts, images and states as N1.7's processor_config.json says.
-
-    Args:
-        tokenizer: of the language model.
-        config: of the model.
-        robot: whose states are normalised.
-        max_prompt_tokens: L.
-    """
+    """Prepares prompts, images and states as in N1.7's processor_config.json; ``max_prompt_tokens`` is L."""
 
     section: ClassVar[str] = "model.gr00t_n1_7"
 
@@ -82,13 +75,13 @@ class Gr00tN17Processor(Gr00tProcessor):
         self.formalize = config.sidecars.settings.flag("formalize_language", True)
 
     def chat(self, instruction: str, num_images: int) -> str:
-        """Return a user's message of images and instruction, as Qwen3-VL's template makes it of those alone."""
+        """Return a user message of images and instruction, as from Qwen3-VL's template without anything else."""
         text = self.formalized(instruction)
         images = f"{IMAGE_START}{IMAGE_TOKEN * self.num_patches}{IMAGE_END}" * num_images
         return f"{CHAT_START}user\n{images}{text}{CHAT_END}\n"
 
     def formalized(self, instruction: str) -> str:
-        """Return an instruction in small letters without punctuation, unless the checkpoint takes it as it is."""
+        """Return an instruction in lower case without punctuation, unless the checkpoint uses it unchanged."""
         return re.sub(r"[^\w\s]", "", instruction.lower()) if self.formalize else instruction
 
     def resized(self, images: Tensor) -> Tensor:
@@ -99,14 +92,7 @@ class Gr00tN17Processor(Gr00tProcessor):
 def build_gr00t_n1_7(
     config: Gr00tN17ModelConfig, *, device: torch.device | str, dtype: torch.dtype, seed: int
 ) -> tuple[Gr00tPolicy, LoadReport]:
-    """Build the policy that a configuration asks for.
-
-    With ``model_path`` it is a checkpoint in NVIDIA's layout, from a directory or the Hugging Face hub. Without, it
-    has the dimensions of ``gr00t_n1_7`` and the weights of ``warm_start``; random ones are a function of ``seed`` and
-    ``device``.
-
-    Arguments and errors as of ``models.registry.build_policy``.
-    """
+    """Build the configured policy; see ``models.registry.build_policy``."""
     device = torch.device(device)
     sizes = config.gr00t_n1_7
     directory, report = checkpoint.locate(config)
@@ -162,7 +148,7 @@ def _check_horizon(robot: RobotStats, num_action_chunks: int, predicted: int) ->
     if robot.horizon > predicted:
         raise CheckpointError(
             f"the robot '{robot.name}' has actions of {robot.horizon} steps, the model predicts {predicted}",
-            "use a checkpoint whose processor_config.json and config.json belong together",
+            "use a checkpoint whose processor_config.json and config.json match",
             code="action-horizon",
         )
     if num_action_chunks > robot.horizon:
@@ -174,7 +160,7 @@ def _check_horizon(robot: RobotStats, num_action_chunks: int, predicted: int) ->
 
 
 def _tokenizer(directory: Path, config: Gr00tN17Config) -> ChatTokenizer:
-    """Return the checkpoint's tokenizer, or that of its language model from the hub: NVIDIA's come without one."""
+    """Return the checkpoint's tokenizer, or its language model's from the hub: NVIDIA's checkpoints have none."""
     place = directory
     if not has_tokenizer(directory):
         hint = f"put tokenizer.json of {config.backbone} into the directory; its page grants access"
@@ -187,9 +173,9 @@ def _tokenizer(directory: Path, config: Gr00tN17Config) -> ChatTokenizer:
 def _fitted(
     config: Gr00tN17Config, files: list[Path], directory: Path
 ) -> tuple[Gr00tN17Config, dict[str, str], dict[str, str]]:
-    """Return the configuration with the optional parts that a checkpoint has, what to rename in it and what to ignore.
+    """Return the configuration with a checkpoint's optional parts, the required renames and the ignored names.
 
-    Qwen's output layer is its embedding, and writers store one of them or both; GR00T needs the embedding.
+    Qwen's output layer is tied to its embedding, and writers store one or both; GR00T needs the embedding.
     """
     names = checkpoint.stored_shapes(files)
     layers = {

@@ -1,7 +1,7 @@
-"""What the files of a GR00T N1.7 checkpoint say, plus what they leave to the model that they name.
+"""Files of a GR00T N1.7 checkpoint, completed by facts about the model that they name.
 
 The public config.json describes the action head and names the vision-language model without its dimensions, which are
-the constants below: nvidia/Cosmos-Reason2-2B, a Qwen3-VL of 2B.
+constants below: nvidia/Cosmos-Reason2-2B, a Qwen3-VL of 2B.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ CROP_FRACTION = 0.95
 TEXT_EVERY = 2
 PUBLIC_IMAGE_SIZE = 256
 MIN_PIXELS = 256 * 256
-"""Smaller pictures are enlarged by Qwen's own image processor."""
+"""Qwen's own image processor enlarges smaller images."""
 
 
 QWEN3_VL_2B = QwenSpec(151936, 2048, 6144, 16, 16, 8, 128, max_position_embeddings=262144, rope_theta=5e6)
-"""The layers of Qwen3-VL-2B's language model that NVIDIA's GR00T-N1.7-3B keeps."""
+"""Qwen3-VL-2B's language model, with the layers that NVIDIA's GR00T-N1.7-3B keeps."""
 QWEN3_VL_2B_VISION = VisionSpec(1024, 24, 16, 4096, 16, 2, 2304)
 HEAD = ActionHeadSpec(
     TransformerSpec(32, 32, 48),
@@ -59,12 +59,12 @@ HEAD = ActionHeadSpec(
     num_future_tokens=0,
     text_every=TEXT_EVERY,
 )
-"""Of NVIDIA's GR00T-N1.7-3B."""
+"""Action head of NVIDIA's GR00T-N1.7-3B."""
 REQUIRED: dict[str, object] = {
     **{"use_alternate_vl_dit": True, "state_history_length": 1, "strict_action_padding_mask": False},
     **{"use_tactile": False, "exclude_state": False, "reproject_vision": False},
 }
-"""Values of config.json that are supported."""
+"""Supported values of config.json."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Gr00tN17Config:
     """A GR00T N1.7 model.
 
     Attributes:
-        vision, qwen, head: its parts.
-        sidecars: how pictures, states and actions are prepared.
-        lm_head: keep Qwen's output layer, which a checkpoint may have and nothing runs.
-        raw: config.json, so that saving keeps the keys that embodrl does not use.
+        vision, qwen, head: parts of the model.
+        sidecars: preparation of images, states and actions.
+        lm_head: whether to keep Qwen's output layer, which a checkpoint may have but nothing runs.
+        raw: config.json, so that saving preserves keys that embodrl does not use.
     """
 
     vision: VisionSpec
@@ -105,12 +105,12 @@ class Gr00tN17Config:
 
     @property
     def patches_per_image(self) -> int:
-        """What the vision transformer sees."""
+        """Patches that the vision transformer reads."""
         return (self.image_size // self.vision.patch_size) ** 2
 
     @property
     def embodiment_ids(self) -> Mapping[str, int]:
-        """Names of robots to numbers of their encoders."""
+        """Robot name -> encoder index."""
         return self.sidecars.embodiment_ids
 
     @property
@@ -119,7 +119,7 @@ class Gr00tN17Config:
         return self.sidecars.statistics
 
     def to_dict(self) -> dict[str, object]:
-        """Return config.json: the public keys, and ``embodrl`` with what those leave open."""
+        """Return config.json: the public keys, and ``embodrl`` for everything else."""
         return {
             "model_name": self.backbone,
             "backbone_model_type": self.backbone_type,
@@ -135,20 +135,15 @@ class Gr00tN17Config:
         }
 
     def files(self) -> dict[str, Mapping[str, object]]:
-        """Return the content of the files beside the weights, by name."""
+        """Return the contents of the files that accompany the weights, by name."""
         return {CONFIG_FILE: self.to_dict(), **self.sidecars.files()}
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object], sidecars: Sidecars, source: str = CONFIG_FILE) -> Self:
-        """Read config.json.
-
-        Args:
-            raw: the parsed file.
-            sidecars: the other files.
-            source: named in errors.
+        """Read config.json; ``source`` is named in errors.
 
         Raises:
-            CheckpointError: another model, a variant that is not supported, or an invalid value.
+            CheckpointError: another model, an unsupported variant, or an invalid value.
         """
         fields = fields_of(raw, source)
         cls.reject_other_models(fields)
@@ -174,14 +169,10 @@ class Gr00tN17Config:
 
     @classmethod
     def from_directory(cls, directory: Path, files: Path) -> Self:
-        """Read config.json, and the files beside it.
-
-        Args:
-            directory: of the checkpoint.
-            files: has the files that belong to the robot: of adapters, their own directory.
+        """Read config.json, and its sidecars from ``files`` (the adapters' own directory for adapters).
 
         Raises:
-            CheckpointError: a file is missing, invalid, or of another model.
+            CheckpointError: a file is missing, invalid, or another model's.
         """
         fields = read_file(directory / CONFIG_FILE)
         cls.reject_other_models(fields)
@@ -189,7 +180,7 @@ class Gr00tN17Config:
 
     @classmethod
     def from_architecture(cls, arch: Gr00tTiledSizes, vocab_size: int, action_dim: int) -> Self:
-        """Return the configuration of a model built without a checkpoint."""
+        """Return the configuration of a model without a checkpoint."""
         vision = arch.vision
         return cls(
             VisionSpec(
@@ -215,7 +206,7 @@ class Gr00tN17Config:
 
     @classmethod
     def public(cls, action_dim: int) -> Self:
-        """Return NVIDIA's base model for a new robot whose actions, of A dimensions, lie in [-1, 1]."""
+        """Return NVIDIA's base model for a new robot with A-dimensional actions in [-1, 1]."""
         horizon = cls.public_head.action_horizon
         embodiment = EMBODIMENT_IDS[NEW_EMBODIMENT]
         sidecars = identity_sidecars(
@@ -224,18 +215,18 @@ class Gr00tN17Config:
         return cls(cls.public_vision, cls.public_qwen, cls.public_head, sidecars)
 
     def check_pictures(self, is_public: bool) -> None:
-        """Refuse pictures that the reference would resize further, or that tiles do not fill."""
+        """Refuse images that the reference would resize further, or that tiles do not fill."""
         side = self.image_size
         tile = self.vision.patch_size * self.vision.merge_size
         source = self.sidecars.processor.source
         if side % tile:
-            refuse(source, "a picture's side of", side, f"it is a multiple of {tile} in {self.model_type}")
+            refuse(source, "an image side of", side, f"it is a multiple of {tile} in {self.model_type}")
         if is_public and side**2 < MIN_PIXELS:
-            refuse(source, "a picture's side of", side, "Qwen3-VL enlarges pictures below 256 pixels")
+            refuse(source, "an image side of", side, "Qwen3-VL enlarges images below 256 pixels")
 
     @classmethod
     def reject_other_models(cls, fields: Fields) -> None:
-        """Refuse config.json of another model, or of a variant that is not supported."""
+        """Refuse config.json of another model or an unsupported variant."""
         check_model_type(fields, cls.family, cls.model_type)
         for name, wanted in REQUIRED.items():
             if (value := fields.content.get(name, wanted)) != wanted:
