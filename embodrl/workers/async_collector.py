@@ -110,7 +110,6 @@ class AsyncCollector:
         rewards: RewardWorker | None = None,
     ) -> None:
         self.config = config
-        self.num_envs = schedule.num_envs
         self.runners = runners
         self.target = target
         self.should_stop = should_stop
@@ -301,7 +300,7 @@ class AsyncCollector:
         iteration, place = divmod(number, self.gate.batch_size)
         epoch, part = divmod(place, len(self.runners))
         seeds, task_ids = self.schedule.draw(iteration, epoch)
-        size = self.num_envs // len(self.runners)
+        size = self.schedule.num_envs // len(self.runners)
         rows = slice(part * size, (part + 1) * size)
         # Numbers within the shard only: ``_join`` numbers the groups of a whole batch.
         groups = self.schedule.group_ids(0)[rows]

@@ -141,7 +141,6 @@ class RemoteBackend(RolloutBackend):
         self._carried: list[Snapshot | None] = [None for _ in range(self.size)]
         self._new: set[int] = set()  # restarted, and without the state of their predecessors
         self._lost: set[int] = set()  # died as the run was to end
-        self._patience_s = _PATIENCE * config.runner.stop_timeout_s
         self._stop_requested_at: float | None = None
         self._calls = itertools.count()
         self._incarnations = [0 for _ in range(self.size)]
@@ -410,10 +409,11 @@ class RemoteBackend(RolloutBackend):
         if not stop_requested.is_set():
             return
         self._stop_requested_at = self._stop_requested_at or time.monotonic()
-        if time.monotonic() - self._stop_requested_at < self._patience_s:
+        patience_s = _PATIENCE * self.config.runner.stop_timeout_s
+        if time.monotonic() - self._stop_requested_at < patience_s:
             return
         for rank in [rank for rank, handle in handles.items() if not handle.done]:
-            self.group.give_up(rank, f"has not answered for {self._patience_s:g} s after a signal")
+            self.group.give_up(rank, f"has not answered for {patience_s:g} s after a signal")
 
     def _signal(self, call: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
